@@ -1,0 +1,219 @@
+"""The run's configuration: defaults here, a TOML file over them, dotted command-line options over that.
+
+Every option is written once, as a field with its default and its help; `rlspec train --help` is made of these.
+Unknown keys, wrong types and contradictions raise `ConfigError`, one line that names the key, and the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A user's mistake in the configuration, told in one line."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str = Field("", description="Hugging Face directory of the policy, with its MTP tensors")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="parameter and activation type")
+    max_length: Positive = Field(4096, description="longest sample, prompt and response, in tokens")
+
+
+class DataConfig(Section):
+    path: str = Field("", description="training prompts: .jsonl or .parquet in slime's format")
+    eval_path: str = Field("", description="held-out prompts, same format")
+    prompt_key: str = Field("prompt", description="column with the text or the chat messages")
+    label_key: str = Field("label", description="column with the answer the reward compares with")
+    metadata_key: str = Field("metadata", description="optional column with anything else the reward needs")
+    apply_chat_template: bool = Field(False, description="render messages with the tokenizer's chat template")
+    shuffle: bool = Field(True, description="reshuffle every epoch, from train.seed")
+
+
+class RewardConfig(Section):
+    kind: str = Field("exact", description="exact, math, module:function, or an http(s) address")
+    timeout_seconds: float = Field(10.0, gt=0, description="per sample; a reward that takes longer counts as failed")
+    workers: Positive = Field(4, description="rewards computed at the same time")
+
+
+class RolloutConfig(Section):
+    engine: Literal["sglang", "embedded"] = Field("sglang", description="which engine generates")
+    urls: tuple[str, ...] = Field((), description="attach to these running engines instead of launching")
+    engines: Positive = Field(1, description="engines to launch when no url is given")
+    prompts_per_step: Positive = Field(32, description="prompts of one RL step")
+    samples_per_prompt: Positive = Field(8, description="GRPO group size")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of the rollouts")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1 filters nothing")
+    top_k: int = Field(-1, description="-1 filters nothing")
+    max_new_tokens: Positive = Field(1024, description="longest response")
+    max_running_requests: Positive = Field(256, description="decode batch limit of one engine")
+    max_total_tokens: Positive = Field(65536, description="KV cache of one engine, in tokens")
+    mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
+    timeout_seconds: float = Field(1800.0, gt=0, description="a request unanswered for so long counts as an engine failure")
+    staleness: Count = Field(0, description="steps that generation may run ahead of training")
+
+
+class SpecSection(Section):
+    mode: Literal["adaptive", "fixed", "off"] = Field("adaptive", description="how the speculative config is chosen")
+    num_steps: Count = Field(3, description="drafter passes per round (fixed), or at the start (adaptive)")
+    candidate_steps: tuple[int, ...] = Field((0, 1, 2, 3, 5), description="what the adaptive policy may choose from")
+    verifier: Literal["position_keyed", "target_only", "rejection"] = Field(
+        "position_keyed", description="position_keyed: the text does not depend on what was drafted"
+    )
+    cost_table: str = Field("", description="JSON written by `rlspec profile`; empty: a simple acceptance rule")
+    switching_margin: float = Field(0.03, ge=0, description="switch only for a predicted gain above this share")
+    probe_share: float = Field(0.01, ge=0, le=0.2, description="bound on the share of time spent on probing")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpecSection:
+        if self.mode == "adaptive" and self.num_steps not in self.candidate_steps:
+            raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(self.candidate_steps)}")
+        return self
+
+
+class AlgorithmConfig(Section):
+    ratio: Literal["token", "sequence", "cispo"] = Field("token", description="token: GRPO; sequence: GSPO; cispo")
+    normalise_std: bool = Field(True, description="divide a group's advantages by its standard deviation")
+    clip_low: float = Field(0.2, ge=0, description="lower clip of the ratio is 1 - clip_low")
+    clip_high: float = Field(0.28, ge=0, description="upper clip of the ratio is 1 + clip_high")
+    dual_clip: float = Field(0.0, ge=0, description="bound on the loss of negative advantages; 0: none, else > 1")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference policy")
+    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    aggregation: Literal["token", "sample", "constant"] = Field("token", description="how token losses are averaged")
+    old_logprobs: Literal["recompute", "engine"] = Field("recompute", description="denominator of the ratio")
+    tis_clip: float = Field(2.0, ge=0, description="cap on the train/engine importance weight; 0: none")
+    dynamic_sampling: bool = Field(False, description="drop groups whose rewards are all equal, and refill")
+    overlong_tokens: Count = Field(0, description="length of the soft penalty zone before max_new_tokens; 0: none")
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0, description="learning rate of the policy")
+    warmup_steps: Count = Field(0, description="linear warm-up")
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: none")
+    distributed: bool = Field(False, description="Megatron's distributed optimizer (ZeRO-1)")
+
+
+class DrafterConfig(Section):
+    train: bool = Field(True, description="co-train the drafter with the policy")
+    depth: Positive = Field(3, description="unrolled drafter steps trained")
+    repeated_layer: bool = Field(True, description="one MTP layer unrolled exactly as the engine drafts")
+    mtp_detach_heads: bool = Field(True, description="false: classic joint training, which moves the policy")
+    loss: Literal["ce", "forward_kl", "reverse_kl", "tv"] = Field("ce", description="training objective")
+    depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
+    lr: float = Field(1e-4, gt=0, description="learning rate of the drafter")
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="its own gradient norm; 0: none")
+
+
+class ParallelConfig(Section):
+    tensor: Positive = Field(1, description="tensor parallel size")
+    pipeline: Positive = Field(1, description="pipeline parallel size")
+    context: Positive = Field(1, description="context parallel size")
+    expert: Positive = Field(1, description="expert parallel size")
+    sequence: bool = Field(False, description="sequence parallelism along the tensor parallel ranks")
+    recompute: bool = Field(False, description="recompute every layer in the backward pass")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence=true needs tensor > 1, but tensor=1")
+        return self
+
+
+class TrainConfig(Section):
+    steps: Positive = Field(100, description="RL steps")
+    tokens_per_micro_batch: Positive = Field(8192, description="packing budget of one data-parallel rank")
+    seed: int = Field(1, description="of data order, sampling and initialisation")
+    run_dir: str = Field("runs/run", description="everything the run writes")
+    save_every: Count = Field(0, description="steps between checkpoints; 0: only at the end")
+    keep: Positive = Field(2, description="checkpoints kept")
+    resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
+    eval_every: Count = Field(0, description="steps between evaluations; 0: first and last only")
+    max_bad_steps: Count = Field(3, description="stop after so many steps in a row with a non-finite loss")
+
+
+class Config(Section):
+    """One run. Sections are independent of each other, but for the cross-checks below."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    spec: SpecSection = SpecSection()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.rollout.max_new_tokens >= self.model.max_length:
+            raise ValueError(
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "
+                f"in model.max_length={self.model.max_length}"
+            )
+        return self
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = None) -> Config:
+    """Defaults, then the TOML file, then overrides like `{"optimizer.lr": "1e-5"}`."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        tree.setdefault(section, {})[key] = _list_or_scalar(value, section, key)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, path)) from None
+
+
+def options() -> Iterator[tuple[str, Any, Any, str]]:
+    """(dotted name, annotation, default, help) of every option, in order: what `--help` shows."""
+    for section, outer in Config.model_fields.items():
+        for key, inner in type(outer.default).model_fields.items():
+            yield f"{section}.{key}", inner.annotation, inner.default, inner.description or ""
+
+
+def _list_or_scalar(value: str, section: str, key: str) -> Any:
+    default = getattr(getattr(Config(), section, None), key, None)
+    if isinstance(default, tuple):
+        return [part for part in value.split(",") if part]
+    return value
+
+
+def _one_line(error: ValidationError, path: str | Path | None) -> str:
+    first = error.errors(include_url=False)[0]
+    dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    where = f"{path}: " if path else ""
+    if first["type"] == "extra_forbidden":
+        known = [name for name, *_ in options()] + list(Config.model_fields)
+        near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
+        return f"{where}unknown option {dotted}" + (f"; did you mean {near[0]}?" if near else "")
+    message = first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+    return f"{where}{dotted}: {message}{got}" if dotted else f"{where}{message}"
