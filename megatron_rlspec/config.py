@@ -1,7 +1,7 @@
 """The run's configuration: defaults here, a TOML file over them, dotted command-line options over that.
 
 Every option is written once, as a field with its default and its help; `rlspec train --help` is made of these.
-Unknown keys, wrong types and contradictions raise `ConfigError`, one line that names the key, and the nearest known one.
+Unknown keys, wrong types and contradictions raise `ConfigError`: one line that names the key and the nearest known one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     max_running_requests: Positive = Field(256, description="decode batch limit of one engine")
     max_total_tokens: Positive = Field(65536, description="KV cache of one engine, in tokens")
     mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
-    timeout_seconds: float = Field(1800.0, gt=0, description="a request unanswered for so long counts as an engine failure")
+    timeout_seconds: float = Field(1800.0, gt=0, description="a longer silence counts as an engine failure")
     staleness: Count = Field(0, description="steps that generation may run ahead of training")
 
 

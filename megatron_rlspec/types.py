@@ -39,7 +39,8 @@ class SpecConfig:
             raise ValueError(f"num_steps={self.num_steps} and topk={self.topk} must not be negative")
         if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens}, but a chain of num_steps={self.num_steps} verifies {self.num_steps + 1}"
+                f"num_draft_tokens={self.num_draft_tokens}, but a chain of num_steps={self.num_steps} "
+                f"verifies {self.num_steps + 1}"
             )
         if self.topk > 1 and self.num_draft_tokens > self.max_nodes:
             raise ValueError(
@@ -71,9 +72,9 @@ OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
 class SpecSchedule:
     """(running requests, context tokens of the whole batch) -> SpecConfig.
 
-    `batch_edges[i]` is the smallest batch of row i, `context_edges[j]` the smallest total context of column j; both start
-    at or below the smallest value ever asked. Example: `SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,)))` drafts
-    three steps below eight running requests and nothing from eight on.
+    `batch_edges[i]` is the smallest batch of row i, `context_edges[j]` the smallest total context of column j; anything
+    smaller falls into the first. Example: `SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,)))` drafts three steps
+    below eight running requests and nothing from eight on.
     """
 
     batch_edges: tuple[int, ...]
@@ -131,7 +132,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to draw. With the position-keyed verifier its text depends on `seed`, the prompt and the weights alone.
+    """One sample to draw. Under the position-keyed verifier its text depends on seed, prompt and weights alone.
 
     No `id` may be a prefix of another: SGLang aborts by prefix.
     """
@@ -220,7 +221,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class RoundStats:
-    """What engines report of decode rounds that ran under one configuration: `accepted[i]` requests accepted i drafts."""
+    """Decode rounds that ran under one configuration, `ms` in all; `accepted[i]` times a request accepted i drafts."""
 
     config: SpecConfig
     batch: int
