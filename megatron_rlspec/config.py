@@ -146,7 +146,19 @@ class TrainConfig(Section):
     keep: Positive = Field(2, description="checkpoints kept")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
     eval_every: Count = Field(0, description="steps between evaluations; 0: first and last only")
+    eval_prompts: Positive = Field(128, description="held-out prompts of one evaluation")
     max_bad_steps: Count = Field(3, description="stop after so many steps in a row with a non-finite loss")
+
+
+class SftConfig(Section):
+    path: str = Field("", description="rows of prompt and response, .jsonl or .parquet")
+    steps: Positive = Field(1000, description="most steps")
+    samples_per_step: Positive = Field(128, description="rows of one step")
+    drafter_only: bool = Field(False, description="leave the policy as it is")
+    eval_every: Count = Field(0, description="steps between evaluations on data.eval_path by a real engine; 0: none")
+    eval_prompts: Positive = Field(64, description="held-out prompts of one evaluation")
+    stop_reward: float = Field(1.0, description="stop once held-out reward is above this and accept length is flat")
+    plateau: float = Field(0.1, gt=0, description="accept length is flat if an evaluation gains less than this")
 
 
 class Config(Section):
@@ -161,6 +173,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     drafter: DrafterConfig = DrafterConfig()
     parallel: ParallelConfig = ParallelConfig()
+    sft: SftConfig = SftConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")

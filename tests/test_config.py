@@ -1,0 +1,49 @@
+import pytest
+
+from megatron_rlspec.config import Config, ConfigError, load, options
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[optimizer]\nlr = 1e-5\n[spec]\ncandidate_steps = [0, 3]\n")
+    config = load(path, {"optimizer.lr": "2e-5", "spec.num_steps": "0"})
+    assert config.optimizer.lr == 2e-5 and config.spec.candidate_steps == (0, 3) and config.spec.num_steps == 0
+    assert load(path, {"spec.candidate_steps": "1,3"}).spec.candidate_steps == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"optimizer.lrr": "1"}, "unknown option optimizer.lrr; did you mean optimizer.lr?"),
+        ({"optimiser.lr": "1"}, "unknown option optimiser; did you mean optimizer?"),
+        ({"optimizer.lr": "fast"}, "optimizer.lr: Input should be a valid number"),
+        ({"optimizer.lr": "-1"}, "optimizer.lr: Input should be greater than 0"),
+        ({"spec.num_steps": "4"}, "num_steps=4 is not among candidate_steps"),
+        ({"parallel.sequence": "true"}, "sequence=true needs tensor > 1, but tensor=1"),
+        ({"rollout.max_new_tokens": "9999"}, "rollout.max_new_tokens=9999 leaves no room"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_file_mistakes(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("x = = 1")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_every_option_is_documented():
+    missing = [name for name, _, _, text in options() if not text]
+    assert set(missing) <= {
+        "optimizer.weight_decay",
+        "optimizer.beta1",
+        "optimizer.beta2",
+        "optimizer.eps",
+        "drafter.weight_decay",
+    }
+    assert Config().optimizer.lr == {n: d for n, _, d, _ in options()}["optimizer.lr"]

@@ -1,0 +1,61 @@
+"""The walls of the house (docs/design.md, section 2), read from the sources and from a fresh interpreter."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megatron_rlspec"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ALLOWED = {
+    "sglang": ("rollout/sglang/",),
+    "sgl_kernel": ("rollout/sglang/",),
+    "megatron": ("mtp/drafter.py", "train/", "weights/", "integrations/"),
+    "slime": ("integrations/",),
+}
+DECISIONS = ("spec/", "tail/", "sim/")
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_stay_in_their_rooms(path):
+    room = path.relative_to(PACKAGE).as_posix()
+    found = imports(path)
+    for package, rooms in ALLOWED.items():
+        if any(name == package or name.startswith(package + ".") for name in found):
+            assert room.startswith(rooms), f"{room} imports {package}"
+    inner = {name.removeprefix("megatron_rlspec.") for name in found if name.startswith("megatron_rlspec.")}
+    if room.startswith(DECISIONS):
+        assert not found & {"torch", "transformers", "pydantic"}, f"{room} must run on the standard library and numpy"
+    if room.startswith("rollout/"):
+        assert not any(name.startswith("train") for name in inner), f"{room} imports train"
+    if room.startswith("train/"):
+        assert not any(name.startswith("rollout") for name in inner), f"{room} imports rollout"
+    if room not in {"loop.py", "cli.py", "session.py", "__init__.py"} and not room.startswith("integrations/"):
+        assert not inner & {"loop", "cli", "session"}, f"{room} imports the loop above it"
+
+
+def test_files_stay_short():
+    long = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, f"over 400 lines, each is two things: {long}"
+
+
+@pytest.mark.parametrize(
+    "modules",
+    ["megatron_rlspec.types, megatron_rlspec.config", "megatron_rlspec.spec.policy, megatron_rlspec.spec.solver"],
+)
+def test_light_imports_stay_light(modules):
+    code = f"import sys, {modules}; print(sorted({{'torch', 'megatron', 'sglang', 'slime'}} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
