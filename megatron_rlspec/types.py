@@ -194,11 +194,13 @@ class Group:
 class PackedBatch:
     """One rank's share of one micro-batch, after the context-parallel slice. All tensors are `[T]` on the CPU.
 
-    Label-side fields speak of the *predicting* position: at t they hold the values of token t + 1, and are 0 where the
-    next token belongs to another sequence or to padding. The drafter's depth d (index d - 1) predicts token t + 1 + d
-    from token t + d. `cu_seqlens` counts real tokens and `cu_seqlens_padded` the laid-out ones, both global (before the
-    slice), int32 `[n + 1]`. `counts` holds the global denominators of every loss of the *step*, all ranks and
-    micro-batches, known before the first backward: `policy`, `drafter` (one per depth).
+    `tokens`, `position_ids`, `sequence_ids` (index of the sample within the step, -1 on padding) and `drafter_weight`
+    speak of position t itself. All others are label-side: they speak of the *predicting* position, so at t they hold
+    the values of token t + 1, and are 0 where that belongs to another sequence or to padding; the float ones are 0
+    wherever `loss_mask` is, too. The drafter's depth d (index d - 1) predicts token t + 1 + d from token t + d.
+    `cu_seqlens` counts real tokens and `cu_seqlens_padded` the laid-out ones, both global (before the slice), int32
+    `[n + 1]`. `counts` holds the global denominators of every loss of the *step*, all ranks and micro-batches, known
+    before the first backward: `policy`, `drafter` (one per depth); also `tokens` (trained ones) and `samples`.
     """
 
     tokens: torch.Tensor
@@ -217,6 +219,7 @@ class PackedBatch:
     cu_seqlens_padded: torch.Tensor
     counts: dict[str, Any]
     reference_logprobs: torch.Tensor | None = None
+    behaviour_logprobs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Which tokens a context-parallel rank holds, as index tables: no process group, no device.
+
+Two layouts over a packed batch of T tokens with padded boundaries `cu_seqlens_padded`:
+
+zigzag      every sequence is cut into 2·size equal chunks; rank r holds chunks r and 2·size - 1 - r of each, sequence
+            after sequence, so that causal attention costs all ranks the same (Megatron's and Transformer Engine's)
+contiguous  the whole batch is cut into `size` equal runs; rank r holds run r (all-gather context parallelism)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+Layout = Literal["zigzag", "contiguous"]
+
+
+def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag") -> torch.Tensor:
+    """Global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
+
+    Raises ValueError where the boundaries do not divide: zigzag needs every padded length to be a multiple of 2·size,
+    contiguous needs T to be a multiple of `size`.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"context-parallel rank {rank} is not below the size {size}")
+    cu = cu_seqlens_padded.long()
+    total = int(cu[-1])
+    if size == 1:
+        return torch.arange(total, device=cu.device)
+    if layout == "contiguous":
+        if total % size:
+            raise ValueError(f"{total} packed tokens do not split into {size} equal contiguous runs")
+        return torch.arange(rank * total // size, (rank + 1) * total // size, device=cu.device)
+    if layout != "zigzag":
+        raise ValueError(f"layout={layout!r}, but a batch is split 'zigzag' or 'contiguous'")
+    lengths = cu[1:] - cu[:-1]
+    if bool((lengths % (2 * size)).any()):
+        bad = lengths[lengths % (2 * size) != 0][0]
+        raise ValueError(f"padded length {int(bad)} is not a multiple of {2 * size}, twice the context-parallel size")
+    chunk = lengths // (2 * size)
+    # Front and back chunk of sequence 0, then of sequence 1, ...
+    starts = torch.stack([cu[:-1] + rank * chunk, cu[:-1] + (2 * size - 1 - rank) * chunk], dim=1).flatten()
+    widths = chunk.repeat_interleave(2)
+    local_starts = widths.cumsum(0) - widths
+    return torch.arange(total // size, device=cu.device) + (starts - local_starts).repeat_interleave(widths)
+
+
+def slice_for_cp(
+    x: torch.Tensor, cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag", dim: int = -1
+) -> torch.Tensor:
+    """The share of `rank` in `x`, whose dimension `dim` runs over all T packed tokens."""
+    index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
+    if x.shape[dim] != size * len(index):
+        raise ValueError(f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}")
+    return x.index_select(dim, index)
+
+
+def join_from_cp(
+    shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor, layout: Layout = "zigzag", dim: int = -1
+) -> torch.Tensor:
+    """The inverse of `slice_for_cp`: all ranks' shares, in rank order, to the whole batch."""
+    size = len(shards)
+    order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
+    return torch.cat(list(shards), dim).index_select(dim, order.argsort().to(shards[0].device))
