@@ -1,0 +1,145 @@
+"""Latency surfaces: interpolation inside a measured grid, a fitted model outside it, and the repair of noise.
+
+One surface holds the round cost of one (TP, config) over batch and context. Rows are measured batch sizes; along a row
+the cost is piecewise linear in context tokens (PAT, section 4), between rows it is linear at equal *mean* context per
+request, so that a rectangle of measured (batch, mean length) stays a rectangle of trusted answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from megatron_rlspec.types import SpecConfig
+
+Points = Mapping[tuple[int, int], float]  # (batch, context tokens of the whole batch) -> ms
+
+
+def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """The terms of a round's cost, `[..., 7]`: what the fitted model is linear in (docs/design.md, Round cost).
+
+    Host and weights, verified tokens, context read, the drafter's extend pass and its tokens, the further drafter
+    passes and their tokens.
+    """
+    batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
+    verified = batch * (config.num_draft_tokens or 1)
+    drafts = 0.0 if config.off else 1.0
+    passes = max(config.num_steps - 1, 0)
+    one = np.ones_like(batch)
+    terms = (one, verified, context, drafts * one, drafts * verified, passes * one, passes * config.topk * batch)
+    return np.stack(terms, axis=-1)
+
+
+def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Least squares with coefficients >= 0 (Lawson and Hanson's active set). x `[n, m]`, y `[n]` -> `[m]`."""
+    n_terms = x.shape[1]
+    scale = np.maximum(np.abs(x).max(axis=0), 1e-30)
+    x = x / scale
+    active = np.zeros(n_terms, bool)
+    w = np.zeros(n_terms)
+    for _ in range(3 * n_terms):
+        gradient = x.T @ (y - x @ w)
+        gradient[active] = -np.inf
+        if gradient.max() <= 1e-10:
+            break
+        active[int(gradient.argmax())] = True
+        while True:
+            trial = np.zeros(n_terms)
+            trial[active] = np.linalg.lstsq(x[:, active], y, rcond=None)[0]
+            negative = active & (trial <= 0)
+            if not negative.any():
+                break
+            step = np.min(w[negative] / np.maximum(w[negative] - trial[negative], 1e-30))
+            w = w + step * (trial - w)
+            active &= w > 1e-12
+            w[~active] = 0.0
+        w = trial
+    return w / scale
+
+
+def isotonic(values: Sequence[float]) -> np.ndarray:
+    """The nondecreasing sequence nearest in least squares: pool adjacent violators."""
+    blocks: list[list[float]] = []  # [mean, count]
+    for value in values:
+        blocks.append([float(value), 1.0])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            mean, count = blocks.pop()
+            last = blocks[-1]
+            last[0] = (last[0] * last[1] + mean * count) / (last[1] + count)
+            last[1] += count
+    return np.repeat([b[0] for b in blocks], [int(b[1]) for b in blocks])
+
+
+def monotone(points: Points) -> dict[tuple[int, int], float]:
+    """The points with noise removed that would make a larger batch or a longer context cheaper.
+
+    Batches are compared at equal mean context only. The two directions are pooled in turns until neither moves.
+    """
+    fixed = dict(points)
+    lines: dict[tuple[str, float], list[tuple[int, int]]] = {}
+    for batch, context in sorted(points):
+        lines.setdefault(("context", batch), []).append((batch, context))
+        lines.setdefault(("batch", context / batch), []).append((batch, context))
+    for _ in range(100):
+        moved = 0.0
+        for keys in lines.values():
+            for key, value in zip(keys, isotonic([fixed[k] for k in keys]), strict=True):
+                moved = max(moved, abs(value - fixed[key]) / fixed[key])
+                fixed[key] = float(value)
+        if moved < 1e-9:
+            break
+    return fixed
+
+
+class Surface:
+    """ms over (batch, context tokens) for one (TP, config); `model` are the coefficients of `features` at this TP."""
+
+    def __init__(self, config: SpecConfig, points: Points, model: np.ndarray) -> None:
+        self.config = config
+        self.model = model
+        rows: dict[int, list[tuple[float, float]]] = {}
+        for (batch, context), ms in sorted(points.items()):
+            rows.setdefault(batch, []).append((context / batch, ms))
+        self.batches = np.array(sorted(rows), float)
+        self.rows = [np.array(rows[b]).T for b in sorted(rows)]  # per batch: mean lengths, ms
+
+    def __call__(self, batch: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ms, extrapolated) of the broadcast shape of `batch` and `context`.
+
+        Outside the grid the nearest measured cost is scaled by the fitted model's ratio, so nothing jumps at the edge.
+        """
+        batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
+        length = context / batch
+        along = np.empty((len(self.rows), *batch.shape))
+        beyond = np.empty(along.shape, bool)
+        for i, (lengths, ms) in enumerate(self.rows):
+            near = np.clip(length, lengths[0], lengths[-1])
+            beyond[i] = length != near
+            along[i] = np.interp(near, lengths, ms) * self._ratio(self.batches[i], length, self.batches[i], near)
+        near_batch = np.clip(batch, self.batches[0], self.batches[-1])
+        upper = np.clip(np.searchsorted(self.batches, near_batch), 1, max(len(self.batches) - 1, 1))
+        upper = np.minimum(upper, len(self.batches) - 1)
+        lower = np.maximum(upper - 1, 0)
+        span = np.where(upper > lower, self.batches[upper] - self.batches[lower], 1.0)
+        share = np.where(upper > lower, (near_batch - self.batches[lower]) / span, 0.0)
+        low = np.take_along_axis(along, lower[None], 0)[0]
+        high = np.take_along_axis(along, upper[None], 0)[0]
+        ms = (low + share * (high - low)) * self._ratio(batch, length, near_batch, length)
+        outside = (batch != near_batch) | np.where(share < 1, np.take_along_axis(beyond, lower[None], 0)[0], False)
+        outside |= np.where(share > 0, np.take_along_axis(beyond, upper[None], 0)[0], False)
+        return ms, outside
+
+    def _ratio(self, batch: np.ndarray, length: np.ndarray, near_batch: np.ndarray, near: np.ndarray) -> np.ndarray:
+        at = features(self.config, batch, batch * length) @ self.model
+        base = features(self.config, near_batch, near_batch * near) @ self.model
+        return np.where(base > 0, at / np.maximum(base, 1e-30), 1.0)
+
+
+def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[np.ndarray, float]:
+    """Coefficients of `features` fitted to (config, batch, context, ms), and the median relative error of the fit."""
+    rows = list(samples)
+    x = np.stack([features(config, np.array(b), np.array(c)) for config, b, c, _ in rows])
+    ms = np.array([r[3] for r in rows])
+    model = fit_nonnegative(x / ms[:, None], np.ones(len(rows)))  # relative errors: a 2 ms round counts as a 200 ms one
+    return model, float(np.median(np.abs(x @ model / ms - 1)))
