@@ -1,0 +1,154 @@
+"""Hugging Face names <-> Megatron names, both directions from one table per family (`families.py`).
+
+Tensors here are full: gathered over tensor, pipeline and expert parallel ranks, layer and expert numbers global.
+Megatron spells the same tensor in several ways, all of which are understood:
+
+    local specs (canonical)                             Transformer Engine specs
+    decoder.layers.N.input_layernorm.weight             decoder.layers.N.self_attention.linear_qkv.layer_norm_weight
+    decoder.layers.N.pre_mlp_layernorm.weight           decoder.layers.N.mlp.linear_fc1.layer_norm_weight
+    mtp.layers.N.transformer_layer.* (0.16)             mtp.layers.N.mtp_model_layer.* (main, either specs)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.weights.families import TABLES, Geometry, Row
+
+_FROM_TE = (
+    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
+    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
+)
+_MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
+
+
+def canonical(name: str) -> str:
+    """The local-spec, 0.16 spelling of any Megatron name; a DDP or Float16 wrapper's `module.` is dropped."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    name = _MTP_BLOCK.sub(r"\1.transformer_layer.", name)
+    for pattern, local in _FROM_TE:
+        name = pattern.sub(local, name)
+    return name
+
+
+def family_of(
+    hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local", mtp_block: str = "transformer_layer"
+) -> Family:
+    """The family that a config.json belongs to. `spec` and `mtp_block` choose the spelling that comes out."""
+    architecture = (hf_config.get("architectures") or ["missing"])[0]
+    if architecture not in TABLES:
+        raise ValueError(f"architecture {architecture} is not supported; known: {', '.join(sorted(TABLES))}")
+    return Family(architecture, hf_config, spec, mtp_block)
+
+
+class Family:
+    """One model's table.
+
+    `rows` is keyed by canonical Megatron name, `by_hf` by Hugging Face name. `geometry.tied` models have no
+    `lm_head.weight`; for them `output_layer.weight` (the copy that Megatron's last pipeline stage keeps) reads the
+    embedding and writes nothing.
+    """
+
+    def __init__(self, name: str, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
+        self.name, self.spec, self.mtp_block = name, spec, mtp_block
+        self.geometry = Geometry.of(hf_config)
+        self.rows: dict[str, Row] = {row.megatron: row for row in TABLES[name](hf_config)}
+        self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
+
+    def row(self, megatron_name: str) -> Row:
+        name = canonical(megatron_name)
+        if name == "output_layer.weight" and self.geometry.tied:
+            name = "embedding.word_embeddings.weight"
+        try:
+            return self.rows[name]
+        except KeyError:
+            near = difflib.get_close_matches(name, self.rows, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"{self.name} has no Megatron tensor {megatron_name}{hint}") from None
+
+    def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors that one full Megatron tensor holds; vocabulary padding is cut off.
+
+        Yields nothing for Transformer Engine's `_extra_state` and for a tied head.
+        """
+        if megatron_name.endswith("_extra_state"):
+            return
+        row = self.row(megatron_name)
+        if self.geometry.tied and canonical(megatron_name) == "output_layer.weight":
+            return
+        if row.vocabulary:
+            full = full[: self.geometry.vocab]
+        yield from zip(row.hf, row.layout.split(full), strict=True)
+
+    def to_megatron(
+        self, tensors: Mapping[str, Tensor], padded_vocab: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every Megatron tensor of the model, in table order, each read when its turn comes.
+
+        `padded_vocab`: rows of embedding and head to pad to, with zeros. A tied model's `output_layer.weight` comes
+        last, for the pipeline stage that keeps a copy. A Hugging Face name that `tensors` lacks raises KeyError.
+        """
+        for name, row in self.rows.items():
+            yield self.spell(name), self._fuse(row, tensors, padded_vocab)
+        if self.geometry.tied:
+            yield "output_layer.weight", self._fuse(self.row("output_layer.weight"), tensors, padded_vocab)
+
+    def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
+        """Tensor-parallel rank's part of a full Megatron tensor."""
+        try:
+            return self.row(megatron_name).cut.shard(full, rank, size)
+        except ValueError as error:
+            raise ValueError(f"{megatron_name}, tensor parallel size {size}: {error}") from None
+
+    def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
+        """The full Megatron tensor of all tensor-parallel ranks' parts, in rank order."""
+        return self.row(megatron_name).cut.unshard(shards)
+
+    def spell(self, canonical_name: str) -> str:
+        """The name that this family's layer specs give to a canonical name."""
+        name = canonical_name
+        if self.mtp_block != "transformer_layer":
+            name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
+        if self.spec == "te":
+            stem, _, leaf = name.rpartition(".input_layernorm.")
+            if stem and f"{_block(canonical_name)}self_attention.linear_qkv.weight" in self.rows:
+                return f"{stem}.self_attention.linear_qkv.layer_norm_{leaf}"
+            stem, _, leaf = name.rpartition(".pre_mlp_layernorm.")
+            if stem and f"{_block(canonical_name)}mlp.linear_fc1.weight" in self.rows:
+                return f"{stem}.mlp.linear_fc1.layer_norm_{leaf}"
+        return name
+
+    @staticmethod
+    def is_drafter(name: str) -> bool:
+        """Whether a Megatron name belongs to the drafter; embedding and head are the target's."""
+        return canonical(name).startswith("mtp.")
+
+    @cached_property
+    def drafter_names(self) -> tuple[str, ...]:
+        """Hugging Face names of the drafter's own tensors; empty if the model has no drafter."""
+        return tuple(hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf)
+
+    @cached_property
+    def target_names(self) -> tuple[str, ...]:
+        return tuple(hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf)
+
+    def _fuse(self, row: Row, tensors: Mapping[str, Tensor], padded_vocab: int | None) -> Tensor:
+        full = row.layout.fuse([tensors[hf] for hf in row.hf])
+        if row.vocabulary and padded_vocab is not None and padded_vocab != full.shape[0]:
+            if padded_vocab < full.shape[0]:
+                raise ValueError(f"padded_vocab={padded_vocab} is smaller than the {full.shape[0]} rows of {row.hf[0]}")
+            full = torch.cat((full, full.new_zeros(padded_vocab - full.shape[0], *full.shape[1:])))
+        return full
+
+
+def _block(name: str) -> str:
+    """`decoder.layers.3.` of `decoder.layers.3.input_layernorm.weight`."""
+    return re.sub(r"(input_layernorm|pre_mlp_layernorm)\.\w+$", "", name)
