@@ -1,0 +1,111 @@
+"""The output layer cut over tensor-parallel ranks: scores of a chunk of rows, reductions over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Head:
+    """This rank's rows of the output layer, token ids start, start + 1, ..., below `total` over all ranks.
+
+    `weight [width, H]` is detached. Methods take one chunk of C rows; results are the same on every rank of `group`
+    (None: one rank holds the whole vocabulary) unless they say otherwise.
+    """
+
+    weight: torch.Tensor
+    temperature: float
+    start: int
+    total: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls, weight: torch.Tensor, temperature: float, group: dist.ProcessGroup | None, vocab_size: int | None
+    ) -> Head:
+        """`weight [V/tp, H]` of this rank; rows of ids from `vocab_size` on are padding and take no part."""
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}, but a loss needs a distribution: temperature > 0")
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        held = weight.shape[0]
+        total = held * size if vocab_size is None else vocab_size
+        if not rank * held < total <= size * held:
+            raise ValueError(f"vocab_size={total}, but rank {rank} of {size} holds {held} rows from {rank * held}")
+        real = weight.detach()[: total - rank * held]
+        return cls(real, temperature, rank * held, total, group if size > 1 else None)
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits over temperature `[C, width]` of this rank's tokens, in float32 or wider."""
+        return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the ranks' shares, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def log_sum_exp(self, scores: torch.Tensor) -> torch.Tensor:
+        lse = scores.logsumexp(-1)
+        if self.group is None:
+            return lse
+        top = lse.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        return top + self.sum((lse - top).exp_()).log_()
+
+    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """Ids `[C]`; the lowest among equals, on whatever rank."""
+        value, best = scores.max(-1)
+        best += self.start
+        if self.group is not None:
+            top = value.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+            best.masked_fill_(value < top, self.total)
+            dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
+        return best
+
+    def top_k(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids `[C, k]` of the largest scores, largest first."""
+        if k > self.total:
+            raise ValueError(f"k={k} tokens asked of a vocabulary of {self.total}")
+        values, ids = scores.topk(min(k, self.width), dim=-1)
+        ids = ids + self.start
+        if self.group is None:
+            return values, ids
+        missing = (0, k - ids.shape[1])
+        values = self._gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
+        values, order = values.topk(k, dim=-1)
+        return values, self._gather(torch.nn.functional.pad(ids, missing)).gather(1, order)
+
+    def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """`x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id: `sum` completes it."""
+        local, mine = self._local(ids)
+        return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
+
+    def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+        """Add to this rank's `x [C, width]`, in place, at those of `ids` that it holds."""
+        local, mine = self._local(ids)
+        value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(ids.shape).reshape(mine.shape)
+        return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
+
+    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
+        mine = (local >= 0) & (local < self.width)
+        return local.masked_fill_(~mine, 0), mine
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `[C, k]`, side by side."""
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
+
+def accumulate_in(x: torch.Tensor) -> torch.dtype:
+    """The type for arithmetic on the logits of `x`."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,378 @@
+"""The head's losses: chunked over rows, vocab-parallel, exact sums out.
+
+Shapes: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share of it, C rows of one chunk. A row is one
+predicting position. Hidden states are replicated over `tp_group`, and so is every result. Gradients with respect to
+hidden states leave here summed over the group, so sequence parallelism gathers them with an identity backward.
+
+Only rows with a weight reach the head, C at a time, so memory does not grow with N. Arithmetic on logits is float32
+(float64 for float64 inputs). All distributions are softmax(logits / temperature), as an engine samples them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rlspec.mtp.head import Head, accumulate_in
+
+Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
+KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
+Metrics = dict[str, torch.Tensor]
+Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class TeacherTopK(NamedTuple):
+    """A distribution cut to its k likeliest tokens: `ids [N, k]`, `logprobs [N, k]`, `log_rest [N]` of all others."""
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    log_rest: torch.Tensor
+
+
+def drafter_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weight: torch.Tensor,
+    kind: Kind = "ce",
+    *,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_index: torch.Tensor | None = None,
+    teacher_top_k: TeacherTopK | None = None,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 1,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """Σ token_weight · loss over rows, differentiable in `hidden [N, H]` alone, and metrics.
+
+    With student q and teacher p the loss of a row is  ce: -log q(label);  forward_kl: KL(p ‖ q);
+    reverse_kl: KL(q ‖ p);  tv: 1 - Σ min(p, q), the rejection rate under rejection sampling. The gradient is computed
+    within the forward chunk, so the backward recomputes nothing; the head `weight [V/tp, H]` and the teacher get none.
+
+    teacher_hidden [M, H]  the policy's hidden states; row i's teacher is row `teacher_index[i]` of them (i if omitted).
+                           Rows of several depths given in one call share each teacher chunk.
+    teacher_top_k          instead of `teacher_hidden`, `[N, k]`: the loss between distributions over k tokens and the
+                           rest as one more outcome, a lower bound of the full one; `overlap` is an upper bound then
+    groups [N] int64       which entry of the metrics a row adds to (depth - 1, say), below `num_groups`
+    vocab_size             tokens before padding of the head; rows of `weight` beyond it take no part
+
+    Metrics are sums over rows of non-zero weight, unweighted, `[num_groups]` (scalars without `groups`): `tokens`,
+    `loss`, `ce`, `match` (label = argmax q; ties to the lower id), and with a teacher `overlap` (Σ min(p, q)) and
+    `argmax_prob` (p(argmax q)): acceptance under rejection sampling and under the target-only verifier.
+    """
+    student = Student(
+        hidden,
+        weight,
+        labels,
+        token_weight,
+        kind,
+        teacher_index=teacher_index,
+        groups=groups,
+        num_groups=num_groups,
+        temperature=temperature,
+        chunk=chunk,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+    )
+    if teacher_hidden is not None and teacher_top_k is not None:
+        raise ValueError("give teacher_hidden or teacher_top_k, not both")
+    if teacher_hidden is not None:
+        student.learn_from(teacher_hidden)
+    elif teacher_top_k is not None:
+        student.learn_top_k(teacher_top_k)
+    elif kind == "ce":
+        student.learn_labels()
+    else:
+        raise ValueError(f"kind={kind!r} needs teacher_hidden or teacher_top_k; only 'ce' learns from labels alone")
+    return student.finish()
+
+
+def policy_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    *,
+    mask: torch.Tensor | None = None,
+    chunk: int = 1024,
+    vocab_size: int | None = None,
+    observe: Observer | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of `labels [N]` and, if asked, the entropy, both `[N]`; differentiable in hidden and weight.
+
+    Rows where `mask [N]` is 0 give 0 and never reach the head. The backward recomputes the logits chunk by chunk.
+    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits over
+    temperature `[C, V/tp]`, their log-sum-exp `[C]` (see `Student.observe`).
+    """
+    head = Head.of(weight, temperature, tp_group, vocab_size)
+    rows = _rows(torch.ones_like(labels) if mask is None else mask, labels, head)
+    picked, entropy = _LogProbs.apply(
+        hidden.index_select(0, rows),
+        weight[: head.width],
+        labels.index_select(0, rows),
+        (head, chunk, with_entropy, observe, rows),
+    )
+    zeros = picked.new_zeros(len(labels))
+    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None
+
+
+def top_k_teacher(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    chunk: int = 1024,
+    vocab_size: int | None = None,
+) -> TeacherTopK:
+    """The k likeliest tokens of each row of `hidden [N, H]`, for a buffer or for `drafter_loss`; no gradient."""
+    head = Head.of(weight, temperature, tp_group, vocab_size)
+    parts = []
+    for rows in hidden.detach().split(chunk):
+        scores = head.scores(rows)
+        lse = head.log_sum_exp(scores)[:, None]
+        values, ids = head.top_k(scores, k)
+        p = scores.sub_(lse).exp_()
+        rest = head.sum(head.add_at(p, ids, -head.pick(p, ids)).sum(-1))
+        parts.append((ids, values - lse, rest.clamp_min(torch.finfo(p.dtype).tiny).log()))
+    return TeacherTopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class Student:
+    """`drafter_loss` in steps, for a teacher that somebody else computes chunk by chunk.
+
+    To share the policy's own pass over its head, hand `student.observe` to `policy_logprobs`, then `learn_from` what
+    other ranks hold (rows received at the edges of a context-parallel shard, numbered on from the local ones), and
+    `finish`. No teacher row is then computed twice. Arguments as for `drafter_loss`.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        token_weight: torch.Tensor,
+        kind: Kind = "ce",
+        *,
+        teacher_index: torch.Tensor | None = None,
+        groups: torch.Tensor | None = None,
+        num_groups: int = 1,
+        temperature: float = 1.0,
+        chunk: int = 1024,
+        tp_group: dist.ProcessGroup | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r}, but a drafter's loss is one of {', '.join(KINDS)}")
+        self._kind, self._chunk = kind, chunk
+        self._head = Head.of(weight, temperature, tp_group, vocab_size)
+        rows = _rows(token_weight, labels, self._head)
+        # In the teacher's order, the students of any run of teacher rows are one slice.
+        teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
+        self._teacher, order = teacher.sort(stable=True)
+        self._rows = rows.index_select(0, order)
+        self._source = hidden
+        self._hidden = hidden.detach().index_select(0, self._rows)
+        self._labels = labels.index_select(0, self._rows)
+        self._weight = token_weight.detach().index_select(0, self._rows).to(accumulate_in(hidden))
+        self._groups = torch.zeros_like(self._rows) if groups is None else groups.index_select(0, self._rows)
+        self._scalar_metrics = groups is None
+        self._num_groups = num_groups
+        self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
+        self._total = self._weight.new_zeros(())
+        self._metrics: Metrics = {}
+        self._learned = 0
+
+    def learn_labels(self) -> None:
+        """Cross entropy without a teacher."""
+        for first in range(0, len(self._rows), self._chunk):
+            self._learn(slice(first, first + self._chunk))
+
+    def learn_top_k(self, teacher: TeacherTopK) -> None:
+        for first in range(0, len(self._rows), self._chunk):
+            part = slice(first, first + self._chunk)
+            self._learn(part, top=TeacherTopK(*(x.index_select(0, self._teacher[part]) for x in teacher)))
+
+    @torch.no_grad()
+    def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
+        """Learn from teacher rows first, first + 1, ...: `teacher_hidden [M, H]`, of which only needed ones count."""
+        last = first + len(teacher_hidden)
+        needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
+        for rows in needed.split(self._chunk):
+            if len(rows):
+                scores = self._head.scores(teacher_hidden.index_select(0, rows - first))
+                self.observe(rows, scores, self._head.log_sum_exp(scores))
+
+    @torch.no_grad()
+    def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
+        """Learn from the teacher's ascending `rows [C]`: logits over temperature `[C, V/tp]`, overwritten, and lse."""
+        logp = scores.sub_(lse[:, None])
+        bounds = torch.stack(
+            [torch.searchsorted(self._teacher, rows[0]), torch.searchsorted(self._teacher, rows[-1] + 1)]
+        )
+        first, last = bounds.tolist()
+        for start in range(first, last, self._chunk):
+            part = slice(start, min(start + self._chunk, last))
+            at = torch.searchsorted(rows, self._teacher[part])
+            if not torch.equal(rows[at], self._teacher[part]):
+                raise ValueError("a drafter row's teacher is not among the rows whose logits were computed")
+            self._learn(part, logp=logp.index_select(0, at))
+
+    def finish(self) -> tuple[torch.Tensor, Metrics]:
+        """(Σ token_weight · loss, metrics). Raises ValueError if some row has met no teacher."""
+        if self._learned != len(self._rows):
+            raise ValueError(f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows met no teacher")
+        total = self._total
+        if self._grad is not None:
+            self._head.sum(self._grad)
+            total = _Precomputed.apply(self._source, total, self._rows, self._grad)
+        empty = self._weight.new_zeros(self._num_groups)
+        metrics = {name: self._metrics.get(name, empty) for name in ("tokens", "loss", "ce", "match")} | self._metrics
+        return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
+
+    @torch.no_grad()
+    def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
+        """Loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
+        head, labels = self._head, self._labels[part]
+        scores = head.scores(self._hidden[part])
+        lse = head.log_sum_exp(scores)
+        ce = lse - head.sum(head.pick(scores, labels))
+        best = head.argmax(scores)
+        logq = scores.sub_(lse[:, None])
+        sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
+        loss = ce
+        if logp is not None:
+            sums["overlap"], divergence, grad = _divergence(self._kind, logq, logp, head.sum)
+            sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
+        elif top is not None:
+            sums["overlap"], divergence, grad = _cut_divergence(self._kind, logq, top, head)
+            sums["argmax_prob"] = (top.logprobs.exp() * (top.ids == best[:, None])).sum(-1).to(ce.dtype)
+        if self._kind == "ce":
+            grad = head.add_at(logq.exp_(), labels, -1)
+        else:
+            loss = divergence
+        weight = self._weight[part]
+        self._total += (weight * loss).sum()
+        if self._grad is not None:
+            self._grad[part] = (grad.to(head.weight.dtype) @ head.weight) * (weight / head.temperature)[:, None]
+        for name, x in (sums | {"loss": loss}).items():
+            zeros = x.new_zeros(self._num_groups)
+            self._metrics.setdefault(name, zeros).index_add_(0, self._groups[part], x)
+        self._learned += len(labels)
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p(label) and the entropy per row; the backward computes each chunk's logits once more."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, options):
+        head, chunk, with_entropy, observe, rows = options
+        picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
+        lses, entropy = torch.zeros_like(picked), torch.zeros_like(picked)
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            scores = head.scores(hidden[part])
+            lse = lses[part] = head.log_sum_exp(scores)
+            picked[part] = head.sum(head.pick(scores, labels[part])) - lse
+            if with_entropy:
+                entropy[part] = lse - head.sum(((scores - lse[:, None]).exp_() * scores).sum(-1))
+            if observe is not None:
+                observe(rows[part], scores, lse)
+        ctx.save_for_backward(hidden, labels, lses, entropy)
+        ctx.options = options
+        return picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_picked, grad_entropy):
+        hidden, labels, lses, entropy = ctx.saved_tensors
+        head, chunk, with_entropy, *_ = ctx.options
+        grad_hidden = torch.zeros_like(hidden)
+        # Summed over chunks in at least float32: bfloat16 would lose the small ones.
+        grad_weight = torch.zeros_like(head.weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            logp = head.scores(hidden[part]).sub_(lses[part, None])
+            p = logp.exp()
+            if with_entropy:
+                grad = p.mul_(logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None]) - grad_picked[part, None])
+            else:
+                grad = p.mul_(-grad_picked[part, None])
+            grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ head.weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        head.sum(grad_hidden)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype), None, None
+
+
+class _Precomputed(torch.autograd.Function):
+    """A scalar whose gradient with respect to some rows of `source` is known already."""
+
+    @staticmethod
+    def forward(ctx, source, total, rows, grad):
+        ctx.save_for_backward(rows, grad)
+        ctx.rows = len(source)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        rows, grad = ctx.saved_tensors
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
+        return out.index_copy_(0, rows, (grad * upstream).to(grad.dtype)), None, None, None
+
+
+def _divergence(
+    kind: Kind, logq: torch.Tensor, logp: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Σ min(p, q) and the loss per row, and its gradient with respect to the student's logits (over temperature).
+
+    For a loss f(q) with g = ∂f/∂q that gradient is q · (g - Σ q g).
+    """
+    p, q = logp.exp(), logq.exp()
+    if kind == "reverse_kl":
+        g = logq - logp
+        second = (q * g).sum(-1)
+    elif kind == "tv":
+        g = -(q < p).to(q.dtype)
+        second = (q * g).sum(-1)
+    else:
+        second = (p * (logp - logq)).sum(-1)
+    overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
+    if kind in ("reverse_kl", "tv"):
+        return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
+    return overlap, second, q - p
+
+
+def _cut_divergence(
+    kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: Head
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same between distributions over k tokens and "any other": the rest shares its gradient in proportion to q."""
+    tiny = torch.finfo(logq.dtype).tiny
+    q = logq.exp()
+    logq_top = head.sum(head.pick(logq, top.ids))
+    q_rest = head.sum(head.add_at(q.clone(), top.ids, -head.pick(q, top.ids)).sum(-1)).clamp_min(tiny)
+    cut_logq = torch.cat([logq_top, q_rest.log()[:, None]], 1)
+    cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype).clamp_min(torch.tensor(tiny).log())
+    overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
+    grad = q * (cut_grad[:, -1] / q_rest)[:, None]
+    return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))
+
+
+def _rows(mask: torch.Tensor, labels: torch.Tensor, head: Head) -> torch.Tensor:
+    rows = mask.nonzero().squeeze(1)
+    used = labels.index_select(0, rows)
+    if bool(((used < 0) | (used >= head.total)).any()):
+        raise ValueError(f"labels lie outside the vocabulary of {head.total}: {int(used.min())} to {int(used.max())}")
+    return rows
