@@ -1,0 +1,260 @@
+"""Hugging Face checkpoints on disk: read tensor by tensor, checked before use, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rlspec.weights.names import Family
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Everything but weights that a reader of the new checkpoint needs from the old one.
+_COMPANIONS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, told in one line: which file, what is wrong, what was expected."""
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """name -> tensor of a safetensors checkpoint, read from disk each time it is asked for."""
+
+    def __init__(self, directory: Path, files: Mapping[str, str]) -> None:
+        self.directory, self._file_of = directory, dict(files)
+        self._open: tuple[str, Any] = ("", None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._handle(name).get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape, without reading the tensor."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum((self.directory / file).stat().st_size for file in set(self._file_of.values()))
+
+    def _handle(self, name: str) -> Any:
+        # One file is mapped at a time: closing the last one gives its pages back.
+        file = self._file_of[name]
+        if self._open[0] != file:
+            self._open = (file, _open(self.directory / file))
+        return self._open[1]
+
+
+def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
+    """config.json, and the tensors by name, unread. Raises CheckpointError.
+
+    Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
+    config = read_json(directory / "config.json")
+    if (directory / _INDEX).exists():
+        index = read_json(directory / _INDEX)
+        files = index.get("weight_map")
+        if not isinstance(files, dict):
+            raise CheckpointError(f"{directory / _INDEX}: no weight_map")
+        for file in sorted(set(files.values())):
+            lost = {name for name, where in files.items() if where == file} - set(_names(directory / file))
+            if lost:
+                raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {_INDEX} places there")
+    elif (directory / _SINGLE).exists():
+        files = dict.fromkeys(_names(directory / _SINGLE), _SINGLE)
+    else:
+        raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX}; other formats are not read")
+    return config, LazyTensors(directory, files)
+
+
+def check(family: Family, tensors: LazyTensors, *, drafter: bool = True) -> None:
+    """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json promises.
+
+    `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.
+    """
+    where = tensors.directory
+    if drafter and not family.drafter_names:
+        raise CheckpointError(
+            f"{where}: config.json promises no drafter (num_nextn_predict_layers); `rlspec convert --add-mtp` adds one"
+        )
+    lost = [name for name in family.drafter_names if name not in tensors]
+    if drafter and lost:
+        known = len(family.drafter_names)
+        raise CheckpointError(
+            f"{where}: lacks {len(lost)} of the drafter's {known} tensors, such as {lost[0]}; "
+            "`rlspec convert --add-mtp` makes a fresh drafter"
+        )
+    lost = [name for name in family.target_names if name not in tensors]
+    if lost:
+        raise CheckpointError(f"{where}: lacks {_some(lost)}, which {family.name} needs")
+    for row in family.rows.values():
+        if row.vocabulary:
+            rows = tensors.shape(row.hf[0])[0]
+            if rows != family.geometry.vocab:
+                raise CheckpointError(
+                    f"{where}: {row.hf[0]} has {rows} rows, but config.json says vocab_size={family.geometry.vocab}"
+                )
+
+
+def write_hf(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a checkpoint directory that appears whole or not at all.
+
+    `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
+    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. Raises CheckpointError if
+    `path` exists. What a killed writer leaves behind, `.<name>.partial`, is replaced by the next one.
+    """
+    target = Path(path)
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already; a checkpoint is never overwritten")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    writer = ShardWriter(partial, shard_bytes)
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        writer.add(name, tensor)
+    finish(partial, target, config, writer.close(), tokenizer_from)
+
+
+class ShardWriter:
+    """Collects tensors into numbered safetensors files. `close` returns tensor -> file, in the order of arrival."""
+
+    def __init__(self, directory: Path, shard_bytes: int) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes
+        self._held: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._files: dict[str, str] = {}
+        self._count = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name in self._files or name in self._held:
+            raise CheckpointError(f"{self.directory}: {name} was written twice")
+        # safetensors refuses tensors that share storage, such as a split's views.
+        self._held[name] = tensor.detach().to("cpu", copy=tensor.untyped_storage().nbytes() != _bytes(tensor))
+        self._held[name] = self._held[name].contiguous()
+        self._bytes += _bytes(tensor)
+        if self._bytes >= self.shard_bytes:
+            self._flush()
+
+    def close(self) -> dict[str, str]:
+        self._flush()
+        return self._files
+
+    def _flush(self) -> None:
+        if self._held:
+            self._count += 1
+            file = f"shard-{self._count:05d}.safetensors"
+            save_file(self._held, self.directory / file, metadata={"format": "pt"})
+            self._files |= dict.fromkeys(self._held, file)
+            self._held, self._bytes = {}, 0
+
+
+def finish(
+    partial: Path,
+    target: Path,
+    config: Mapping[str, Any],
+    file_of: Mapping[str, str],
+    tokenizer_from: str | Path | None = None,
+) -> None:
+    """Name the shards as Transformers expects, add the small files, and move the directory into place."""
+    shards = sorted(set(file_of.values()))
+    final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
+    if len(shards) == 1:
+        final = {shards[0]: _SINGLE}
+    total = 0
+    for shard, name in final.items():
+        os.rename(partial / shard, partial / name)
+        total += (partial / name).stat().st_size
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {n: final[f] for n, f in file_of.items()}}
+        write_json(partial / _INDEX, index)
+    write_json(partial / "config.json", config)
+    if tokenizer_from is not None:
+        for pattern in _COMPANIONS:
+            for file in Path(tokenizer_from).glob(pattern):
+                shutil.copy2(file, partial / file.name)
+    for file in partial.iterdir():
+        _sync(file)
+    _sync(partial)
+    os.rename(partial, target)
+    _sync(target.parent)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    return data
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file, though {_INDEX} names it") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: truncated or not safetensors ({error})") from None
+
+
+def _names(file: Path) -> list[str]:
+    return list(_open(file).keys())
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

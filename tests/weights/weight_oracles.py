@@ -1,0 +1,184 @@
+"""Tiny models in Transformers' own classes, their drafters written after SGLang's, and the same in megatron-core.
+
+Nothing here reads the name tables: Transformers loads a checkpoint by its own rules, and each drafter below places its
+tensors by hand, after the SGLang class that is named beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.train import runtime
+
+MIMO = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "attention_bias": True,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 640000,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "float32",
+}
+
+
+def qwen2_model(config: dict[str, Any], layers: int | None = None) -> torch.nn.Module:
+    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype")}
+    plain["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**plain)).eval()
+
+
+def random_(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Every tensor redrawn, norms around 1: nothing may be left at a value that hides a mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * 0.2
+        tensors[name] = (noise + 1 if "norm" in name else noise).to(tensor.dtype)
+    return tensors
+
+
+def mimo_checkpoint(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of a tiny MiMo; the block's tensors are Transformers', the drafter's SGLang's names."""
+    config = {**MIMO, **changes}
+    tensors = dict(qwen2_model(config).state_dict())
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    prefix, h = "model.mtp_layers.0.", config["hidden_size"]
+    if config["num_nextn_predict_layers"]:
+        block = qwen2_model(config, 1).model.layers[0].state_dict()
+        tensors |= {prefix + name: tensor for name, tensor in block.items()}
+        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.empty(h)
+        tensors[f"{prefix}input_proj.weight"] = torch.empty(h, 2 * h)
+    return config, random_(tensors, seed)
+
+
+@torch.no_grad()
+def mimo_logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Target logits [B, L, V]; draft logits [B, L - 1, V] of the pairs (h_t, x_{t+1}), after SGLang's mimo_mtp.py."""
+    target = qwen2_model(config)
+    own = {name: t for name, t in tensors.items() if "mtp_layers" not in name}
+    if config["tie_word_embeddings"]:
+        own["lm_head.weight"] = own["model.embed_tokens.weight"]
+    target.load_state_dict(own)
+    hidden = target.model(ids).last_hidden_state
+
+    prefix = "model.mtp_layers.0."
+    mtp = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    block = qwen2_model(config, 1).model
+    inside = {f"layers.0.{name}": t for name, t in mtp.items() if name.startswith(("self_attn", "mlp"))}
+    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        inside[f"layers.0.{norm}"] = mtp[norm]
+    inside["norm.weight"] = mtp["final_layernorm.weight"]
+    missing, unexpected = block.load_state_dict(inside, strict=False)
+    assert missing == ["embed_tokens.weight"] and not unexpected
+
+    embedding = torch.nn.functional.embedding(ids[:, 1:], tensors["model.embed_tokens.weight"])
+    embedding[:, 0] = 0
+    halves = rms(hidden[:, :-1], mtp["hidden_layernorm.weight"]), rms(embedding, mtp["token_layernorm.weight"])
+    inputs = torch.cat(halves, dim=-1) @ mtp["input_proj.weight"].T
+    return target.lm_head(hidden), target.lm_head(block(inputs_embeds=inputs).last_hidden_state)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = None, **options: Any) -> torch.nn.Module:
+    """A plain megatron-core GPTModel with its MTP block, local specs; of this rank."""
+    parallel = parallel or ParallelConfig()
+    runtime.init_distributed(parallel)
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": config["head_dim"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "mtp_num_layers": config["num_nextn_predict_layers"] or None,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "pipeline_dtype": torch.float32,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "use_cpu_initialization": True,
+    }
+    transformer = TransformerConfig(**{**settings, **options})
+    layer = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        num_experts=transformer.num_moe_experts,
+        multi_latent_attention=transformer.multi_latent_attention,
+        qk_layernorm=transformer.qk_layernorm,
+    )
+    mtp = transformer.mtp_num_layers and get_gpt_mtp_block_spec(transformer, layer, use_transformer_engine=False)
+    return GPTModel(
+        config=transformer,
+        transformer_layer_spec=layer,
+        vocab_size=config["vocab_size"],
+        max_sequence_length=config["max_position_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=config["rope_theta"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config["tie_word_embeddings"],
+        mtp_block_spec=mtp or None,
+    ).eval()
+
+
+@torch.no_grad()
+def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tuple[Tensor, Tensor]:
+    """Target logits [B, L, V], and draft logits [B, L - 1, V] of megatron's MTP layer 0, one pipeline stage.
+
+    `zero_first`: MiMo's rule, which megatron does not know, that the first embedding a drafter sees is 0.
+    """
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    model.mtp_process, depth, model.config.mtp_num_layers = False, model.config.mtp_num_layers, None
+    position_ids = torch.arange(ids.shape[1]).expand_as(ids)
+    model.post_process = False
+    hidden = model(ids, position_ids, None)
+    model.post_process, model.config.mtp_num_layers = True, depth
+
+    def embed(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        out = model.embedding(input_ids=input_ids, position_ids=position_ids)
+        if zero_first:
+            out[0] = 0
+        return out
+
+    rotary = model.rotary_pos_emb(ids.shape[1])
+    both = model.mtp(input_ids=ids, position_ids=position_ids, hidden_states=hidden, attention_mask=None,
+                     rotary_pos_emb=rotary, embedding=embed)  # fmt: skip
+    drafted = both.chunk(depth + 1)[1]
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    logits = [model.output_layer(h, weight=weight)[0] for h in (hidden, drafted)]
+    target, draft = (gather_from_tensor_model_parallel_region(x).transpose(0, 1) for x in logits)
+    return target, draft[:, :-1]
