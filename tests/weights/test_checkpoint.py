@@ -71,7 +71,7 @@ def test_defects_on_disk(tmp_path, checkpoint):
     shard = sorted((tmp_path / "a").glob("model-*"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(CheckpointError, match="model-00002-of-.....safetensors: truncated or not safetensors"):
+    with pytest.raises(CheckpointError, match="model-00002-of-00008.safetensors: truncated or not safetensors"):
         read_hf(tmp_path / "a")
     shard.unlink()
     with pytest.raises(CheckpointError, match="no such file, though model.safetensors.index.json names it"):
