@@ -1,0 +1,132 @@
+"""Megatron's DDP and optimizers, one pair for the policy and one for the drafter: nothing is shared between them.
+
+A joint optimizer would clip both by one norm and skip both on one overflow; a joint gradient buffer changes how the
+all-reduce is cut, and with it the rounding of the policy's gradient on three ranks or more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """What one side's optimizer is made of. Biases and other one-dimensional parameters are not decayed."""
+
+    lr: float
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    distributed: bool = False
+
+
+class Learner:
+    """A module with its own gradient buffers and its own AdamW.
+
+    `pipelined` says whether the module is cut over pipeline stages (the policy) or whole on this one (the drafter):
+    gradient norm and finalisation reach as far as the module does. Only the ranks that hold a part construct one.
+    """
+
+    def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool) -> None:
+        dtype = module.config.params_dtype
+        low = dtype == torch.bfloat16
+        self.adam, self.pipelined, self.steps = adam, pipelined, 0
+        self.ddp = DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=low, use_distributed_optimizer=adam.distributed),
+            module,
+        )
+        self.optimizer = self._optimizer(
+            OptimizerConfig(
+                lr=adam.lr,
+                weight_decay=adam.weight_decay,
+                adam_beta1=adam.beta1,
+                adam_beta2=adam.beta2,
+                adam_eps=adam.eps,
+                clip_grad=adam.clip_grad,
+                bf16=low,
+                params_dtype=dtype,
+                use_distributed_optimizer=adam.distributed,
+            )
+        )
+
+    def _optimizer(self, config: OptimizerConfig) -> Any:
+        # Not get_megatron_optimizer(): it gathers group names over the whole world, but a drafter has ranks only on the
+        # last pipeline stage, and there the norm must not wait for the others.
+        ps = parallel_state
+        replicas = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        replicas_gloo = ps.get_data_parallel_group_gloo(with_context_parallel=True, partial_data_parallel=True)
+        if self.pipelined:
+            shards, everyone = ps.get_model_parallel_group(), ps.get_intra_distributed_optimizer_instance_group()
+        else:
+            shards = ps.get_tensor_model_parallel_group()
+            everyone = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return _get_megatron_optimizer_based_on_param_groups(
+            config=config,
+            model_chunks=[self.ddp],
+            param_groups=_groups(self.ddp, config),
+            per_model_buffers={0: self.ddp.buffers},
+            model_parallel_group=shards,
+            data_parallel_group=replicas,
+            data_parallel_group_gloo=replicas_gloo,
+            data_parallel_group_idx=shards.rank(),
+            intra_dist_opt_group=everyone,
+        )
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def finalize(self, *_: Any, **__: Any) -> None:
+        """Sum gradients over replicas, then over the ranks that split norms (sequence parallel) or tied embeddings."""
+        if self.pipelined:
+            finalize_model_grads([self.ddp])
+        else:
+            self.ddp.finish_grad_sync()
+            _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
+
+    def step(self, allowed: bool = True) -> tuple[float, bool]:
+        """Clip and update: (gradient norm before clipping, updated?). A norm that is not finite updates nothing."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not (allowed and math.isfinite(norm)):
+            return norm, False
+        if self.adam.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.adam.clip_grad, norm)
+        self.steps += 1
+        warmth = min(1.0, self.steps / self.adam.warmup_steps) if self.adam.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.adam.lr * warmth
+            group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
+        self.optimizer.step_with_ready_grads()
+        return norm, True
+
+
+def _groups(ddp: DistributedDataParallel, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Megatron's parameter groups: matrices, and what is not decayed."""
+    common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+    common |= {"max_lr": config.lr, "min_lr": config.min_lr}
+
+    def group(decayed: bool) -> dict[str, Any]:
+        params: list[Tensor] = [p for p in ddp.parameters() if p.requires_grad and (p.dim() > 1) == decayed]
+        return {"params": params, "wd_mult": 1.0 if decayed else 0.0, **common}
+
+    return [group(True), group(False)]

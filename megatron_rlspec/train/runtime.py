@@ -1,0 +1,216 @@
+"""Where CPU and GPU, and versions of megatron-core, differ: start-up, layer specs, and the CPU's stand-ins.
+
+megatron-core 0.16.1 asks for CUDA by name in a few dozen places. `install()` answers those on a machine without CUDA,
+and only there; nothing is patched when this module is imported. On a GPU machine the same calls build Transformer
+Engine layers over NCCL, and `install()` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.train.attention import PackedAttention
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+def launch_env() -> None:
+    """Complete the environment of a process that torchrun did not start, so that it is the only rank."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in alone.items()})
+
+
+def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
+    """Join the job, lay out Megatron's groups, seed its random streams. Does nothing where groups exist already.
+
+    Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context.
+    """
+    install()
+    if parallel_state.model_parallel_is_initialized():
+        return
+    launch_env()
+    world, shards = int(os.environ["WORLD_SIZE"]), parallel.tensor * parallel.pipeline * parallel.context
+    if world % shards:
+        raise ValueError(f"{world} ranks, but tensor × pipeline × context = {shards} must divide them")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shut_down() -> None:
+    """Leave the job: Megatron's groups, then torch's."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def has_transformer_engine() -> bool:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
+
+
+def device_options() -> dict[str, Any]:
+    """`TransformerConfig` fields that depend on the machine."""
+    gpu = torch.cuda.is_available()
+    return {
+        "use_cpu_initialization": not gpu,
+        "bias_activation_fusion": gpu,
+        "bias_dropout_fusion": gpu,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "batch_p2p_sync": gpu,
+    }
+
+
+def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Layers and final norm of the policy on this pipeline stage."""
+    layer, norm = _layer_spec(config)
+    if not has_transformer_engine():
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
+    """The drafter's MTP layers. Their core attention is ours on every device: no other one is chain-exact."""
+    layer, norm = _layer_spec(config)
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    mtp = get_mtp_layer_spec(layer, use_transformer_engine=has_transformer_engine())
+    mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
+
+
+def _layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """One transformer layer, and the norm that goes with it."""
+    if has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)), TENorm
+    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm that sequence parallelism may split: Megatron's WrappedTorchNorm refuses to."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps, self.shape = eps, (hidden_size,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+@contextlib.contextmanager
+def own_random_stream(seed: int) -> Iterator[None]:
+    """Seed every generator for what is built inside, and leave all of them outside as they were."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states, seeds = dict(tracker.get_states()), set(tracker.seeds_)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        tracker.reset()
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            tracker.set_states(states)
+            tracker.seeds_ = seeds
+
+
+def install() -> None:
+    """Let megatron-core 0.16.1 run on CPU and gloo. Idempotent; does nothing if there is a CUDA device."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
+    torch.cuda.synchronize = lambda *_, **__: None  # point-to-point communication of pipelines
+    # The CUDA generator's state, for init and recompute: there is one generator here.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    # It warns that the "CPU generator changed" while the CUDA one is forked: here they are the same.
+    logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
+    _CudaMeansCpu().__enter__()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"`, `.cuda()` and `pin_memory=True` mean the CPU; `Tensor.type()` answers as for CUDA floats.
+
+    The last is what megatron's optimizers assert on. About 1 µs per torch call.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args).replace("torch.", "torch.cuda.", 1)
+            return name.replace("DoubleTensor", "FloatTensor")
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(x: Any) -> bool:
+    return (isinstance(x, str) and x.startswith("cuda")) or (isinstance(x, torch.device) and x.type == "cuda")

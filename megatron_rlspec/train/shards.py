@@ -1,0 +1,121 @@
+"""Full Hugging Face tensors in and out of this job's shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megatron_rlspec.train import runtime
+from megatron_rlspec.types import Scope
+from megatron_rlspec.weights.names import Family, canonical, family_of
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
+    """The name table of this job's modules; `mtp_layers` of the drafter, whatever the checkpoint's config says."""
+    spec = "te" if runtime.has_transformer_engine() else "local"
+    return family_of({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
+
+
+def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, nn.Parameter]:
+    """Parameters of this pipeline stage under canonical names with global layer numbers."""
+    offset = get_transformer_layer_offset(config)
+
+    def renumber(name: str) -> str:
+        return _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
+
+    return {renumber(name): parameter for name, parameter in module.named_parameters()}
+
+
+def load(table: Family, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Copy every tensor that this rank holds a shard of, cast to its type.
+
+    Raises ValueError where `tensors` lacks one, or has it in another shape.
+    """
+    wanted = {name: parameter for module in modules for name, parameter in global_names(module, config).items()}
+    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    missing = [hf for name in wanted for hf in table.row(name).hf if hf not in tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = "; the drafter can also be initialised fresh" if missing[0] in table.drafter_names else ""
+        raise ValueError(f"the checkpoint has no {missing[0]}{more}{hint}")
+    for name, parameter in wanted.items():
+        row = table.row(name)
+        shard = table.shard(name, row.layout.fuse([tensors[hf] for hf in row.hf]), rank, size)
+        if shard.shape != parameter.shape:
+            raise ValueError(f"{row.hf[0]} makes {name} {list(shard.shape)}, but the model has {list(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(shard)
+
+
+def export(
+    table: Family, policy: nn.Module, drafter: nn.Module | None, config: TransformerConfig, scope: Scope = "all"
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
+
+    Every rank must call it and exhaust it: it communicates. `drafter` is None on all but the last pipeline stage.
+    """
+    if ps.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    stages, stage = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()
+    for source in range(stages):
+        modules: list[nn.Module] = []
+        if scope != "drafter":
+            modules.append(policy)
+        if scope != "target" and source == stages - 1 and drafter is not None:
+            modules.append(drafter)
+        held = {n: p for m in modules for n, p in global_names(m, config).items()} if source == stage else {}
+        for name, full in _stage_tensors(table, held, source, stage, config):
+            yield from ((hf, tensor.contiguous()) for hf, tensor in table.to_hf(name, full))
+
+
+def _stage_tensors(
+    table: Family, held: dict[str, nn.Parameter], source: int, stage: int, config: TransformerConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather one stage's parameters over its tensor-parallel ranks and hand them to rank 0."""
+    tensor_group = ps.get_tensor_model_parallel_group()
+    first_shard = tensor_group.rank() == 0
+    pipeline = ps.get_pipeline_model_parallel_group()
+    target, origin = dist.get_process_group_ranks(pipeline)[0], dist.get_process_group_ranks(pipeline)[source]
+    plan: list[Any] = [[(name, *_full_shape(table, name, p, tensor_group.size())) for name, p in held.items()]]
+    if source != 0 and first_shard:
+        dist.broadcast_object_list(plan, src=origin, group=pipeline)
+    for name, shape, dtype in plan[0]:
+        full = None
+        if stage == source:
+            shards = _gather(held[name].detach(), tensor_group)
+            full = table.unshard(name, shards) if first_shard else None
+        if not first_shard or stage not in (0, source):
+            continue
+        if source != 0:
+            if stage == source:
+                dist.send(full.contiguous(), dst=target, group=pipeline)
+                continue
+            full = torch.empty(shape, dtype=dtype, device=runtime.device())
+            dist.recv(full, src=origin, group=pipeline)
+        if stage == 0:
+            yield name, full.cpu()
+
+
+def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def _full_shape(table: Family, name: str, parameter: Tensor, size: int) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, cut = list(parameter.shape), table.row(name).cut
+    if cut.dim is not None:
+        shape[cut.dim] *= size
+    return tuple(shape), parameter.dtype

@@ -1,0 +1,307 @@
+"""One optimizer step of policy and drafter over packed micro-batches, under every parallelism that Megatron has.
+
+Megatron's pipeline schedule runs the policy. On the last stage the loss function also runs the drafter, forward and
+backward, on the detached hidden states of the same micro-batch: its graph ends there.
+
+Every loss is a sum divided by the step's global count, known before the first backward (`PackedBatch.counts`), so how
+tokens fall into micro-batches, packings and ranks changes a gradient by rounding only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
+from megatron_rlspec.mtp.loss import drafter_loss, policy_logprobs
+from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
+from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train.attention import PackedSequences
+from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
+from megatron_rlspec.train.optimizer import AdamW, Learner
+from megatron_rlspec.types import PackedBatch, Scope
+
+Objective = Literal["sft", "grpo"]
+Sums = dict[str, Tensor]
+
+
+class Trainer:
+    """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks call it alike.
+
+    `hf_config` is the parsed config.json. Without `config.drafter.train` there is no drafter at all.
+    """
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any]) -> None:
+        runtime.init_distributed(config.parallel, config.train.seed)
+        self.config, self.hf_config, self.device = config, dict(hf_config), runtime.device()
+        self.last_stage = ps.is_pipeline_last_stage()
+        self.model_config = transformer_config(hf_config, config)
+        self.rotary_base = rotary_base(hf_config)
+        self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
+        self.learner = Learner(self.policy, _policy_adam(config), pipelined=True)
+        self.model_config.finalize_model_grads_func = self.learner.finalize
+        self.drafter: Drafter | None = None
+        self.drafter_learner: Learner | None = None
+        options = config.drafter
+        self.table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
+        if options.train and self.last_stage:
+            self.drafter = Drafter(
+                self.model_config,
+                depth=options.depth,
+                repeated_layer=options.repeated_layer,
+                zero_first_embedding=self.table.name in ZERO_FIRST_EMBEDDING,
+                rotary_base=self.rotary_base,
+                seed=config.train.seed + 1,
+            ).to(self.device)
+            self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
+        self.embedding: Tensor | None = None
+        self.refresh_embedding()
+
+    def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
+        """Take the weights of a checkpoint; with `fresh_drafter` its MTP tensors are neither needed nor read."""
+        modules = [self.policy] if self.drafter is None or fresh_drafter else [self.policy, self.drafter]
+        shards.load(self.table, modules, self.model_config, tensors)
+        for learner in (self.learner, self.drafter_learner):
+            if learner is not None:
+                learner.optimizer.reload_model_params()
+        self.refresh_embedding()
+
+    def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
+        return shards.export(self.table, self.policy, self.drafter, self.model_config, scope)
+
+    def train_step(
+        self, batches: Sequence[PackedBatch], *, objective: Objective = "sft", train_policy: bool = True
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
+
+        train_policy  False: the policy only computes hidden states, and just the drafter learns
+
+        A policy loss or gradient norm that is not finite leaves the policy as it was (`policy/skipped` = 1), and the
+        drafter likewise by its own.
+        """
+        if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
+            raise ValueError(
+                "drafter.mtp_detach_heads=false trains the policy through the drafter; it cannot stay frozen"
+            )
+        self.policy.train()
+        self.learner.zero_grad()
+        if self.drafter_learner is not None:
+            self.drafter.train()
+            self.drafter_learner.zero_grad()
+        sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
+        metrics = _means(self._reduce(sums))
+        if train_policy:
+            norm, updated = self.learner.step(allowed=math.isfinite(metrics["policy/loss"]))
+            metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
+        if self.config.drafter.train:
+            metrics |= self._drafter_step()
+        if train_policy:
+            self.refresh_embedding()
+        return metrics
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probability of every label under the current policy, `[T]` per micro-batch, 0 where there is none."""
+        self.policy.eval()
+        rows = self._run(batches, self._label_logprobs, forward_only=True)
+        if self.last_stage:
+            rows = [row.cpu() for row in rows]
+        else:
+            exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
+            rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
+        return [self._from_last_stage(row) for row in rows]
+
+    def refresh_embedding(self) -> None:
+        """Give the drafter the policy's present embedding: a view of it, or a replica on a later pipeline stage."""
+        stages = ps.get_pipeline_model_parallel_world_size()
+        if stages == 1:
+            self.embedding = self.policy.embedding.word_embeddings.weight.detach()
+        elif self.policy.share_embeddings_and_output_weights:
+            self.embedding = self.policy.head_weight().detach() if self.last_stage else None
+        elif self.config.drafter.train and (self.last_stage or ps.is_pipeline_first_stage()):
+            if not self.last_stage:
+                self.embedding = self.policy.embedding.word_embeddings.weight.detach()
+            elif self.embedding is None:
+                self.embedding = torch.empty_like(self.policy.head_weight()).detach()
+            dist.broadcast(
+                self.embedding, src=ps.get_pipeline_model_parallel_first_rank(), group=ps.get_embedding_group()
+            )
+
+    def _run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; what `loss` reports for each, on the last stage."""
+
+        def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            packed = describe(batch, self.model_config, self.rotary_base, self.device)
+            tokens, positions = batch.tokens.to(self.device), batch.position_ids.to(self.device)
+            with torch.set_grad_enabled(not forward_only):
+                hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
+            return hidden, partial(loss, batch, packed)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self.learner.ddp],
+            num_microbatches=len(batches),
+            seq_length=max(len(batch.tokens) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _losses(
+        self, objective: Objective, train_policy: bool, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Sums]:
+        """Policy loss (its backward is the schedule's), and the drafter's forward and backward."""
+        hidden = hidden[:, 0]
+        loss, sums = hidden.new_zeros(()), {}
+        if train_policy:
+            loss, sums = OBJECTIVES[objective](self, batch, hidden)
+        if self.drafter is not None:
+            drafter, drafter_sums = self._drafter_loss(batch, packed, hidden)
+            sums |= drafter_sums
+            if self.config.drafter.mtp_detach_heads:
+                drafter.backward()
+            else:
+                loss = loss + drafter
+        return loss, torch.zeros((), dtype=torch.int), sums
+
+    def _drafter_loss(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> tuple[Tensor, Sums]:
+        options, T = self.config.drafter, len(batch.tokens)
+        assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
+        tokens = [x.to(self.device) for x in batch.drafter_tokens]
+        outputs = self.drafter_learner.ddp(
+            hidden.detach() if options.mtp_detach_heads else hidden,
+            tokens,
+            self.embedding,
+            batch.position_ids.to(self.device),
+            packed,
+        )
+        scale = [options.depth_decay**d / batch.counts["drafter"][d] for d in range(options.depth)]
+        weight = torch.cat([mask * batch.drafter_weight * s for mask, s in zip(batch.drafter_mask, scale, strict=True)])
+        teacher, index = (None, None) if options.loss == "ce" else self._teacher(batch, hidden.detach())
+        loss, sums = drafter_loss(
+            torch.cat(outputs),
+            self.policy.head_weight().detach(),
+            torch.cat(batch.drafter_labels).to(self.device),
+            weight.to(self.device),
+            options.loss,
+            teacher_hidden=teacher,
+            teacher_index=index,
+            groups=torch.arange(options.depth, device=self.device).repeat_interleave(T),
+            num_groups=options.depth,
+            tp_group=_tensor_group(),
+        )
+        return loss, {f"drafter/{name}": value for name, value in sums.items()} | {"drafter/objective": loss.detach()}
+
+    def _teacher(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The policy's hidden states of all context-parallel ranks, and which of them teaches each row of each depth.
+
+        Depth d at position t learns what the policy says at t + d. Rows without a loss point anywhere.
+        """
+        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        position = cp_index(batch.cu_seqlens_padded, rank, size).to(self.device)
+        if size > 1:
+            everyone = [torch.empty_like(hidden) for _ in range(size)]
+            dist.all_gather(everyone, hidden.contiguous(), group=ps.get_context_parallel_group())
+            hidden = join_from_cp(everyone, batch.cu_seqlens_padded, dim=0)
+        depths = range(1, self.config.drafter.depth + 1)
+        return hidden, torch.cat([(position + d).clamp(max=len(hidden) - 1) for d in depths])
+
+    def _label_logprobs(
+        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        labels, head = batch.labels.to(self.device), self.policy.head_weight()
+        mask = (batch.loss_mask != 0).to(self.device)
+        with torch.no_grad():
+            rows, _ = policy_logprobs(hidden[:, 0], head, labels, mask=mask, tp_group=_tensor_group())
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
+
+    def _reduce(self, sums: list[Sums]) -> dict[str, list[float]]:
+        """Micro-batches, then data- and context-parallel ranks, summed on the last stage; told to the other stages."""
+        totals: dict[str, list[float]] = {}
+        if self.last_stage:
+            shapes = {name: value.shape for name, value in sums[0].items()}
+            flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
+            dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
+            parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
+            totals = {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}
+        box = [totals]
+        if ps.get_pipeline_model_parallel_world_size() > 1:
+            group = ps.get_pipeline_model_parallel_group()
+            dist.broadcast_object_list(box, src=ps.get_pipeline_model_parallel_last_rank(), group=group)
+        return box[0]
+
+    def _from_last_stage(self, x: Tensor) -> Tensor:
+        if ps.get_pipeline_model_parallel_world_size() == 1:
+            return x
+        x = x.to(self.device)
+        dist.broadcast(x, ps.get_pipeline_model_parallel_last_rank(), group=ps.get_pipeline_model_parallel_group())
+        return x.cpu()
+
+    def _drafter_step(self) -> dict[str, float]:
+        result = [0.0, 0.0]
+        if self.drafter_learner is not None:
+            self.drafter_learner.finalize()
+            norm, updated = self.drafter_learner.step()
+            result = [norm, float(not updated)]
+        norm, skipped = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
+        return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
+
+
+def _sft(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
+    """Cross-entropy of the policy on the trained tokens."""
+    mask = (batch.loss_mask * batch.policy_weight).to(hidden.device)
+    labels, head = batch.labels.to(hidden.device), trainer.policy.head_weight()
+    logprobs, _ = policy_logprobs(hidden, head, labels, mask=mask, tp_group=_tensor_group())
+    loss = -(logprobs * mask).sum() / batch.counts["policy"]
+    return loss, {"policy/loss": loss.detach(), "policy/tokens": (mask != 0).sum()}
+
+
+OBJECTIVES = {"sft": _sft}
+PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
+
+
+def _means(totals: dict[str, list[float]]) -> dict[str, float]:
+    """Sums to what a reader wants: the drafter's per depth (`drafter/match_1`, ...) as means over its positions."""
+    metrics = {name: values[0] for name, values in totals.items() if name not in PER_DEPTH}
+    for name, values in totals.items():
+        if name in PER_DEPTH:
+            for depth, (value, tokens) in enumerate(zip(values, totals["drafter/tokens"], strict=True), 1):
+                metrics[f"{name}_{depth}"] = value if name == "drafter/tokens" else value / max(tokens, 1.0)
+    return metrics
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    return ps.get_tensor_model_parallel_group() if ps.get_tensor_model_parallel_world_size() > 1 else None
+
+
+def _policy_adam(config: Config) -> AdamW:
+    options = config.optimizer
+    return AdamW(
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        clip_grad=options.clip_grad,
+        warmup_steps=options.warmup_steps,
+        distributed=options.distributed,
+    )
+
+
+def _drafter_adam(config: Config) -> AdamW:
+    """The drafter's own rate, decay and clip; the moments' constants are the policy's."""
+    own = config.drafter
+    return replace(
+        _policy_adam(config), lr=own.lr, weight_decay=own.weight_decay, clip_grad=own.clip_grad, warmup_steps=0
+    )
