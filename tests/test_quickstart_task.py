@@ -1,0 +1,110 @@
+"""The quickstart's task and model: labels, slips, splits, tokenizer and checkpoint."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megatron_rlspec.weights.checkpoint import check, read_hf
+from megatron_rlspec.weights.names import family_of
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+
+
+def run(script: str, *args: object, ok: bool = True) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(QUICKSTART / script), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=ok)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart") / "task"
+    run("make_task.py", "--out", out, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def rows(task) -> dict[str, list[dict]]:
+    return {split: [json.loads(line) for line in (task / f"{split}.jsonl").open()] for split in ("train", "rl", "eval")}
+
+
+def items(prompt: str) -> list[tuple[str, int]]:
+    assert re.fullmatch(r"([a-zA-V]\d)+=", prompt)
+    return [(prompt[i], int(prompt[i + 1])) for i in range(0, len(prompt) - 1, 2)]
+
+
+def test_labels_are_the_sums_of_the_digits(rows):
+    for row in rows["rl"] + rows["eval"]:
+        pairs = items(row["prompt"])
+        assert row["label"] == str(sum(digit for _, digit in pairs) % 10)
+        assert row["metadata"] == {"items": len(pairs)}
+        assert len({key for key, _ in pairs}) == len(pairs), "a key that occurs twice cannot be looked up"
+
+
+def test_demonstrations_follow_the_prompt_and_slip_as_often_as_asked(rows):
+    steps = slips = 0
+    for row in rows["train"]:
+        body, _, last = row["response"].rpartition("#")
+        written = re.findall(r"(.)(\d)=(\d),", body)
+        assert [(key, int(digit)) for key, digit, _ in written] == items(row["prompt"])
+        total = 0
+        for _, digit, stated in written:
+            error = (int(stated) - total - int(digit)) % 10
+            assert error in (0, 1, 9)
+            steps, slips, total = steps + 1, slips + (error != 0), int(stated)
+        assert last == str(total)
+    # Binomial with p = 0.1 over some 6,000 steps: five standard deviations are 0.02.
+    assert abs(slips / steps - 0.1) < 0.02
+
+
+def test_no_prompt_is_in_two_splits_and_lengths_have_a_long_tail(rows):
+    prompts = [row["prompt"] for split in rows.values() for row in split]
+    assert len(prompts) == len(set(prompts)) == 1300
+    lengths = sorted(len(items(prompt)) for prompt in prompts)
+    assert lengths[0] == 2
+    assert 4 <= lengths[len(lengths) // 2] <= 6
+    assert lengths[-len(lengths) // 50] >= 25
+    assert lengths[-1] <= 48
+
+
+def test_same_seed_same_files(task, tmp_path):
+    run("make_task.py", "--out", tmp_path, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == {f.name: f.read_bytes() for f in task.iterdir()}
+
+
+def test_tokenizer_gives_one_token_a_character_and_gives_the_text_back(task, rows):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task)
+    for row in rows["train"][:50]:
+        text = row["prompt"] + row["response"]
+        tokens = tokenizer(text)["input_ids"]
+        assert len(tokens) == len(text)
+        assert tokenizer.decode([*tokens, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id}.isdisjoint(tokens)
+    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path):
+    told = run("make_model.py", "--task", task, "--out", tmp_path / "model", "--layers", 3, "--hidden", 64).stdout
+    config, tensors = read_hf(tmp_path / "model")
+    check(family_of(config), tensors)
+    decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    parameters = sum(p.numel() for p in decoder.parameters())
+    assert f"{parameters:,} parameters" in told
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        logits = decoder(torch.tensor([tokenizer("a3b4c5=")["input_ids"]])).logits
+    # A fresh model is close to knowing nothing: cross-entropy near that of the uniform distribution.
+    assert logits.shape[-1] == len(tokenizer)
+    assert 0.05 < float(logits.std()) < 1
+
+
+def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path):
+    result = run("make_task.py", "--out", tmp_path, "--slip", 2, ok=False)
+    assert result.returncode == 2 and "slip in [0, 1]" in result.stderr.splitlines()[-1]
+    result = run("make_model.py", "--task", task, "--out", tmp_path / "m", "--heads", 3, ok=False)
+    assert result.returncode == 2 and "--kv-heads 2" in result.stderr.splitlines()[-1]
