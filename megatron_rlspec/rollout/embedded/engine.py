@@ -1,0 +1,347 @@
+"""The embedded engine: `RolloutEngine` in the ranks themselves, in plain torch, on CPU and GPU.
+
+A step admits waiting requests, prefills at most `prefill_chunk` prompt tokens, and runs one round over all samples that
+are ready: the drafter catches up with what was committed, drafts a chain or a tree, the target verifies it in one
+masked pass, the verifier commits at least one token per sample. Callers of `generate` drive the steps themselves; any
+number of threads may call, and their requests share rounds. Under tensor parallelism every rank makes the same calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
+from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
+from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, Verifier, scratch
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.types import OFF, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+
+@dataclass(eq=False)
+class Run:
+    """A request on its way to a `Sample`."""
+
+    request: Request
+    sampling: Sampling
+    stops: frozenset[int]
+    row: int = -1  # in the cache; -1 while waiting
+    draws: int = 0
+    abort: bool = False
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    sample: Sample | None = None
+
+    def commit(self, new: Committed, version: int, limit: int) -> Status | None:
+        """Append what a round drew, up to a stop or the response's limit; the status if that ends the sample."""
+        status: Status | None = None
+        first = len(self.response)
+        for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
+            self.response.append(token)
+            self.logprobs.append(logprob)
+            if token in self.stops or len(self.response) >= limit:
+                status = "finished" if token in self.stops else "truncated"
+                break
+        last = len(self.response)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1][2] = last
+        else:
+            self.versions.append([version, first, last])
+        self.accepted += [0] * (new.accepted + 1 - len(self.accepted))
+        self.accepted[new.accepted] += 1
+        return status
+
+    def finish(self, status: Status) -> None:
+        prompt = self.request.prompt
+        zeros = np.zeros(len(prompt.tokens), np.float32)
+        self.sample = Sample(
+            request_id=self.request.id,
+            prompt=prompt,
+            tokens=np.concatenate([np.asarray(prompt.tokens, np.int64), np.asarray(self.response, np.int64)]),
+            loss_mask=np.concatenate([zeros, np.ones(len(self.response), np.float32)]),
+            behaviour_logprobs=np.concatenate([zeros, np.asarray(self.logprobs, np.float32)]),
+            status=status,
+            policy_versions=tuple((v, first, last) for v, first, last in self.versions),
+            accepted=tuple(self.accepted),
+        )
+
+
+class EmbeddedEngine:
+    """See `RolloutEngine`. `tensors` are the first weights under Hugging Face names, all of them.
+
+    `max_total_tokens` slots of KV cache serve at most `max_running_requests` samples of at most `max_length` tokens;
+    when they run out, the youngest sample is put back and recomputed later. `max_draft_tokens` bounds a round's nodes.
+    `group` is the tensor-parallel group; `budget` chooses among drafted nodes and is refused under rejection, where a
+    choice by the drafter's own probabilities would not be lossless.
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        verifier: Verifier = "position_keyed",
+        schedule: SpecSchedule | None = None,
+        budget: Budget | None = None,
+        max_running_requests: int = 256,
+        max_total_tokens: int = 65536,
+        max_length: int = 4096,
+        max_draft_tokens: int = 64,
+        prefill_chunk: int = 2048,
+        share_prefix: bool = True,
+        group: torch.distributed.ProcessGroup | None = None,
+        version: int = 0,
+    ) -> None:
+        if max_total_tokens < max_length + max_draft_tokens:
+            raise ValueError(
+                f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "
+                f"and its {max_draft_tokens} drafts"
+            )
+        if budget is not None and verifier == "rejection":
+            raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
+        if verifier not in ("position_keyed", "target_only", "rejection"):
+            raise ValueError(f"verifier={verifier!r}; known: position_keyed, target_only, rejection")
+        comm = TensorParallel(group) if group is not None else Solo()
+        self.arch = Architecture.from_hf(hf_config)
+        self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
+        columns = max_length + max_draft_tokens
+        self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
+        self.rounds = Rounds(self.cache, verifier, budget, prefill_chunk)
+        self.max_length, self.max_draft_tokens = max_length, max_draft_tokens
+        self.running: list[Run] = []
+        self.waiting: list[Run] = []
+        self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
+        self._lock = threading.Condition()
+        self._knocks, self._active, self._pausing, self._paused = 0, 0, False, False
+        self._broken = "no weights"
+        self.set_schedule(schedule or SpecSchedule.fixed(OFF))
+        self.update_weights(version, tensors)
+
+    # -- RolloutEngine ------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.arch.eos)
+        runs = [Run(request, sampling, stops) for request in requests]
+        with self._between_rounds():
+            known = {run.request.id for run in (*self.running, *self.waiting)}
+            for run in runs:
+                self._check(run.request, known)
+            self.waiting += runs
+            self._active += 1
+        try:
+            while any(run.sample is None for run in runs):
+                while self._knocks:  # locks are not fair: let whoever waits between two rounds in
+                    time.sleep(1e-4)
+                with self._lock:
+                    self._serve()
+        finally:
+            with self._lock:
+                self._active -= 1
+                for run in runs:
+                    if run.sample is None:
+                        self._remove(run)
+                if not self.running and not self.waiting and not self._broken:
+                    self.cache.audit()
+                self._lock.notify_all()
+        return [run.sample for run in runs if run.sample is not None]
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+        mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == (".mtp_layers." in n)}
+        with self._between_rounds():
+            self._retract()
+            self._broken = f"the update to version {version} did not finish"
+            seen = set()
+            for name, tensor in tensors:
+                if name == "lm_head.weight" and self.arch.tied and scope != "drafter":
+                    continue
+                if name not in mine:
+                    raise EngineError(f"embedded engine: update of {scope}: unexpected tensor {name}")
+                try:
+                    self.model.write(name, tensor)
+                except ValueError as error:
+                    raise EngineError(f"embedded engine: update of {scope}: {error}") from None
+                seen.add(name)
+            if mine - seen:
+                raise EngineError(
+                    f"embedded engine: update of {scope}: {len(mine - seen)} of {len(mine)} tensors are missing, "
+                    f"among them {min(mine - seen)}"
+                )
+            self.cache.clear()
+            self.version, self._broken = version, ""
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        for config in (c for row in schedule.configs for c in row):
+            nodes = scratch(config)
+            if not config.off and not self.arch.mtp:
+                raise EngineError(f"embedded engine: {config} needs an MTP layer, and the model has none")
+            if config.topk > 1 and self.rounds.verifier == "rejection":
+                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
+            if nodes > self.max_draft_tokens:
+                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
+        self.schedule = schedule
+
+    def pause(self) -> None:
+        with self._between_rounds():
+            self._pausing = True
+            if not self._active:
+                self._retract()
+                self._paused = True
+            while not self._paused:
+                self._lock.wait()
+
+    def resume(self) -> None:
+        with self._between_rounds():
+            self._pausing = self._paused = False
+            self._lock.notify_all()
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        with self._between_rounds():
+            for run in (*self.running, *self.waiting):
+                run.abort |= request_ids is None or run.request.id in request_ids
+            self._lock.notify_all()
+
+    def stats(self) -> list[RoundStats]:
+        with self._between_rounds():
+            drained, self._stats = self._stats, {}
+        return [
+            RoundStats(config, batch, context // rounds, rounds, ms, tuple(accepted))
+            for (config, batch), (rounds, ms, context, accepted) in drained.items()
+        ]
+
+    def fingerprints(self) -> dict[str, int]:
+        with self._between_rounds():
+            return {name: fingerprint(tensor) for name, tensor in self.model.full_tensors()}
+
+    def close(self) -> None:
+        self.abort()
+        with self._between_rounds():
+            self._broken = "closed"
+
+    # -- between rounds -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _between_rounds(self) -> Iterator[None]:
+        self._knocks += 1
+        with self._lock:
+            self._knocks -= 1
+            yield
+
+    def _check(self, request: Request, known: set[str]) -> None:
+        length = len(request.prompt.tokens)
+        if not 0 < length < self.max_length:
+            raise EngineError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
+        if request.id in known:
+            raise EngineError(f"request {request.id}: the id is already in use")
+        known.add(request.id)
+
+    def _serve(self) -> None:
+        """One step, or what stands in its way. The caller holds the lock."""
+        if self._broken:
+            raise EngineError(f"embedded engine: {self._broken}")
+        self._agree()
+        for run in [run for run in (*self.running, *self.waiting) if run.abort]:
+            self._end(run, "aborted")
+        if self._paused:
+            self._lock.wait(timeout=1.0)
+            return
+        self._broken = "an earlier round failed"
+        with torch.inference_mode():
+            self._admit()
+            self.rounds.prefill([run.row for run in self.running])
+            self._round([run for run in self.running if self.rounds.ready(run.row)])
+        self._broken = ""
+
+    def _admit(self) -> None:
+        while self.waiting:
+            if self.running and self.cache.left < self.cache.total // 16:
+                return  # head-room: samples admitted into the last slots would be put back at once
+            run = self.waiting[0]
+            prompt = np.asarray(run.request.prompt.tokens, np.int64)
+            row = self.cache.open(np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt))
+            if row is None:
+                return
+            if not self.cache.back(row, len(prompt) + len(run.response)):
+                self.cache.close(row)
+                return
+            self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
+            run.row = row
+            self.running.append(self.waiting.pop(0))
+
+    def _round(self, runs: list[Run]) -> None:
+        if not runs:
+            return
+        began = time.perf_counter()
+        rows = np.array([run.row for run in runs])
+        context = int(self.cache.length[rows].sum())
+        config, columns = self.rounds.config_for(self.schedule.choose(len(runs), context), rows)
+        runs = self._back(runs, columns)
+        committed = self.rounds.round(np.array([run.row for run in runs]), config)
+        counts = [0] * (config.num_steps + 1)
+        for run, new in zip(runs, committed, strict=True):
+            counts[new.accepted] += 1
+            limit = min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
+            status = run.commit(new, self.version, limit)
+            if status is not None:
+                self._end(run, status)
+        entry = self._stats.setdefault((config, len(runs)), [0, 0.0, 0, [0] * len(counts)])
+        entry[:3] = entry[0] + 1, entry[1] + (time.perf_counter() - began) * 1e3, entry[2] + context
+        entry[3] = [a + b for a, b in zip(entry[3], counts, strict=True)]
+
+    def _back(self, runs: list[Run], columns: np.ndarray) -> list[Run]:
+        """Slots up to `columns [B]` for every run, putting back the youngest while they lack; the runs that remain."""
+        for run, upto in zip(runs, columns.tolist(), strict=True):
+            while run.row >= 0 and not self.cache.back(run.row, upto):
+                youngest = self.running.pop()
+                self._vacate(youngest)
+                self.waiting.insert(0, youngest)
+        return [run for run in runs if run.row >= 0]
+
+    def _agree(self) -> None:
+        """Let a pause begin, and under tensor parallelism let all ranks abort the same runs at the same round."""
+        runs = [*self.running, *self.waiting]
+        pausing = self._pausing and not self._paused
+        if self.model.comm.size > 1 and not self._paused:
+            flags = torch.tensor([pausing, *(run.abort for run in runs)], dtype=torch.int32, device=self.model.device)
+            votes = self.model.comm.sum(flags).tolist()
+            pausing = votes[0] == self.model.comm.size  # a pause waits for every rank, one abort is enough
+            for run, abort in zip(runs, votes[1:], strict=True):
+                run.abort = abort > 0
+        if pausing:
+            self._retract()
+            self._paused = True
+            self._lock.notify_all()
+
+    def _retract(self) -> None:
+        """Put every running sample back to the head of the queue; its keys are recomputed later."""
+        for run in self.running:
+            self._vacate(run)
+        self.waiting[:0], self.running = self.running, []
+
+    def _vacate(self, run: Run) -> None:
+        run.draws = int(self.rounds.draws[run.row])
+        self.cache.close(run.row)
+        run.row = -1
+
+    def _remove(self, run: Run) -> None:
+        if run.row >= 0:
+            self._vacate(run)
+            self.running.remove(run)
+        else:
+            self.waiting.remove(run)
+
+    def _end(self, run: Run, status: Status) -> None:
+        self._remove(run)
+        run.finish(status)

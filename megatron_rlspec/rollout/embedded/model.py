@@ -1,0 +1,229 @@
+"""The MiMo/Qwen2 decoder and its MTP layer over a slotted KV cache, in plain torch.
+
+Legend: N tokens of one forward, flat over samples; B samples; T queries and L keys per sample, padded; H hidden;
+A query heads and K key/value heads of this rank; D head dimension; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
+
+# Whether q, k and v carry a bias is fixed by the class in Transformers, not by a field of the config.
+_QKV_BIAS = {"MiMoForCausalLM": True, "Qwen2ForCausalLM": True, "LlamaForCausalLM": False}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes read from a Hugging Face `config.json`."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    theta: float
+    qkv_bias: bool
+    tied: bool
+    mtp: bool
+    eos: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
+        name = (config.get("architectures") or ["none"])[0]
+        if name not in _QKV_BIAS:
+            raise ValueError(f"the embedded engine knows {', '.join(_QKV_BIAS)}; config.json says {name}")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"the embedded engine has plain rotary embeddings only; config.json asks for {rope}")
+        if config.get("use_sliding_window"):
+            raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
+        eos = config.get("eos_token_id")
+        return cls(
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            vocab=config["vocab_size"],
+            eps=config["rms_norm_eps"],
+            theta=float(config.get("rope_theta", rope.get("rope_theta", 10000.0))),
+            qkv_bias=_QKV_BIAS[name],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            mtp=name == "MiMoForCausalLM" and config.get("num_nextn_predict_layers", 0) > 0,
+            eos=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+        )
+
+
+class Plan(NamedTuple):
+    """Where the N tokens of one forward stand and what they may attend to."""
+
+    cos: torch.Tensor  # [N, 1, D]
+    sin: torch.Tensor  # [N, 1, D]
+    write: torch.Tensor  # [N] cache slot of each token
+    read: torch.Tensor  # [B * L] cache slots of each sample, padded with any valid slot
+    mask: torch.Tensor  # [B, 1, T * A / K, L] 0 or -inf
+    place: torch.Tensor | None  # [N] index of each token in the padded [B * T]; None when nothing is padded
+    first: torch.Tensor  # [N] bool: rotary position 0
+
+
+@dataclass
+class Layer:
+    norm1: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    norm2: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class Shard(NamedTuple):
+    """This rank's part of one Hugging Face tensor: a view into the fused parameter that the forward uses."""
+
+    view: torch.Tensor
+    dim: int | None  # the dimension split over tensor-parallel ranks
+
+
+class Decoder:
+    """Parameters and forward passes; knows nothing of requests, sampling or speculation.
+
+    `tensors` maps every Hugging Face name to its `Shard`. Split by heads, by intermediate columns and, in the output
+    head, by vocabulary; embeddings, norms and MiMo's `input_proj` are replicated.
+    """
+
+    def __init__(
+        self, arch: Architecture, dtype: torch.dtype, device: str, comm: Solo | TensorParallel, positions: int
+    ) -> None:
+        for what, size in {"heads": arch.heads, "kv_heads": arch.kv_heads, "intermediate": arch.intermediate}.items():
+            if size % comm.size:
+                raise ValueError(f"tensor parallel size {comm.size} does not divide {what}={size}")
+        if arch.vocab % comm.size:
+            raise ValueError(f"tensor parallel size {comm.size} does not divide vocab={arch.vocab}")
+        self.arch, self.dtype, self.device, self.comm = arch, dtype, device, comm
+        self.heads, self.kv_heads = arch.heads // comm.size, arch.kv_heads // comm.size
+        self.tensors: dict[str, Shard] = {}
+        h, v = arch.hidden, arch.vocab
+        self.embedding = self._new({"model.embed_tokens.weight": v}, h, None)
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.layers)]
+        self.norm = self._new({"model.norm.weight": h})
+        if arch.tied:
+            self.head = self.embedding.chunk(comm.size)[comm.rank]
+        else:
+            self.head = self._new({"lm_head.weight": v // comm.size}, h, 0)
+        if arch.mtp:
+            prefix = "model.mtp_layers.0."
+            self.mtp = self._layer(prefix)
+            self.hidden_norm = self._new({prefix + "hidden_layernorm.weight": h})
+            self.token_norm = self._new({prefix + "token_layernorm.weight": h})
+            self.input_proj = self._new({prefix + "input_proj.weight": h}, 2 * h)
+            self.final_norm = self._new({prefix + "final_layernorm.weight": h})
+        # Transformers and Megatron build the angles in float32 and cast cosine and sine afterwards; so do we.
+        frequency = arch.theta ** -(torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim)
+        angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency).repeat(1, 2)
+        self.cos = angle.cos().to(device, dtype)[:, None]
+        self.sin = angle.sin().to(device, dtype)[:, None]
+
+    def target(self, tokens: torch.Tensor, plan: Plan, cache: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """tokens [N] -> hidden states [N, H] after the final norm."""
+        x = F.embedding(tokens, self.embedding)
+        for layer, kv in zip(self.layers, cache, strict=False):
+            x = self._block(layer, x, plan, kv)
+        return self._rms(x, self.norm)
+
+    def draft(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """(hidden [N, H] of the previous position, tokens [N]) -> the drafter's output [N, H] after its final norm.
+
+        MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
+        """
+        embedded = F.embedding(tokens, self.embedding).masked_fill_(plan.first[:, None], 0)
+        pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
+        return self._rms(self._block(self.mtp, F.linear(pair, self.input_proj), plan, kv), self.final_norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, V], in float32 at least."""
+        full = self.comm.concat(F.linear(hidden, self.head), -1)
+        return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
+
+    def write(self, name: str, full: torch.Tensor) -> None:
+        """Copy this rank's part of a full tensor in place."""
+        shard = self.tensors[name]
+        part = full if shard.dim is None else full.chunk(self.comm.size, shard.dim)[self.comm.rank]
+        if part.shape != shard.view.shape:
+            raise ValueError(f"{name} has shape {tuple(full.shape)}, expected {self.full_shape(name)}")
+        shard.view.copy_(part)
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        view, dim = self.tensors[name]
+        return tuple(size * self.comm.size if i == dim else size for i, size in enumerate(view.shape))
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor); under tensor parallelism every rank must iterate."""
+        for name, (view, dim) in self.tensors.items():
+            yield name, view if dim is None else self.comm.concat(view, dim)
+
+    def _block(self, layer: Layer, x: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        n, d = x.shape[0], self.arch.head_dim
+        qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        low, high = qk.chunk(2, -1)
+        qk = qk * plan.cos + torch.cat([-high, low], -1) * plan.sin
+        query, key = qk.split([self.heads, self.kv_heads], 1)
+        kv[0].index_copy_(0, plan.write, key)
+        kv[1].index_copy_(0, plan.write, value)
+        x = x + self.comm.sum(F.linear(self._attend(query, plan, kv), layer.out))
+        gate, up = F.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
+        return x + self.comm.sum(F.linear(F.silu(gate) * up, layer.down))
+
+    def _attend(self, query: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """query [N, A, D] -> [N, A * D]. Query heads of one key head become rows, so keys are read once for all."""
+        n, k, d = query.shape[0], self.kv_heads, self.arch.head_dim
+        b, rows, length = plan.mask.shape[0], plan.mask.shape[2], plan.mask.shape[3]
+        group = self.heads // k
+        if plan.place is not None:
+            query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(0, plan.place, query)
+        query = query.reshape(b, -1, k, group, d).transpose(1, 2).reshape(b, k, rows, d)
+        keys, values = (x.index_select(0, plan.read).view(b, length, k, d).transpose(1, 2) for x in kv)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
+        out = out.view(b, k, -1, group, d).transpose(1, 2).reshape(-1, self.heads * d)
+        return out[:n] if plan.place is None else out.index_select(0, plan.place)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.dtype in (torch.bfloat16, torch.float16):  # as Transformers: normalise in float32, scale in the type
+            return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
+        return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
+
+    def _layer(self, prefix: str) -> Layer:
+        a, h, i, d = self.arch, self.arch.hidden, self.arch.intermediate // self.comm.size, self.arch.head_dim
+        rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
+        qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
+        bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
+        return Layer(
+            norm1=self._new({prefix + "input_layernorm.weight": h}),
+            qkv=self._new(qkv, h, 0),
+            qkv_bias=self._new(bias, split=0) if a.qkv_bias else None,
+            out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
+            norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
+            gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),
+            down=self._new({prefix + "mlp.down_proj.weight": h}, i, 1),
+        )
+
+    def _new(self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None) -> torch.Tensor:
+        """One parameter made of the named row blocks; a norm or bias when `columns` is None."""
+        shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
+        fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for (name, _), view in zip(rows.items(), fused.split(list(rows.values())), strict=True):
+            self.tensors[name] = Shard(view, split)
+        return fused

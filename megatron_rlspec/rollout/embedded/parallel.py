@@ -1,0 +1,35 @@
+"""Tensor parallelism as the model sees it: a rank, a size, a sum and a concatenation."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Solo:
+    """One rank: nothing to exchange."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x
+
+
+class TensorParallel:
+    """The ranks of one `torch.distributed` group. Every rank ends a call with the same bits."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim)

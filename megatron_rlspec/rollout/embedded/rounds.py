@@ -1,0 +1,235 @@
+"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Knows rows, not requests."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from megatron_rlspec.rollout.embedded import draft, verify
+from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
+
+Verifier = Literal["position_keyed", "target_only", "rejection"]
+
+
+class Budget(Protocol):
+    """Which drafted candidates to verify; `spec/tree.py` has the policies."""
+
+    def keep(self, scores: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
+        """Mask [B, M], closed under parents and at most `limit` a row, of candidates with these `scores [B, M]`."""
+
+    def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
+        """Verified nodes' scores and whether each was accepted, both [N]."""
+
+
+class Committed(NamedTuple):
+    """What one round appended to one row."""
+
+    tokens: np.ndarray  # [accepted + 1]
+    logprobs: np.ndarray  # [accepted + 1]
+    accepted: int
+
+
+class Rounds:
+    """The engine's arithmetic: `prefill` and `round` advance rows of `cache` in place."""
+
+    def __init__(self, cache: Cache, verifier: Verifier, budget: Budget | None, prefill_chunk: int) -> None:
+        self.cache, self.model = cache, cache.model
+        self.verifier, self.budget, self.prefill_chunk = verifier, budget, prefill_chunk
+        rows = len(cache.length)
+        self.temperature, self.top_p, self.top_k = np.zeros(rows), np.ones(rows), np.zeros(rows, np.int64)
+        self.seeds = np.zeros((rows, 5), np.int64)  # the request's own, then the streams of `verify`
+        self.draws = np.zeros(rows, np.int64)  # noise keys used up by the verifiers that are not position-keyed
+
+    def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
+        """Set how a row is sampled; `draws` continues the noise of a sample that was put back."""
+        self.temperature[row], self.top_p[row], self.top_k[row] = sampling.temperature, sampling.top_p, sampling.top_k
+        own = np.array([seed % (1 << 64)], np.uint64).astype(np.int64)
+        self.seeds[row] = [own[0], *(verify.stream(own, which)[0] for which in range(1, 5))]
+        self.draws[row] = draws
+
+    def ready(self, row: int) -> bool:
+        """Whether all but the pending token of the row have been through the target."""
+        prefix = self.cache.prefix[row]
+        return prefix.computed == len(prefix.tokens) and self.cache.computed[row] == self.cache.length[row] - 1
+
+    def prefill(self, rows: list[int]) -> None:
+        """Run the target over at most `prefill_chunk` tokens that these rows still lack, shared prefixes once."""
+        cache, room, spans, prefixes = self.cache, self.prefill_chunk, [], set()
+        for row in rows:
+            prefix = cache.prefix[row]
+            if prefix.computed < len(prefix.tokens):
+                if prefix.key in prefixes:
+                    continue
+                prefixes.add(prefix.key)
+                first, last, owner = prefix.computed, len(prefix.tokens), prefix
+            else:
+                first, last, owner = int(cache.computed[row]), int(cache.length[row]) - 1, None
+            last = min(last, first + room)
+            if first < last:
+                spans.append((row, first, last, owner))
+                room -= last - first
+        if not spans:
+            return
+        which, first, last = (np.array(x) for x in zip(*(span[:3] for span in spans), strict=True))
+        columns, valid = _columns(first, last)
+        plan = cache.plan(self._read(which, last), self._to(columns), valid=valid)
+        tokens = self._to(cache.tokens[which[:, None], columns][valid])
+        cache.hidden.index_copy_(0, plan.write, self.model.target(tokens, plan, cache.kv))
+        for row, _, upto, owner in spans:
+            if owner is not None:
+                owner.computed = upto
+            else:
+                cache.computed[row] = upto
+
+    def config_for(self, config: SpecConfig, rows: np.ndarray) -> tuple[SpecConfig, np.ndarray]:
+        """The config these rows can run, and the columns [B] that a round of it needs slots for."""
+        if (self.cache.length[rows] == 1).any():
+            config = OFF  # before the second token there is no hidden state to draft from
+        return config, self.cache.length[rows] - 1 + scratch(config)
+
+    def round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
+        """Draft, verify and commit at least one token for every row."""
+        cache = self.cache
+        read = self._read(rows, cache.length[rows] - 1 + scratch(config))
+        tree, q = self._draft(rows, read, config)
+        targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
+        path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
+        if self.budget is not None and tree.tokens.shape[1] > 1:
+            hit = np.zeros(tree.valid.shape, bool)
+            np.put_along_axis(hit, path, True, 1)
+            drafted = tree.valid & (tree.depth > 0)
+            self.budget.observe(tree.scores[drafted], hit[drafted])
+        committed = []
+        for i, (row, count) in enumerate(zip(rows.tolist(), accepted.tolist(), strict=True)):
+            taken = path[i, : count + 1]
+            cache.commit(row, targets[i, taken], taken, tree.tokens.shape[1])
+            committed.append(Committed(targets[i, taken], logprobs[i, taken], count))
+        return committed
+
+    def _draft(
+        self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig
+    ) -> tuple[draft.Tree, torch.Tensor | None]:
+        """The tree to verify and, under rejection, what the drafts were drawn from: q [B, num_steps, V]."""
+        cache, model = self.cache, self.model
+        length = cache.length[rows]
+        pending = cache.tokens[rows, length - 1]
+        if config.off:
+            return draft.roots(pending), None
+        hidden = self._extend(rows, read)
+        if config.num_steps == 0:
+            return draft.roots(pending), None
+        start, chain, q = self._to(length), config.topk == 1, []
+
+        def expand(
+            parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            b, c, nodes = ancestors.shape
+            columns = start[:, None] + torch.arange(nodes - c, nodes, device=start.device)
+            depth = torch.full_like(columns, level - 2)
+            where = {} if chain else {"start": start, "ancestors": ancestors, "depth": depth}
+            plan = cache.plan(read, columns, drafter=True, **where)
+            out = model.draft(parents.reshape(b * c, -1), tokens.reshape(-1), plan, cache.kv[-1])
+            return out.view(b, c, -1), model.logits(out).view(b, c, -1)
+
+        def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+            logp, knobs = self._logprobs(logits[:, 0], rows)
+            q.append(verify.support(logp, *knobs))
+            seeds, keys = self._to(self.seeds[rows, verify.DRAFT]), self._to(self.draws[rows] + level - 1)
+            token = verify.draw(q[-1].log(), seeds, keys)[:, None]
+            return logp.gather(1, token)[:, None], token[:, None]
+
+        pick = sampled if self.verifier == "rejection" else draft.likeliest(config.topk)
+        candidates = draft.grow(hidden, model.logits(hidden), config.num_steps, config.topk, expand, pick)
+        if chain and self.budget is None:
+            keep = np.ones(candidates.tokens.shape, bool)
+        else:
+            scores, limit = candidates.scores.float().cpu().numpy(), config.num_draft_tokens - 1
+            keep = self.budget.keep(scores, int(length.sum()), limit) if self.budget else draft.best(scores, limit)
+        return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
+
+    def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
+        """Bring the drafter's keys up to the pending tokens, over any gap; its output [B, H] there."""
+        cache, chunk = self.cache, self.prefill_chunk
+        for row in {cache.prefix[row].key: row for row in rows}.values():  # what a group shares is passed over once
+            prefix, one = cache.prefix[row], np.array([row])
+            while prefix.drafted < len(prefix.tokens):
+                last = min(prefix.drafted + chunk, len(prefix.tokens))
+                self._pairs(one, np.array([prefix.drafted]), np.array([last]))
+                prefix.drafted = last
+        while (long := cache.length[rows] - cache.drafted[rows] > chunk).any():
+            first = cache.drafted[rows[long]]
+            self._pairs(rows[long], first, first + chunk)
+            cache.drafted[rows[long]] += chunk
+        first, last = cache.drafted[rows], cache.length[rows]
+        out = self._pairs(rows, first, last, read)
+        cache.drafted[rows] = last
+        return out[self._to(np.cumsum(last - first) - 1)]
+
+    def _pairs(
+        self, rows: np.ndarray, first: np.ndarray, last: np.ndarray, read: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The drafter over the pairs (h of column c - 1, token of column c), c in [first, last): [N, H]."""
+        cache = self.cache
+        columns, valid = _columns(first, last)
+        plan = cache.plan(
+            self._read(rows, last) if read is None else read, self._to(columns), drafter=True, valid=valid
+        )
+        tokens = self._to(cache.tokens[rows[:, None], columns][valid])
+        before = self._to(cache.slots[rows[:, None], columns - 1][valid])
+        return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv[-1])
+
+    def _verify(
+        self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, q: torch.Tensor | None, chain: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One target pass over the trees: the token to commit at every node [B, T], and its log-probability."""
+        cache, (b, t) = self.cache, tree.tokens.shape
+        start = cache.length[rows] - 1
+        where = {}
+        if not chain:
+            seen = self._to(draft.ancestors(tree.parents))
+            where = {"start": self._to(start), "ancestors": seen, "depth": self._to(tree.depth)}
+        plan = cache.plan(read, self._to(start[:, None] + np.arange(t)), valid=tree.valid, **where)
+        hidden = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
+        cache.hidden.index_copy_(0, plan.write, hidden)
+        of = np.nonzero(tree.valid)[0]  # the sample of each flat node
+        logp, knobs = self._logprobs(self.model.logits(hidden), rows[of])
+        counter = self.draws[rows][:, None] + np.arange(t)
+        if q is not None:
+            coins, rest = (self._to(self.seeds[rows, which]) for which in (verify.COIN, verify.RESIDUAL))
+            p = verify.support(logp, *knobs).view(b, t, -1)
+            chosen = verify.reject(self._to(tree.tokens[:, 1:]), q, p, coins, rest, self._to(counter)).view(-1)
+        else:
+            keyed = self.verifier == "position_keyed"
+            keys = start[:, None] + tree.depth if keyed else counter
+            seeds = self._to(self.seeds[rows[of], 0 if keyed else verify.TARGET])
+            chosen = verify.sample(logp, *knobs, seeds, self._to(keys[tree.valid]))
+        self.draws[rows] += t
+        targets, logprobs = np.full((b, t), -1, np.int64), np.zeros((b, t), np.float32)
+        targets[tree.valid] = chosen.cpu().numpy()
+        logprobs[tree.valid] = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
+        return targets, logprobs
+
+    def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """log p [N, V] under the rows' temperatures, and (temperature, top_p, top_k) [N] of the rows."""
+        knobs = tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
+        return verify.logprobs(logits, knobs[0]), knobs
+
+    def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
+        return self._to(self.cache.slots[rows, : int(last.max())])
+
+    def _to(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
+
+
+def scratch(config: SpecConfig) -> int:
+    """Columns from the pending token on that one round writes: nodes of the target, or of the drafter's expansion."""
+    return max(config.num_draft_tokens, 1 + config.topk * max(config.num_steps - 1, 0))
+
+
+def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Columns [first, last) of each row as a padded [B, T], and which of them are real."""
+    columns = first[:, None] + np.arange(int((last - first).max()))
+    return np.minimum(columns, last[:, None] - 1), columns < last[:, None]

@@ -1,0 +1,201 @@
+"""Which tokens a verify pass commits: three verifiers as pure functions of logits, drafts and keyed noise.
+
+* position_keyed: the target's token at a position is argmax(log p + Gumbel noise), the noise hashed from (seed,
+  position, token); a draft is accepted while it equals that token. The text is a function of seed, prompt and weights.
+* target_only: the same walk with noise that is fresh in every round: lossless in distribution only.
+* rejection: accept a draft x ~ q with probability min(1, p/q), else draw from the normalised (p - q)+ (Leviathan et
+  al. 2023; Chen et al. 2023). Chains only.
+
+The hash is 32-bit MurmurHash3 over the seed's low and high word, the position of the predicting token, and the token's
+column, and the noise is -log(-log(hash / (2³² - 1))) in float64, as in SGLang's `multinomial_with_seed`. With top-p or
+top-k the column is the rank in descending order of probability, also as there. So the same seed gives the same text on
+both engines, up to floating-point ties.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+DRAFT, COIN, RESIDUAL, TARGET = 1, 2, 3, 4  # independent streams of one request's seed
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_CHUNK = 1 << 16  # elements hashed at once: the passes over them stay within the processor's cache
+
+
+def stream(seeds: np.ndarray, which: int) -> np.ndarray:
+    """Seeds of another, independent stream: the finaliser of splitmix64, int64 in and out."""
+    x = seeds.astype(np.uint64) + np.uint64(which * _GOLDEN % (1 << 64))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).astype(np.int64)
+
+
+def _i32(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _rotate(x: torch.Tensor, by: int) -> torch.Tensor:
+    high = x << by
+    return high.bitwise_or_(_shift(x, 32 - by))
+
+
+def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)  # int32 shifts carry the sign: mask it off
+
+
+def _scramble(k: torch.Tensor) -> torch.Tensor:
+    return _rotate(k * _i32(0xCC9E2D51), 15).mul_(0x1B873593)
+
+
+def _absorb(h: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
+    return _rotate(h ^ scrambled, 13).mul_(5).add_(_i32(0xE6546B64))
+
+
+def murmur3(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Hashes [N, width] of (seeds [N] int64, positions [N], column), as int32 bit patterns; arithmetic wraps."""
+    words = [(x & 0xFFFFFFFF).where(x & 0x80000000 == 0, (x & 0xFFFFFFFF) - (1 << 32)).to(torch.int32)
+             for x in (seeds, seeds >> 32, positions)]  # fmt: skip
+    h = torch.zeros_like(words[0])
+    for word in words:
+        h = _absorb(h, _scramble(word))
+    columns = _scramble(torch.arange(width, dtype=torch.int32, device=seeds.device))
+    h = _absorb(h[:, None], columns).bitwise_xor_(16)
+    h.bitwise_xor_(_shift(h, 16)).mul_(_i32(0x85EBCA6B))
+    h.bitwise_xor_(_shift(h, 13)).mul_(_i32(0xC2B2AE35))
+    return h.bitwise_xor_(_shift(h, 16))
+
+
+def uniform(seeds: torch.Tensor, keys: torch.Tensor, width: int) -> torch.Tensor:
+    """float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
+    h = murmur3(seeds, keys, width).to(torch.float64)
+    return h.add_((h < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
+
+
+def draw(logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick."""
+    rows = max(1, _CHUNK // logprobs.shape[1])
+    picks = []
+    for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
+        x = uniform(seed, key, part.shape[1])
+        # At x = 1 the noise would be infinite; the clamp gives that bucket its neighbour's. At x = 0 it is a very
+        # small finite number, so that a column of probability 0 never beats one of positive probability.
+        x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_().log_().neg_()
+        picks.append(x.add_(part).argmax(1))
+    return torch.cat(picks)
+
+
+def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """bool [N], true with `probability [N]`."""
+    return (uniform(seeds, keys, 1)[:, 0] < probability) | (probability >= 1)
+
+
+def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits / T) [N, V]; rows with T = 0 are taken at T = 1."""
+    return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
+
+
+def sorted_support(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities [N, V] in descending order, -inf outside the support; their token ids [N, V]).
+
+    A token stays if fewer than top_k are likelier, and if what is likelier weighs at most top_p.
+    """
+    probability, ids = logp.exp().sort(dim=-1, descending=True)
+    above = probability.cumsum(-1) - probability
+    rank = torch.arange(logp.shape[1], device=logp.device)
+    limit = torch.where(top_k > 0, top_k, logp.shape[1])
+    outside = (rank >= limit[:, None]) | (above > top_p[:, None].to(above.dtype))
+    return probability.masked_fill_(outside, 0).log(), ids
+
+
+def support(logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Probabilities [N, V] by token id, filtered and normalised again; one-hot where T = 0."""
+    out = logp.exp()
+    filtered, greedy = (top_p < 1) | (top_k > 0), temperature == 0
+    if filtered.any():
+        kept, ids = sorted_support(logp[filtered], top_p[filtered], top_k[filtered])
+        out[filtered] = torch.zeros_like(kept).scatter_(1, ids, kept.softmax(-1))
+    if greedy.any():
+        best = logp[greedy].argmax(-1, keepdim=True)
+        out[greedy] = torch.zeros_like(logp[greedy]).scatter_(1, best, 1.0)
+    return out
+
+
+def sample(
+    logp: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    top_k: torch.Tensor,
+    seeds: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """The target's token [N] at every node, from `logp [N, V]` of `logprobs`; every other argument is [N]."""
+    greedy = temperature == 0
+    if greedy.all():
+        return logp.argmax(-1)
+    filtered = ((top_p < 1) | (top_k > 0)) & ~greedy
+    out = torch.empty_like(seeds)
+    for rows, how in ((greedy, "argmax"), (filtered, "ranks"), (~(greedy | filtered), "columns")):
+        if not rows.any():
+            continue
+        part = logp if rows.all() else logp[rows]
+        if how == "argmax":
+            out[rows] = part.argmax(-1)
+        elif how == "columns":
+            out[rows] = draw(part, seeds[rows], keys[rows])
+        else:
+            ordered, ids = sorted_support(part, top_p[rows], top_k[rows])
+            out[rows] = ids.gather(1, draw(ordered, seeds[rows], keys[rows])[:, None])[:, 0]
+    return out
+
+
+def walk(
+    tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Follow each tree [B, T] from its root along the children that equal the target's tokens.
+
+    Node 0 is the pending token; `parents` are node indices. Returns (path [B, P] of node indices, padded with the last
+    one; accepted [B]): `targets` at path[: accepted + 1] are the tokens to commit.
+    """
+    rows = np.arange(len(tokens))
+    node = np.zeros(len(tokens), np.int64)
+    accepted = np.zeros(len(tokens), np.int64)
+    path = [node]
+    eligible = valid & (np.arange(tokens.shape[1]) > 0)
+    while True:
+        match = eligible & (parents == node[:, None]) & (tokens == targets[rows, node][:, None])
+        found = match.any(1)
+        if not found.any():
+            return np.stack(path, 1), accepted
+        node = np.where(found, match.argmax(1), node)
+        accepted += found
+        path.append(node)
+
+
+def reject(
+    drafts: torch.Tensor,
+    q: torch.Tensor,
+    p: torch.Tensor,
+    coin_seeds: torch.Tensor,
+    residual_seeds: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """Rejection sampling on chains: the tokens [B, k + 1] to commit, -1 behind the one that replaces a rejected draft.
+
+    `drafts [B, k]` were drawn from `q [B, k, V]`; `p [B, k + 1, V]` is the target after filtering; seeds are [B] and
+    `keys [B, k + 1]` fresh in every round.
+    """
+    b, k = drafts.shape
+    rows = torch.arange(b, device=drafts.device)
+    ratio = p[:, :k].gather(2, drafts[:, :, None]) / q.gather(2, drafts[:, :, None])
+    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1)).view(b, k)
+    residual = p.clone()
+    residual[:, :k] -= q
+    residual.clamp_(min=0)
+    ok |= residual[:, :k].sum(2) == 0  # p = q up to rounding: nothing is left to draw from
+    accepted = ok.long().cumprod(1).sum(1)
+    replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])
+    commit = torch.cat([drafts, torch.full_like(drafts[:, :1], -1)], 1)
+    commit[torch.arange(k + 1, device=drafts.device) > accepted[:, None]] = -1
+    commit[rows, accepted] = replacement
+    return commit

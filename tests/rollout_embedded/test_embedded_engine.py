@@ -1,0 +1,342 @@
+"""The embedded engine against a naive decoder, Transformers, and itself under other schedules of the same work."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.rollout.embedded import draft
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+torch.set_num_threads(1)
+FREE = Sampling(max_new_tokens=16, ignore_eos=True)
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(drafter="close", sharpness=2.0)
+
+
+def texts(samples):
+    return [s.response.tolist() for s in samples]
+
+
+def test_logprobs_are_the_naive_decoders(model):
+    engine = oracle.engine_of(*model, SpecConfig(3))
+    for sample in engine.generate(oracle.requests(PROMPTS), Sampling(temperature=0.7, max_new_tokens=8)):
+        tokens = sample.tokens.tolist()
+        expected = torch.log_softmax(oracle.Oracle(*model).logits(tokens) / 0.7, -1)
+        picked = [float(expected[i - 1, tokens[i]]) for i in range(sample.prompt_len, len(tokens))]
+        np.testing.assert_allclose(sample.behaviour_logprobs[sample.prompt_len :], picked, atol=1e-6)
+        assert (sample.behaviour_logprobs[: sample.prompt_len] == 0).all()
+        assert sample.loss_mask.tolist() == [0] * sample.prompt_len + [1] * len(sample.response)
+
+
+def test_logits_are_transformers(model):
+    transformers = pytest.importorskip("transformers")
+    config, tensors = model
+    hf = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{k: v for k, v in config.items() if k != "head_dim"}))
+    hf = hf.to(torch.float64).eval()
+    missing, unexpected = hf.load_state_dict(tensors, strict=False)
+    assert not missing and all("mtp" in name for name in unexpected)
+    sample = oracle.engine_of(*model, SpecConfig(2)).generate(oracle.requests(PROMPTS[:1]), FREE)[0]
+    with torch.no_grad():
+        logp = torch.log_softmax(hf(torch.from_numpy(sample.tokens)[None]).logits[0], -1)
+    picked = logp[torch.arange(5, len(sample.tokens) - 1), torch.from_numpy(sample.tokens[6:])]
+    np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("catch_up", [False, True])
+def test_draft_logits_are_the_naive_drafters_at_every_depth(model, monkeypatch, catch_up):
+    """Also after rounds without speculation: the catch-up leaves the drafter where it would have been."""
+    seen = []
+
+    def recording(topk):
+        def pick(logits, level):
+            token = logits.argmax(-1, keepdim=True)
+            lengths = [int(engine.cache.length[r.row]) for r in engine.running if engine.rounds.ready(r.row)]
+            seen.append((level, logits[:, 0].clone(), token[:, 0, 0].tolist(), lengths))
+            return logits.log_softmax(-1).gather(-1, token), token
+
+        return pick
+
+    monkeypatch.setattr(draft, "likeliest", recording)
+    late = SpecSchedule((1,), (0, 30), ((OFF, SpecConfig(3)),))  # off below 30 tokens of context, 17 at the start
+    engine = oracle.engine_of(*model, late if catch_up else SpecConfig(3), prefill_chunk=4)
+    samples = engine.generate(oracle.requests([PROMPTS[0], PROMPTS[3]]), Sampling(max_new_tokens=24, ignore_eos=True))
+    naive = oracle.Oracle(*model)
+    rounds = [seen[i : i + 3] for i in range(0, len(seen), 3)]
+    assert sum(rounds[0][0][3]) >= 30 if catch_up else len(rounds[0][0][3]) == 1
+    both = [steps for steps in rounds if len(steps[0][3]) == 2]
+    assert len(both) >= 2
+    for steps in both[:2]:
+        assert [step[0] for step in steps] == [1, 2, 3]
+        for i, sample in enumerate(samples):
+            chain = [step[2][i] for step in steps]
+            expected = naive.draft_logits(sample.tokens[: steps[0][3][i]].tolist(), chain[:2])
+            for d in range(3):
+                torch.testing.assert_close(steps[d][1][i], expected[d], rtol=0, atol=1e-10)
+
+
+def test_a_tree_node_is_drafted_as_the_chain_that_leads_to_it(model):
+    """Every candidate's score equals the naive drafter's log-probabilities along its path."""
+    grown = []
+    spied = draft.grow
+
+    def spy(*args):
+        grown.append(spied(*args))
+        return grown[-1]
+
+    draft.grow, naive = spy, oracle.Oracle(*model)
+    try:
+        engine = oracle.engine_of(*model, SpecConfig(3, 2, 7))
+        engine.generate(oracle.requests(PROMPTS[:1]), Sampling(max_new_tokens=1, ignore_eos=True))
+    finally:
+        draft.grow = spied
+    tree = grown[0]
+    for m in range(tree.tokens.shape[1]):
+        path, node = [], m
+        while node >= 0:
+            path.insert(0, int(tree.tokens[0, node]))
+            node = int(tree.parents[0, node])
+        logits = naive.draft_logits(PROMPTS[0], path[:-1])
+        score = sum(float(torch.log_softmax(row, 0)[t]) for row, t in zip(logits, path, strict=True))
+        assert float(tree.scores[0, m]) == pytest.approx(score, abs=1e-10)
+
+
+def test_samples_are_complete_and_the_cache_is_empty_afterwards(model):
+    engine = oracle.engine_of(*model, SpecConfig(3), max_total_tokens=330, max_running_requests=5)
+    stop = Sampling(max_new_tokens=12, stop_token_ids=(3, 4, 5, 6), ignore_eos=False)
+    samples = engine.generate(oracle.requests(PROMPTS, group=4), stop)
+    assert [s.request_id for s in samples] == [r.id for r in oracle.requests(PROMPTS, group=4)]
+    for s in samples:
+        ended = s.tokens[-1] in (0, 3, 4, 5, 6)
+        assert s.status == ("finished" if ended else "truncated")
+        assert ended or len(s.response) == 12
+        assert not set(s.response[:-1].tolist()) & {0, 3, 4, 5, 6}
+        assert s.policy_versions == ((0, 0, len(s.response)),)
+        assert sum((i + 1) * n for i, n in enumerate(s.accepted)) >= len(s.response)
+    assert engine.cache.left == engine.cache.total and not engine.cache.prefixes
+    rounds = engine.stats()
+    assert sum(sum(r.accepted) for r in rounds) == sum(r.rounds * r.batch for r in rounds)
+    assert {r.config for r in rounds} <= {SpecConfig(3), OFF} and engine.stats() == []
+
+
+def test_the_audit_sees_a_lost_and_a_doubly_held_slot(model):
+    engine = oracle.engine_of(*model)
+    engine.cache.audit()
+    engine.cache.left -= 1
+    with pytest.raises(EngineError, match="4095 free"):
+        engine.cache.audit()
+    engine.cache.left += 1
+    engine.cache.free[0] = engine.cache.free[1]
+    with pytest.raises(EngineError, match="4095 distinct"):
+        engine.cache.audit()
+
+
+def test_a_group_prefills_and_drafts_over_its_prompt_once(model):
+    prompt = list(range(1, 31))
+    forwarded = {"target": 0, "draft": 0}
+
+    def counting(engine):
+        for name, argument in (("target", 0), ("draft", 1)):
+            inner = getattr(engine.model, name)
+
+            def count(*args, inner=inner, name=name, argument=argument):
+                forwarded[name] += len(args[argument])
+                return inner(*args)
+
+            setattr(engine.model, name, count)
+        return engine
+
+    one = Sampling(max_new_tokens=1, ignore_eos=True)
+    counting(oracle.engine_of(*model, SpecConfig(1))).generate(oracle.requests([prompt], group=8), one)
+    # 29 shared tokens, then the pending one and one draft for each of eight; 28 shared pairs and one for each
+    assert forwarded == {"target": 29 + 8 * 2, "draft": 28 + 8}
+    forwarded.update(target=0, draft=0)
+    apart = counting(oracle.engine_of(*model, SpecConfig(1), share_prefix=False))
+    apart.generate(oracle.requests([prompt], group=8), one)
+    assert forwarded == {"target": 8 * 31, "draft": 8 * 29}
+
+
+def test_off_pays_no_drafter(model):
+    engine = oracle.engine_of(*model, OFF)
+
+    def never(*args):
+        raise AssertionError("the drafter ran while speculation was off")
+
+    engine.model.draft = never
+    engine.generate(oracle.requests(PROMPTS), FREE)
+    with pytest.raises(AssertionError, match="drafter ran"):
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(0)))
+        engine.generate(oracle.requests(PROMPTS[3:]), FREE)
+
+
+def test_update_weights_in_place_and_fingerprints(model):
+    config, tensors = model
+    _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)
+    engine = oracle.engine_of(config, tensors, SpecConfig(3))
+    pointers = {name: shard.view.data_ptr() for name, shard in engine.model.tensors.items()}
+    before = texts(engine.generate(oracle.requests(PROMPTS), FREE))
+    engine.update_weights(1, other.items())
+    assert pointers == {name: shard.view.data_ptr() for name, shard in engine.model.tensors.items()}
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in other.items()}
+    after = engine.generate(oracle.requests(PROMPTS), FREE)
+    fresh = oracle.engine_of(config, other, SpecConfig(3)).generate(oracle.requests(PROMPTS), FREE)
+    assert texts(after) == texts(fresh) != before
+    assert after[0].policy_versions == ((1, 0, 16),)
+    mtp = {name: t for name, t in tensors.items() if "mtp" in name}
+    engine.update_weights(2, mtp.items(), scope="drafter")
+    assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == texts(fresh)
+    assert engine.fingerprints()["model.mtp_layers.0.input_proj.weight"] == fingerprint(
+        tensors["model.mtp_layers.0.input_proj.weight"]
+    )
+
+
+def test_a_failed_update_serves_nothing_until_one_succeeds(model):
+    config, tensors = model
+    engine = oracle.engine_of(config, tensors)
+    part = {k: v for k, v in tensors.items() if "layers.1." not in k}
+    wrong = tensors | {"model.norm.weight": torch.ones(3, dtype=torch.float64)}
+    unknown = {"model.layers.9.mlp.up_proj.weight": torch.ones(1)}
+    for bad, message in ((part, "are missing"), (wrong, r"shape \(3,\), expected \(16,\)"), (unknown, "unexpected")):
+        with pytest.raises(EngineError, match=message):
+            engine.update_weights(1, bad.items())
+        with pytest.raises(EngineError, match="version 1 did not finish"):
+            engine.generate(oracle.requests(PROMPTS), FREE)
+    engine.update_weights(2, tensors.items())
+    assert len(engine.generate(oracle.requests(PROMPTS), FREE)) == 4
+
+
+def test_broken_weights_leave_nothing_behind(model):
+    """NaN in keys that a later sample's padded columns read must not spread."""
+    config, tensors = model
+    engine = oracle.engine_of(config, tensors, SpecConfig(2))
+    expected = texts(engine.generate(oracle.requests(PROMPTS), FREE))
+    engine.update_weights(1, [(k, torch.full_like(v, float("nan"))) for k, v in tensors.items()])
+    engine.generate(oracle.requests(PROMPTS), FREE)
+    engine.update_weights(2, tensors.items())
+    assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == expected
+
+
+def test_pause_update_resume_recomputes_and_records_both_versions(model):
+    config, tensors = model
+    _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)
+    engine = oracle.engine_of(config, tensors, SpecConfig(2))
+    long = Sampling(max_new_tokens=200, ignore_eos=True)
+    done = []
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(oracle.requests(PROMPTS[:1], group=3), long)))
+    thread.start()
+    while not any(len(run.response) > 10 for run in engine.running):
+        time.sleep(0.001)
+    engine.pause()
+    assert not engine.running and len(engine.waiting) == 3
+    assert engine.cache.left == engine.cache.total
+    engine.update_weights(7, other.items())
+    engine.resume()
+    thread.join(60)
+    for s in done:
+        (first, _, switch), (second, begin, end) = s.policy_versions
+        assert (first, second) == (0, 7) and switch == begin and end == len(s.response) == 200
+        switch += s.prompt_len
+        # What follows the switch is what the new weights give after the same tokens: nothing stale was read.
+        prompt = Prompt(9, s.tokens[:switch])
+        fresh = oracle.engine_of(config, other, OFF)
+        rest = Sampling(max_new_tokens=206 - switch, ignore_eos=True)
+        seed = next(r.seed for r in oracle.requests(PROMPTS[:1], group=3) if r.id == s.request_id)
+        assert fresh.generate([Request("x", prompt, seed)], rest)[0].response.tolist() == s.tokens[switch:].tolist()
+
+
+def test_abort_returns_what_there_is(model):
+    engine = oracle.engine_of(*model, SpecConfig(2), max_running_requests=2)
+    done = []
+    long = Sampling(max_new_tokens=240, ignore_eos=True)
+    wanted = oracle.requests(PROMPTS, group=1)
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(wanted, long)))
+    thread.start()
+    while not any(len(run.response) > 5 for run in engine.running):
+        time.sleep(0.001)
+    engine.abort([wanted[0].id, wanted[3].id])
+    while len(engine.running) + len(engine.waiting) > 2:
+        time.sleep(0.001)
+    engine.abort()
+    thread.join(60)
+    assert [s.status for s in done] == ["aborted"] * 4
+    assert len(done[0].response) > 0 and len(done[3].response) == 0
+    assert engine.cache.left == engine.cache.total
+
+
+def test_callers_share_rounds(model):
+    engine = oracle.engine_of(*model, SpecConfig(2))
+    alone = [texts(engine.generate(oracle.requests(PROMPTS, seed=s), FREE)) for s in range(4)]
+    engine.stats()
+    results = [None] * 4
+    engine.pause()  # so that all four are queued before the first round
+
+    def call(s):
+        wanted = [Request(f"{s}/{r.id}", r.prompt, r.seed) for r in oracle.requests(PROMPTS, seed=s)]
+        results[s] = texts(engine.generate(wanted, FREE))
+
+    threads = [threading.Thread(target=call, args=(s,)) for s in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(engine.waiting) < 16:
+        time.sleep(0.001)
+    engine.resume()
+    for thread in threads:
+        thread.join(60)
+    assert results == alone
+    assert max(r.batch for r in engine.stats()) == 16
+
+
+def test_what_the_engine_refuses(model):
+    config, tensors = model
+    engine = oracle.engine_of(config, tensors, verifier="rejection")
+    with pytest.raises(EngineError, match="is a tree; verifier=rejection takes chains only"):
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 2)))
+    with pytest.raises(EngineError, match="max_draft_tokens >= 101"):
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
+    plain = {k: v for k, v in tensors.items() if "mtp" not in k}
+    qwen = config | {"architectures": ["Qwen2ForCausalLM"]}
+    with pytest.raises(EngineError, match="k1 needs an MTP layer"):
+        oracle.engine_of(qwen, plain, SpecConfig(1))
+    with pytest.raises(ValueError, match="GptForCausalLM"):
+        oracle.engine_of(config | {"architectures": ["GptForCausalLM"]}, tensors)
+    with pytest.raises(ValueError, match="does not hold one sample"):
+        oracle.engine_of(config, tensors, max_total_tokens=100)
+    with pytest.raises(EngineError, match="300 prompt tokens; expected 1 to 255"):
+        engine.generate(oracle.requests([[1] * 300]), FREE)
+    with pytest.raises(EngineError, match="already in use"):
+        engine.generate(oracle.requests([[1]]) * 2, FREE)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(oracle.requests([[1]]), FREE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types_run_and_agree_loosely(model, dtype):
+    config, tensors = model
+    engine = oracle.engine_of(config, tensors, SpecConfig(3), dtype=dtype)
+    sample = engine.generate(oracle.requests(PROMPTS[:1]), FREE)[0]
+    expected = torch.log_softmax(oracle.Oracle(*model).logits(sample.tokens.tolist()), -1)
+    picked = [float(expected[i - 1, t]) for i, t in enumerate(sample.tokens.tolist()) if i >= 6]
+    atol = 1e-4 if dtype == torch.float32 else 0.3
+    np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked, atol=atol)
+
+
+def test_tied_embeddings():
+    config, tensors = oracle.tiny(tied=True)
+    engine = oracle.engine_of(config, tensors, SpecConfig(2))
+    sample = engine.generate(oracle.requests(PROMPTS[:1]), FREE)[0]
+    expected = torch.log_softmax(oracle.Oracle(config, tensors).logits(sample.tokens.tolist()), -1)
+    picked = [float(expected[i - 1, t]) for i, t in enumerate(sample.tokens.tolist()) if i >= 6]
+    np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked, atol=1e-6)
+    engine.update_weights(1, [*tensors.items(), ("lm_head.weight", tensors["model.embed_tokens.weight"])])
