@@ -1,0 +1,109 @@
+"""Commands to a running scheduler, and the record it keeps of its rounds.
+
+Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes on
+what is not ours. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_rlspec.rollout.sglang import controller
+from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.rollout.sglang.rounds import RoundLog
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+METHOD = "rlspec"
+logger = logging.getLogger(__name__)
+_rounds = RoundLog()
+
+
+def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+
+    def handle(original: Callable, scheduler: Any, request: Any) -> Any:
+        return _handle(settings, original, scheduler, request)
+
+    yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
+    yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
+    yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
+    yield f"{processor}.process_batch_result_prefill", _after_prefill, "AFTER"
+
+
+def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
+    if request.method != METHOD:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    body = dict(request.body)
+    command = body.pop("command", None)
+    try:
+        if command not in _COMMANDS:
+            raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+        result = _COMMANDS[command](settings, scheduler, **body)
+        answer = DumperControlReqOutput(success=True, response=[result])
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {error}")
+    scheduler.send_control_output(answer, request)
+    return None
+
+
+def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    """What took hold in this process; the launcher refuses an engine that does not say so."""
+    worker = scheduler.draft_worker
+    adaptive = getattr(worker, "adaptive_controller", None)
+    return {
+        "verifier": settings.verifier,
+        "controller": type(adaptive).__name__ if adaptive is not None else "",
+        "candidate_steps": controller.switch.candidates or [],
+        "speculative": worker is not None,
+        "max_total_tokens": scheduler.max_total_num_tokens,
+        "max_running_requests": scheduler.max_running_requests,
+    }
+
+
+def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
+    controller.switch.set_schedule(SpecSchedule.from_json(schedule))
+    return {}
+
+
+def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [asdict(s) for s in _rounds.drain()]}
+
+
+def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    from megatron_rlspec.rollout.sglang.served_weights import fingerprints
+
+    return {"fingerprints": fingerprints(scheduler)}
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "describe": _describe,
+    "set_schedule": _set_schedule,
+    "stats": _stats,
+    "fingerprints": _fingerprints,
+}
+
+
+def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
+    context = sum(r.seqlen for r in batch.reqs)
+    returned = original(processor, batch, result)
+    if batch.reqs:
+        accepted = result.num_correct_drafts_per_req_cpu
+        if accepted is None or batch.spec_algorithm.is_none():
+            config, accepted = OFF, [0] * len(batch.reqs)
+        else:
+            config = SpecConfig(result.speculative_num_draft_tokens - 1)
+        _rounds.observe(config, context, accepted, last=all(r.finished() for r in batch.reqs))
+    return returned
+
+
+def _after_prefill(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _rounds.interrupt()
+
+
+def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _rounds.interrupt()

@@ -1,0 +1,202 @@
+"""Decode and extend attention in plain torch, with the signatures of `torch.ops.sgl_kernel`'s CPU operators.
+
+Called by SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) for dense models in float32, bfloat16 and float16.
+Requests of one batch are padded to the longest, gathered from the paged cache, and masked.
+
+Shapes: B requests, L query tokens of one request, S cached tokens, h query and n key/value heads, d head size.
+`req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+# Padded query-key pairs of one prefill call; beyond this, requests are processed one by one instead of padded.
+_MAX_PADDED_PAIRS = 1 << 25
+
+
+class _Plan:
+    """What every layer of one forward pass shares: which cache rows to gather, and which of them each query sees."""
+
+    def __init__(
+        self,
+        key_buffer: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        rows: torch.Tensor,
+        mask: torch.Tensor | None,
+        query_rows: torch.Tensor | None = None,
+    ) -> None:
+        self.first_buffer = key_buffer.data_ptr()
+        self.inputs = inputs
+        self.rows = rows
+        self.mask = mask
+        self.query_rows = query_rows
+
+    def serves(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """A pass visits its first layer once, so meeting that layer's buffer again means that a new pass began."""
+        return key_buffer.data_ptr() != self.first_buffer and all(
+            a is b for a, b in zip(self.inputs, inputs, strict=True)
+        )
+
+
+_plan: _Plan | None = None
+
+
+def _plan_for(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]) -> _Plan:
+    global _plan
+    if _plan is None or len(_plan.inputs) != len(inputs) or not _plan.serves(key_buffer, inputs):
+        _plan = _Plan(key_buffer, inputs, *make())
+    return _plan
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """query [B, L, h, d]; key, value [B, S, n, d]; mask as `_additive` makes it. Returns [B, L, h, d].
+
+    The h / n query heads of one key head become further query rows, so grouped heads cost no copy of the cache.
+    """
+    batch, length, heads, size = query.shape
+    kv_heads = key.shape[2]
+    rows = query.view(batch, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
+    out = F.scaled_dot_product_attention(rows, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale)
+    return out.view(batch, kv_heads, -1, length, size).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def _additive(visible: torch.Tensor, query: torch.Tensor, key_buffer: torch.Tensor) -> torch.Tensor:
+    """visible [B, L, S] bool -> 0 or -inf [B, 1, (h / n) * L, S] in the query's dtype."""
+    mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+    group = query.shape[-2] // key_buffer.shape[-2]
+    return mask.repeat(1, group, 1)[:, None]
+
+
+def _refuse(name: str, **unsupported: object) -> None:
+    found = [key for key, value in unsupported.items() if value]
+    if found:
+        raise NotImplementedError(f"{name}: {', '.join(found)} is not supported by the plain torch CPU operators")
+
+
+def decode_attention_cpu(
+    query: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    key_scale: float,
+    value_scale: float,
+    output: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    loc: torch.Tensor,
+    attn_logits: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scaling: float,
+    logit_cap: float,
+    is_cross_attention: bool,
+    sliding_window: int,
+    encoder_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """One query per request. query, output [B, h, d]; buffers [rows, n, d]; key, value [B, n, d] go to rows `loc`."""
+    _refuse(
+        "decode_attention_cpu",
+        logit_cap=logit_cap,
+        cross_attention=is_cross_attention,
+        sliding_window=sliding_window > 0,
+        sinks=sinks is not None,
+    )
+    if key is not None:
+        key_buffer[loc] = key.view(-1, *key_buffer.shape[1:])
+        value_buffer[loc] = value.view(-1, *value_buffer.shape[1:])
+
+    def make() -> tuple:
+        longest = int(seq_lens.max())
+        rows = req_to_token[req_pool_indices, :longest].long()
+        if len(seq_lens) == 1:
+            return rows, None
+        visible = torch.arange(longest) < seq_lens[:, None]
+        return rows, _additive(visible[:, None], query, key_buffer)
+
+    plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
+    out = _attend(query[:, None], key_buffer[plan.rows], value_buffer[plan.rows], plan.mask, scaling)
+    output.copy_(out[:, 0])
+
+
+def extend_attention_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    key_scale: float,
+    value_scale: float,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    extend_start: torch.Tensor,
+    max_extend_len: int,
+    scaling: float,
+    logit_cap: float,
+    is_cross_attention: bool,
+    sliding_window: int,
+    encoder_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    tree_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> None:
+    """Prefill, verify and draft-extend: the last `extend_lens[i]` tokens of request i attend causally to all before.
+
+    query, output [sum of extend_lens, h, d], request after request from `extend_start`; `seq_lens` counts the new
+    tokens, whose keys and values are in the buffers already.
+    """
+    _refuse(
+        "extend_attention_cpu",
+        logit_cap=logit_cap,
+        cross_attention=is_cross_attention,
+        sliding_window=sliding_window > 0,
+        sinks=sinks is not None,
+        tree_mask=tree_mask is not None,
+        non_causal=not is_causal,
+    )
+    batch, total = len(seq_lens), query.shape[0]
+    uniform = batch * max_extend_len == total
+
+    def make() -> tuple:
+        longest = int(seq_lens.max())
+        rows = req_to_token[req_pool_indices, :longest].long()
+        last_seen = (seq_lens - extend_lens)[:, None] + torch.arange(max_extend_len)
+        mask = _additive(torch.arange(longest) <= last_seen[:, :, None], query, key_buffer)
+        query_rows = None
+        if not uniform:
+            index = torch.arange(max_extend_len)
+            query_rows = torch.where(index < extend_lens[:, None], extend_start[:, None] + index, total).long()
+        return rows, mask, query_rows
+
+    if not uniform and batch * max_extend_len * int(seq_lens.max()) > _MAX_PADDED_PAIRS:
+        for i, (first, length, end) in enumerate(
+            zip(extend_start.tolist(), extend_lens.tolist(), seq_lens.tolist(), strict=True)
+        ):
+            rows = req_to_token[req_pool_indices[i], :end].long()
+            visible = torch.arange(end) <= (torch.arange(length) + end - length)[:, None]
+            mask = _additive(visible[None], query, key_buffer)
+            part = query[first : first + length][None]
+            seen = _attend(part, key_buffer[rows][None], value_buffer[rows][None], mask, scaling)
+            output[first : first + length] = seen[0]
+        return
+
+    plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
+    keys, values = key_buffer[plan.rows], value_buffer[plan.rows]
+    if uniform:
+        out = _attend(query.view(batch, max_extend_len, *query.shape[1:]), keys, values, plan.mask, scaling)
+        output.view(out.shape).copy_(out)
+        return
+    # Padding rows read and write one extra row behind the real ones.
+    padded = torch.cat((query, query.new_zeros(1, *query.shape[1:])))[plan.query_rows]
+    out = _attend(padded, keys, values, plan.mask, scaling)
+    real = plan.query_rows < total
+    output[plan.query_rows[real]] = out[real]

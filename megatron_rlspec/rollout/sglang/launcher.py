@@ -1,0 +1,112 @@
+"""Start `rlspec serve` as a process of its own, wait until it answers, and end it with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import requests
+
+from megatron_rlspec.rollout.engine import EngineError
+
+
+class EngineProcess:
+    """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
+
+    def __init__(self, process: subprocess.Popen, url: str, log: Path, api_key: str = "") -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.api_key = api_key
+
+    def wait(self, timeout: float = 600.0, progress: Callable[[str], None] | None = None) -> EngineProcess:
+        """Return when the engine answers. `progress` gets one line about every second. Closes the engine on failure."""
+        started = time.monotonic()
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with requests.Session() as session:
+            session.trust_env = False
+            while True:
+                if self.process.poll() is not None:
+                    raise EngineError(f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})")
+                try:
+                    answer = session.post(f"{self.url}/rlspec/control/describe", headers=headers, timeout=5)
+                    if answer.status_code == 200:
+                        return self
+                except requests.RequestException:
+                    pass
+                seconds = time.monotonic() - started
+                if seconds > timeout:
+                    self.close()
+                    raise EngineError(f"engine {self.url} did not answer within {timeout:.0f} s (log: {self.log})")
+                if progress:
+                    progress(f"engine {self.url}: starting, {seconds:.0f} s")
+                time.sleep(0.5)
+
+    def _reason(self) -> str:
+        """The line of the log that names the mistake, or its last one."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
+        return (told or lines or [f"exit code {self.process.returncode}"])[-1]
+
+    def close(self) -> None:
+        """End the process and everything it started. Safe to call twice."""
+        for sig, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+            try:
+                os.killpg(self.process.pid, sig)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def launch(
+    model: str | Path,
+    log: str | Path,
+    *,
+    port: int = 0,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    api_key: str = "",
+) -> EngineProcess:
+    """Start a server on `port` (0: a free one) with `arguments` of `rlspec serve` or SGLang. Returns at once.
+
+    `environment` is added to this process's own. Everything the server prints goes to the file `log`.
+    """
+    port = port or _free_port()
+    log = Path(log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.serve", "--model", str(model)]
+    command += ["--port", str(port), "--stop-with-parent", *arguments]
+    if api_key:
+        command += ["--api-key", api_key]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+        )
+    return EngineProcess(process, f"http://127.0.0.1:{port}", log, api_key)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,53 @@
+"""The SGLang plugin: inert unless the environment variable `RLSPEC_SGLANG` is set, as `rlspec serve` sets it.
+
+SGLang calls `register` in its main process and in every scheduler process. The variable holds JSON:
+`{"verifier": "position_keyed", "schedule": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rlspec.types import SpecSchedule
+
+VARIABLE = "RLSPEC_SGLANG"
+Verifier = Literal["position_keyed", "target_only", "rejection"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    verifier: Verifier = "position_keyed"
+    schedule: SpecSchedule | None = None
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        text = os.environ.get(VARIABLE)
+        if text is None:
+            return None
+        data = json.loads(text or "{}")
+        schedule = data.get("schedule")
+        return cls(data.get("verifier", cls.verifier), SpecSchedule.from_json(schedule) if schedule else None)
+
+    def to_environment(self) -> dict[str, str]:
+        schedule = self.schedule.to_json() if self.schedule else None
+        return {VARIABLE: json.dumps({"verifier": self.verifier, "schedule": schedule})}
+
+
+def register() -> None:
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megatron_rlspec.rollout.sglang import control, controller, verifier
+
+    HookRegistry.register(
+        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
+        controller.controller_class(settings),
+        HookType.REPLACE,
+    )
+    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings)):
+        HookRegistry.register(target, hook, HookType[kind])

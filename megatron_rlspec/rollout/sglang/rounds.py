@@ -1,0 +1,58 @@
+"""What happened in decode rounds, for the cost table and the acceptance estimate. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+
+class RoundLog:
+    """Sums per (config, batch). A round lasts from the end of the one before to its own end.
+
+    Rounds after a prefill, a pause or an empty engine have no such beginning: they count for acceptance, not for time.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
+        self._last_end: float | None = None
+
+    def interrupt(self) -> None:
+        """Something else than a decode round ran, or nothing did."""
+        self._last_end = None
+
+    def observe(self, config: SpecConfig, context_tokens: int, accepted: Sequence[int], last: bool) -> float | None:
+        """A round ended in which the i-th request accepted accepted[i] drafts; `last` if no request goes on.
+
+        Returns its duration in ms, if it has one.
+        """
+        now = time.perf_counter()
+        ms = None if self._last_end is None else 1000 * (now - self._last_end)
+        self._last_end = None if last else now
+        total = self._sums.setdefault((config, len(accepted)), _Sum())
+        if ms is not None:
+            total.rounds += 1
+            total.ms += ms
+            total.context_tokens += context_tokens
+        for count in accepted:
+            total.accepted.extend([0] * (count + 1 - len(total.accepted)))
+            total.accepted[count] += 1
+        return ms
+
+    def drain(self) -> list[RoundStats]:
+        sums, self._sums = self._sums, {}
+        return [
+            RoundStats(config, batch, s.context_tokens // max(1, s.rounds), s.rounds, s.ms, tuple(s.accepted))
+            for (config, batch), s in sums.items()
+        ]
+
+
+class _Sum:
+    __slots__ = ("accepted", "context_tokens", "ms", "rounds")
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.ms = 0.0
+        self.context_tokens = 0
+        self.accepted: list[int] = []
