@@ -98,6 +98,14 @@ class AlgorithmConfig(Section):
     dynamic_sampling: bool = Field(False, description="drop groups whose rewards are all equal, and refill")
     overlong_tokens: Count = Field(0, description="length of the soft penalty zone before max_new_tokens; 0: none")
 
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmConfig:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1, or 0 for none")
+        if self.dual_clip and self.ratio == "cispo":
+            raise ValueError(f"dual_clip={self.dual_clip} bounds a clipped loss, but ratio=cispo does not clip it")
+        return self
+
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="learning rate of the policy")
@@ -182,6 +190,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "
                 f"in model.max_length={self.model.max_length}"
+            )
+        if self.algorithm.overlong_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
         return self
 
