@@ -3,9 +3,10 @@
 It stands in a layer spec where Megatron's DotProductAttention (neither packed nor context parallel) or Transformer
 Engine's would. Rotary embedding is applied here too, from each token's position, once per micro-batch.
 
-Causal attention is computed in *pieces* (a run of query rows against a run of key rows, causal or full), one fused
-kernel call each, joined by their log-sum-exps as in ring attention. The backward of a piece needs only the joined
-output and log-sum-exp (FlashAttention-2, section 3.1), so no mask and no score matrix exists at any time.
+The keys that a query row sees fall into parts, each one fused kernel call, joined by their log-sum-exps as in ring
+attention: the causal part (its own sequence, or its own chunk of it under context parallelism), the chunks before that,
+and for the drafter its chain. The backward of a part needs only the joined output and log-sum-exp (FlashAttention-2,
+arXiv 2307.08691, section 3.1), so no mask and no score matrix exists at any time.
 
 Shapes: t tokens of this rank, T = t · context-parallel size, n query heads and g key/value heads of this
 tensor-parallel rank, d channels of a head.
@@ -27,36 +28,93 @@ from torch import Tensor
 from megatron_rlspec.rl.context_parallel import cp_index
 
 _aten = torch.ops.aten
+# Chunks whose lengths differ by less than this share run as one padded batch.
+_PADDING = 0.2
 
 
-class Piece(NamedTuple):
-    """Query rows [q, q + rows) of this rank against key rows [k, k + keys) of all ranks; `first` for these rows?"""
+class Span(NamedTuple):
+    """Query rows [q, q + rows) of this rank that see all of the key rows [k, k + keys) of all ranks."""
 
     q: int
     rows: int
     k: int
     keys: int
-    causal: bool
-    first: bool
 
 
-def pieces(cu_seqlens: list[int], cp_size: int = 1, cp_rank: int = 0) -> list[Piece]:
-    """The pieces of packed causal attention for one rank under the zigzag layout."""
-    out: list[Piece] = []
+@dataclass(frozen=True)
+class Causal:
+    """The causal parts, gathered into padded batches of similar length, key/value heads beside sequences.
+
+    A slot is one (sequence, head, position) of a batch. Rows are numbered token · g + head.
+
+    shapes [(batch · g, length)]; query_rows and key_rows `[slots]`; padding: the slots without a row (they read row 0);
+    slot_of `[t · g]`: where each query row went
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    query_rows: Tensor
+    key_rows: Tensor
+    padding: Tensor
+    slot_of: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Index tables of one micro-batch on one rank; `order` sorts rows gathered over context-parallel ranks."""
+
+    causal: Causal
+    spans: tuple[Span, ...] = ()
+    order: Tensor | None = None
+
+
+def plan(cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device) -> Plan:
+    """Plan packed causal attention, zigzag layout; `cu_seqlens_padded [n + 1]` before the split, `groups` = g."""
+    bounds = cu_seqlens_padded.tolist()
+    chunks: list[Span] = []
+    spans: list[Span] = []
     q = 0
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        if start == end:
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        pieces = 1 if cp_size == 1 else 2 * cp_size
+        rows = (end - start) // pieces
+        if not rows:
             continue
-        if cp_size == 1:
-            out.append(Piece(start, end - start, start, end - start, True, True))
-            continue
-        rows = (end - start) // (2 * cp_size)
-        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            out.append(Piece(q, rows, start + chunk * rows, rows, True, True))
+        for chunk in (0,) if cp_size == 1 else (cp_rank, pieces - 1 - cp_rank):
+            chunks.append(Span(q, rows, start + chunk * rows, rows))
             if chunk:
-                out.append(Piece(q, rows, start, chunk * rows, False, False))
+                spans.append(Span(q, rows, start, chunk * rows))
             q += rows
-    return out
+    order = None
+    if cp_size > 1:
+        order = torch.cat([cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
+    return Plan(_batched(chunks, q, groups, device), tuple(spans), order)
+
+
+def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device) -> Causal:
+    batches: list[list[Span]] = []
+    for chunk in sorted(chunks, key=lambda c: -c.rows):
+        if batches and chunk.rows >= (1 - _PADDING) * batches[-1][0].rows:
+            batches[-1].append(chunk)
+        else:
+            batches.append([chunk])
+    shapes, query, key, valid = [], [], [], []
+    head = torch.arange(groups)[None, :, None]
+    for batch in batches:
+        longest = batch[0].rows
+        position = torch.arange(longest)[None, None]
+        starts = torch.tensor(batch)[:, :, None, None]
+        shapes.append((len(batch) * groups, longest))
+        inside = (position < starts[:, 1]).expand(-1, groups, -1)
+        query.append((((starts[:, 0] + position) * groups + head) * inside).flatten())
+        key.append((((starts[:, 2] + position) * groups + head) * inside).flatten())
+        valid.append(inside.flatten())
+    if not batches:
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        return Causal((), empty, empty, empty, empty)
+    rows, used = torch.cat(query), torch.cat(valid)
+    slot_of = torch.empty(tokens * groups, dtype=torch.int64)
+    slot_of[rows[used]] = used.nonzero()[:, 0]
+    tables = (rows, torch.cat(key), (~used).nonzero()[:, 0], slot_of)
+    return Causal(tuple(shapes), *(table.to(device) for table in tables))
 
 
 @dataclass
@@ -80,23 +138,20 @@ class Chain:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """`PackedSeqParams` with the index tables and rotary factors that `PackedAttention` needs."""
+    """`PackedSeqParams` with what `PackedAttention` needs besides: plan, rotary factors, and the drafter's chain."""
 
-    pieces: list[Piece] = field(default_factory=list)
-    gathered_order: Tensor | None = None
+    plan: Plan | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
-    chain: Chain | None = None
+    chain: Chain = field(default_factory=Chain)
 
 
-def packed_sequences(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int, device: torch.device) -> PackedSequences:
+def packed_sequences(
+    cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
+) -> PackedSequences:
     """Describe one micro-batch; `cu_seqlens_padded [n + 1]` as laid out before the context-parallel split."""
-    bounds = cu_seqlens_padded.tolist()
-    longest = max((b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)), default=0)
-    order = None
-    if cp_size > 1:
-        ranks = [cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]
-        order = torch.cat(ranks).argsort().to(device)
+    lengths = cu_seqlens_padded[1:] - cu_seqlens_padded[:-1]
+    longest = int(lengths.max()) if len(lengths) else 0
     cu = cu_seqlens_padded.to(device=device, dtype=torch.int32)
     return PackedSequences(
         qkv_format="thd",
@@ -104,8 +159,7 @@ def packed_sequences(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int, devi
         cu_seqlens_kv=cu,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        pieces=pieces(bounds, cp_size, cp_rank),
-        gathered_order=order,
+        plan=plan(cu_seqlens_padded, groups, cp_size, cp_rank, device),
     )
 
 
@@ -153,23 +207,22 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         packed = packed_seq_params
-        if not isinstance(packed, PackedSequences):
+        if not isinstance(packed, PackedSequences) or packed.plan is None:
             raise TypeError("PackedAttention needs packed_seq_params from attention.packed_sequences()")
         query = _Rotate.apply(query, packed.cos, packed.sin)
         key = _Rotate.apply(key, packed.cos, packed.sin)
         chain = packed.chain
-        if chain is None or chain.base is None:
-            if packed.gathered_order is not None:
+        if chain.base is None:
+            if packed.plan.order is not None:
                 both = _AllGather.apply(torch.cat([key, value], -1), self.cp_group)
-                key, value = both.index_select(0, packed.gathered_order).split(key.shape[-1], -1)
-            if chain is not None:
-                chain.made = (key, value)
-            out = _Attend.apply(query, key, value, packed.pieces, self.scale)
+                key, value = both.index_select(0, packed.plan.order).split(key.shape[-1], -1)
+            chain.made = (key, value)
+            out = _Attend.apply(query, key, value, packed.plan, self.scale)
         else:
             chain.made = (key, value)
             links = [tensor for pair in (*chain.links, chain.made) for tensor in pair]
-            out = _Attend.apply(query, *chain.base, packed.pieces, self.scale, *links)
-        return out.reshape(out.shape[0], -1)
+            out = _Attend.apply(query, *chain.base, packed.plan, self.scale, *links)
+        return out.flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
         return {}
@@ -216,56 +269,132 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Softmax attention of `q [t, n, d]` to the pieces of `k`, `v` `[T, g, d]` and, row by row, to the links.
+    """Softmax attention of `q [t, n, d]` to `k`, `v` `[T, g, d]` as the plan says and, row by row, to the links.
 
-    `links` are pairs of `[t, g, d]`: row i of q sees row i of each. All keys share one softmax.
+    `links` are pairs of `[t, g, d]`: row i of q sees row i of each. All keys of a row share one softmax.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Piece], scale: float, *links: Tensor) -> Tensor:
-        exact = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-        out = q.new_zeros(q.shape, dtype=exact)
-        lse = q.new_full(q.shape[:2], -math.inf, dtype=exact)
-        for part in parts:
-            rows, keys = slice(part.q, part.q + part.rows), slice(part.k, part.k + part.keys)
-            o, o_lse = _attend_piece(q[rows], k[keys], v[keys], part.causal, scale)
-            if part.first:
-                out[rows], lse[rows] = o, o_lse
-            else:
-                _join(out[rows], lse[rows], o, o_lse)
-        for key, value in zip(links[::2], links[1::2], strict=True):
-            score = _row_dot(q, key, exact) * scale
-            _join(out, lse, _per_query_head(value, q.shape[1]), score)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *links)
-        ctx.parts, ctx.scale = parts, scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, *links: Tensor) -> Tensor:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        ctx.plan, ctx.scale, ctx.heads = plan, scale, k.shape[:2]
+        batches = _gather(q, plan.causal.query_rows, k, v, plan.causal.key_rows)
+        out, lse = _causal(*batches, plan.causal, scale)
+        out, lse = out.view(q.shape), lse.view(q.shape[:2])
+        if plan.spans or links:
+            out = out.to(exact)
+            for span in plan.spans:
+                rows, keys = slice(span.q, span.q + span.rows), slice(span.k, span.k + span.keys)
+                part, part_lse = _attend(*_grouped(q[rows], k[keys], v[keys]), False, scale)
+                part, part_lse = part.permute(2, 0, 1, 3).flatten(1, 2), part_lse.permute(2, 0, 1).flatten(1)
+                _join(out[rows], lse[rows], part, part_lse)
+            for key, value in zip(links[::2], links[1::2], strict=True):
+                _join(out, lse, _per_query_head(value, q.shape[1]), _row_dot(q, key, exact) * scale)
+            out = out.to(q.dtype)
+            ctx.save_for_backward(out, lse, *batches, q, k, v, *links)
+        else:
+            ctx.save_for_backward(out, lse, *batches)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *links = ctx.saved_tensors
-        grad = grad.contiguous()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for part in ctx.parts:
-            rows, keys = slice(part.q, part.q + part.rows), slice(part.k, part.k + part.keys)
-            piece = _attend_piece_backward(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], part.causal, ctx.scale
-            )
-            for total, share in zip((dq[rows], dk[keys], dv[keys]), piece, strict=True):
+        out, lse, *saved = ctx.saved_tensors
+        batches, (q, k, v, *links) = saved[:3], saved[3:] or (None, None, None)
+        plan, scale, grad = ctx.plan, ctx.scale, grad.contiguous()
+        dq, dk, dv = _causal_backward(grad, *batches, out, lse, plan.causal, ctx.heads, scale)
+        for span in plan.spans:
+            rows, keys = slice(span.q, span.q + span.rows), slice(span.k, span.k + span.keys)
+            shares = _span_backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale)
+            for total, share in zip((dq[rows], dk[keys], dv[keys]), shares, strict=True):
                 total += share
         dlinks: list[Tensor] = []
         if links:
-            groups = k.shape[1]
             delta = (grad.to(lse.dtype) * out).sum(-1)
             for key, value in zip(links[::2], links[1::2], strict=True):
-                p = torch.exp(_row_dot(q, key, lse.dtype) * ctx.scale - lse)
-                ds = (p * (_row_dot(grad, value, lse.dtype) - delta) * ctx.scale)[..., None]
+                p = torch.exp(_row_dot(q, key, lse.dtype) * scale - lse)
+                ds = (p * (_row_dot(grad, value, lse.dtype) - delta) * scale)[..., None]
                 dq += (ds * _per_query_head(key, q.shape[1])).to(dq.dtype)
-                dlinks += [
-                    _per_group(ds * q, groups).to(key.dtype),
-                    _per_group(p[..., None] * grad, groups).to(v.dtype),
-                ]
+                dlinks.append(_per_group(ds * q, k.shape[1]).to(key.dtype))
+                dlinks.append(_per_group(p[..., None] * grad, k.shape[1]).to(value.dtype))
         return dq, dk, dv, None, None, *dlinks
+
+
+def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """To slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
+    groups, d = k.shape[1:]
+    q = q.reshape(q.shape[0] * groups, -1, d).index_select(0, q_rows)
+    return q, *(x.reshape(-1, d).index_select(0, k_rows) for x in (k, v))
+
+
+def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Slots to the kernels' [batch, heads, length, ...], batch by batch; keys are repeated without a copy."""
+    sizes = [batch * length for batch, length in plan.shapes]
+    heads = max(x.shape[1] for x in tensors if x.dim() == 3)
+    columns = []
+    for x in tensors:
+        x = x[:, None].expand(-1, heads, -1) if x.dim() == 2 else x
+        parts = zip(x.split(sizes), plan.shapes, strict=True)
+        columns.append([part.unflatten(0, shape).transpose(1, 2) for part, shape in parts])
+    return list(zip(*columns, strict=True))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Causal, scale: float) -> tuple[Tensor, Tensor]:
+    """Output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal parts."""
+    outs, lses = [q[:0]], [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
+    for batch in _batches(plan, q, k, v):
+        out, lse = _attend(*batch, True, scale)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        lses.append(lse.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, plan.slot_of), torch.cat(lses).index_select(0, plan.slot_of)
+
+
+def _causal_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Causal,
+    heads: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The causal parts' share of dq `[t, n, d]`, dk and dv `[T, g, d]`, from q, k, v in slots and the rest in rows."""
+    d = k.shape[-1]
+    rows = (heads[1] * grad.shape[0], -1, d)
+    grad_slots = grad.view(rows).index_select(0, plan.query_rows).index_fill_(0, plan.padding, 0)
+    out_slots = out.view(rows).index_select(0, plan.query_rows)
+    lse_slots = lse.view(rows[:2]).index_select(0, plan.query_rows)
+    dq, dk, dv = [q[:0]], [k[:0]], [v[:0]]
+    for grad_b, q_b, k_b, v_b, out_b, lse_b in _batches(plan, grad_slots, q, k, v, out_slots, lse_slots[..., None]):
+        dq_b, dk_b, dv_b = _attend_backward(grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale)
+        dq.append(dq_b.transpose(1, 2).flatten(0, 1))
+        dk.append(dk_b.sum(1).flatten(0, 1))
+        dv.append(dv_b.sum(1).flatten(0, 1))
+    totals = []
+    for slots in (dk, dv):
+        # Padding reads row 0 but adds nothing to it: its gradient is 0.
+        total = k.new_zeros(heads[0] * heads[1], d)
+        totals.append(total.index_add_(0, plan.key_rows, torch.cat(slots)).view(*heads, d))
+    return torch.cat(dq).index_select(0, plan.slot_of).view(grad.shape), *totals
+
+
+def _span_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k.shape[1]
+    grad, out = (x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3) for x in (grad, out))
+    lse = lse.unflatten(1, (groups, -1)).permute(1, 2, 0)
+    dq, dk, dv = _attend_backward(grad, *_grouped(q, k, v), out, lse, False, scale)
+    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One span to [g, n / g, rows, d], nothing copied."""
+    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
+    k, v = (x.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1) for x in (k, v))
+    return q, k, v
 
 
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -290,53 +419,36 @@ def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.to(dtype).unflatten(1, (b.shape[1], -1)) * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """To the kernels' [batch, heads, rows, d], with key/value heads as the batch, so that nothing is copied."""
-    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
-    q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
-    k, v = (x.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1) for x in (k, v))
-    return q, k, v
-
-
 def _has_cpu_kernel(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _attend_piece(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[rows, n, d]` and log-sum-exp `[rows, n]` of one piece."""
-    q, k, v = _grouped(q, k, v)
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of `[batch, heads, rows, d]` to `[batch, heads, keys, d]`."""
     if _has_cpu_kernel(q):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    else:
-        scores = _scores(q, k, causal, scale)
-        lse = scores.logsumexp(-1)
-        out = torch.exp(scores - lse[..., None]).to(v.dtype) @ v
-    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse
 
 
-def _attend_piece_backward(
+def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The piece's part of dq `[rows, n, d]`, dk and dv `[keys, g, d]`; `out` and `lse` are of all pieces joined."""
-    groups = k.shape[1]
-    q, k, v = _grouped(q, k, v)
-    grad, out = (x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3) for x in (grad, out))
-    lse = lse.unflatten(1, (groups, -1)).permute(1, 2, 0)
+    """This part's dq, dk, dv; `out` and `lse` are of all parts joined."""
     if _has_cpu_kernel(q):
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    else:
-        p = torch.exp(_scores(q, k, causal, scale) - lse[..., None])
-        dv = p.to(grad.dtype).transpose(-1, -2) @ grad
-        ds = p * ((grad @ v.transpose(-1, -2)).to(p.dtype) - (grad.to(p.dtype) * out).sum(-1, keepdim=True)) * scale
-        ds = ds.to(q.dtype)
-        dq, dk = ds @ k, ds.transpose(-1, -2) @ q
-    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
+    p = torch.exp(_scores(q, k, causal, scale) - lse[..., None])
+    dv = p.to(grad.dtype).transpose(-1, -2) @ grad
+    delta = (grad.to(p.dtype) * out).sum(-1, keepdim=True)
+    ds = (p * ((grad @ v.transpose(-1, -2)).to(p.dtype) - delta) * scale).to(q.dtype)
+    return ds @ k, ds.transpose(-1, -2) @ q, dv
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(torch.float64 if q.dtype == torch.float64 else torch.float32) * scale
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)

@@ -141,7 +141,8 @@ def describe(batch: PackedBatch, config: TransformerConfig, base: float, device:
             f"cu_seqlens_padded ends at {int(batch.cu_seqlens_padded[-1])}, but {cp_size} context-parallel ranks "
             f"hold {batch.tokens.numel()} tokens each"
         )
-    packed = packed_sequences(batch.cu_seqlens_padded, cp_size, cp_rank, device)
+    groups = config.num_query_groups // config.tensor_model_parallel_size
+    packed = packed_sequences(batch.cu_seqlens_padded, groups, cp_size, cp_rank, device)
     return at_positions(packed, batch.position_ids.to(device), config, base)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -31,11 +30,11 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.train.attention import PackedAttention
+from megatron_rlspec.train.layers import RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -101,7 +100,9 @@ def device_options() -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     return {
         "use_cpu_initialization": not gpu,
-        "bias_activation_fusion": gpu,
+        "bias_activation_fusion": has_transformer_engine(),
+        # The option's name is Transformer Engine's, its meaning is "the layer spec brings the activation".
+        "use_te_activation_func": not has_transformer_engine(),
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -135,23 +136,11 @@ def _layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
         return copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)), TENorm
     layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer, RMSNorm
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm that sequence parallelism may split: Megatron's WrappedTorchNorm refuses to."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps, self.shape = eps, (hidden_size,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
 @contextlib.contextmanager

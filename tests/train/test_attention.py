@@ -27,16 +27,17 @@ def random(*shape, seed):
 def test_pieces_equal_textbook(cp_size, plain, monkeypatch):
     if plain:  # what runs on devices without the CPU kernel
         monkeypatch.setattr(attention, "_has_cpu_kernel", lambda q: False)
-    lengths, scale = [8, 24, 16], 0.37
+    lengths, scale = [8, 24, 16, 0, 24, 8, 16], 0.37
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, v = random(48, 6, 8, seed=1), random(48, 2, 8, seed=2), random(48, 2, 8, seed=3)
+    q, k, v = random(96, 6, 8, seed=1), random(96, 2, 8, seed=2), random(96, 2, 8, seed=3)
     expected = torch.cat([textbook(*x, scale) for x in zip(*(y.split(lengths) for y in (q, k, v)), strict=True)])
-    weight = random(48, 6, 8, seed=4).detach()
+    weight = random(96, 6, 8, seed=4).detach()
     grads = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     got = [torch.zeros_like(x) for x in (q, k, v)]
     for rank in range(cp_size):
         mine = cp_index(cu, rank, cp_size)
-        out = attention._Attend.apply(q[mine], k, v, attention.pieces(cu.tolist(), cp_size, rank), scale)
+        plan = attention.plan(cu, 2, cp_size, rank, q.device)
+        out = attention._Attend.apply(q[mine], k, v, plan, scale)
         torch.testing.assert_close(out, expected[mine], rtol=1e-12, atol=1e-12)
         for total, share in zip(got, torch.autograd.grad((out * weight[mine]).sum(), (q, k, v)), strict=True):
             total += share
@@ -54,7 +55,8 @@ def test_links_are_further_keys_of_one_row():
         value = torch.cat([v[: i + 1], links[1][i : i + 1], links[3][i : i + 1]]).repeat_interleave(n // g, 1)
         rows.append(torch.einsum("nj,jnc->nc", (torch.einsum("nc,jnc->nj", q[i], key) * scale).softmax(-1), value))
     expected = torch.stack(rows)
-    out = attention._Attend.apply(q, k, v, attention.pieces([0, t]), scale, *links)
+    plan = attention.plan(torch.tensor([0, t]), g, 1, 0, q.device)
+    out = attention._Attend.apply(q, k, v, plan, scale, *links)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = random(t, n, d, seed=9).detach()
     inputs = (q, k, v, *links)

@@ -1,0 +1,79 @@
+"""Norm and activation of the local layer specs, in plain torch, with the backward written out.
+
+Transformer Engine has kernels for these; on a CPU eager autograd would read and write every activation about twice as
+often. RMSNorm also carries the mark that sequence parallelism needs, which Megatron's WrappedTorchNorm refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+_aten = torch.ops.aten
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension; float32 inside for shorter types."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(x, scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale  # the normalised input, in the exact type
+        product = unit * grad
+        dweight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = (product @ weight.to(product.dtype)).div_(x.shape[-1])[..., None]
+        dx = torch.mul(grad, weight).to(unit.dtype).addcmul_(unit, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), dweight, None
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) · up, for `[..., 2F]` laid out as (gate, up) -> `[..., F]`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _SwiGLU.apply(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
+        return {}
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        _aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=dup)
+        return dx
