@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,3 +32,37 @@ def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:
         index = torch.arange(start + first, start + first + part.numel(), device=part.device)
         total += int(_mix(part ^ _mix(index + 1)).sum().item())
     return total % (1 << 64)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Names that an engine lacks, has beyond what it was sent, or holds with other bits."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.missing or self.extra or self.differing)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.missing + self.extra + self.differing
+
+    def __str__(self) -> str:
+        parts = (("lacks", self.missing), ("has besides", self.extra), ("holds otherwise", self.differing))
+        return "; ".join(f"{verb} {_list(names)}" for verb, names in parts if names) or "holds what it was sent"
+
+
+def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
+    """What an engine holds against what it was sent, both as name -> fingerprint."""
+    return Difference(
+        missing=tuple(sorted(expected.keys() - held.keys())),
+        extra=tuple(sorted(held.keys() - expected.keys())),
+        differing=tuple(sorted(name for name in expected.keys() & held.keys() if expected[name] != held[name])),
+    )
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,356 @@
+"""The contract that a drafter cannot go stale silently: what is checked after each push, and what follows.
+
+Pure part: the detectors (`fingerprint`, `stamp`, `canary`, `drift`, `logprobs`) turn observations into findings, and
+`decide` turns findings into one action per engine. `Health` carries the actions out.
+
+    push ─► fingerprints ─► canary ─► speculate
+               │ finding        │ finding
+               └──► speculation off ─► push everything again ─► fingerprints ─► canary ─► speculate (one loud record)
+                                                                  │ finding again
+                                                                  └─► go on plain | out of rotation | stop
+
+Fingerprints compare bits, so they cannot see that the *exporter* is wrong (a half-swap, a scale, shards in the wrong
+order): the canary's acceptance and the log-prob gap can. Both read what the engine really computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
+from megatron_rlspec.types import OFF, Prompt, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.push import Pusher, PushReport, Source
+
+Detector = Literal["session", "fingerprint", "stamp", "canary", "drift", "logprobs"]
+Action = Literal["speculate", "push_again", "plain", "drop"]
+
+
+class HealthError(RuntimeError):
+    """No engine may serve, or the configuration says to stop. The message lists the findings."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One detector's complaint about one engine. `target`: the target itself is in doubt, not only the drafter."""
+
+    detector: Detector
+    message: str
+    target: bool
+
+
+@dataclass(frozen=True)
+class HealthSettings:
+    """`floor_share`: the share of the predicted accepted drafts per round that must be reached, on the canary and by
+    the drift test. `z`: how many standard errors below that the canary must lie to fail. `canary_steps = 0`: the canary
+    runs without speculation and checks version stamps only. `false_alarm`: bound on the probability, per observation,
+    that the drift test alarms while acceptance is above its floor. `correlated_rounds`: rounds that count as one
+    observation there, since rounds of one request resemble each other.
+    """
+
+    on_failure: Literal["plain", "stop"] = "plain"
+    canary_steps: int = 3
+    canary_tokens: int = 32
+    floor_share: float = 0.5
+    z: float = 4.0
+    false_alarm: float = 1e-9
+    correlated_rounds: int = 8
+
+
+# ---- detectors --------------------------------------------------------------------------------------------------
+
+
+def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
+    """Every response token must carry a version in [oldest, newest]. Check before training on the samples."""
+    for sample in samples:
+        spans = sorted(sample.policy_versions, key=lambda span: span[1])
+        for version, first, end in spans:
+            if not oldest <= version <= newest:
+                allowed = str(newest) if oldest == newest else f"{oldest} to {newest}"
+                message = f"{sample.request_id}: tokens {first} to {end} drawn by version {version}, expected {allowed}"
+                return Finding("stamp", message, target=True)
+        covered = sum(end - first for _, first, end in spans)
+        if covered != len(sample.response):
+            message = f"{sample.request_id}: versions cover {covered} of {len(sample.response)} response tokens"
+            return Finding("stamp", message, target=True)
+    return None
+
+
+def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:
+    """Does a histogram of accepted drafts per round (index = accepted) reach its floor?
+
+    `predicted` is the expected accept length, tokens per round, the target's own included; None: unknown, then it is
+    enough that speculation ran. The floor is `1 + floor_share (predicted - 1)`, and the canary fails when the observed
+    mean lies `z` standard errors below it.
+    """
+    counts = np.asarray(accepted, dtype=np.float64)
+    rounds = counts.sum()
+    if rounds == 0:
+        return Finding("canary", "speculation is on, but not one round was verified", target=False)
+    if predicted is None:
+        return None
+    values = np.arange(len(counts))
+    mean = float(counts @ values / rounds)
+    # The sample's variance is 0 when nothing is accepted; the floor's own Bernoulli variance bounds it from below.
+    floor = floor_share * (predicted - 1)
+    variance = max(float(counts @ (values - mean) ** 2 / rounds), min(floor, 0.25))
+    if mean + z * math.sqrt(variance / rounds) >= floor:
+        return None
+    message = (
+        f"accept length {1 + mean:.2f} over {int(rounds)} rounds, but {predicted:.2f} was predicted "
+        f"and at least {1 + floor:.2f} must be reached"
+    )
+    return Finding("canary", message, target=False)
+
+
+def logprob_finding(samples: Sequence[Sample], recomputed: Sequence[np.ndarray], bound: float) -> Finding | None:
+    """The engine's log-probs of its own tokens against the trainer's, `recomputed[i]` token-aligned as in `Sample`.
+
+    Sees a target that was exported wrongly. `bound`: on the mean absolute difference over response tokens; it depends
+    on dtype and kernels (float32 1e-3, bfloat16 about 0.05), so it is the caller's.
+    """
+    total, tokens = 0.0, 0
+    for sample, values in zip(samples, recomputed, strict=True):
+        response = slice(sample.prompt_len, len(sample.tokens))
+        total += float(np.abs(sample.behaviour_logprobs[response] - np.asarray(values)[response]).sum())
+        tokens += len(sample.response)
+    gap = total / max(1, tokens)
+    if gap <= bound:  # NaN is above every bound
+        return None
+    return Finding(
+        "logprobs", f"engine and trainer differ by {gap:.4f} nats a token, allowed are {bound:g}", target=True
+    )
+
+
+@dataclass
+class Drift:
+    """A sequential test, while the engine runs, that the mean of accepted drafts per round is at least its floor.
+
+    A betting martingale (Waudby-Smith and Ramdas, arXiv 2010.09686): each observation multiplies the evidence by
+    1 + bet (floor - accepted), whose mean is at most 1 while the floor is reached. By Ville's inequality evidence that
+    starts at any given moment ever exceeds 1 / false_alarm with at most that probability, however often one looks. It
+    is restarted whenever it falls below 1, as in CUSUM, so that a good past does not delay the alarm; among n starts a
+    false alarm has then at most the probability n × false_alarm. `correlated_rounds` rounds are averaged
+    geometrically into one observation, which keeps this true for any dependence among them.
+    """
+
+    settings: HealthSettings
+    predicted: dict[SpecConfig, float]
+    log_evidence: float = 0.0
+    rounds: int = 0
+    accepted: int = 0
+    alarmed: bool = False
+
+    def observe(self, stats: Sequence[RoundStats]) -> Finding | None:
+        """`predicted[config]` is the accept length expected under that config; other configs' rounds are not judged."""
+        for round_stats in stats:
+            predicted = self.predicted.get(round_stats.config)
+            if predicted is None or round_stats.config.num_steps == 0 or predicted <= 1:
+                continue
+            floor = self.settings.floor_share * (predicted - 1)
+            counts = np.asarray(round_stats.accepted, dtype=np.float64)
+            values = np.arange(len(counts))
+            # Half of the largest bet that cannot ruin: good against any alternative, and never far from the best one.
+            bet = 0.5 / max(1.0, round_stats.config.num_steps - floor)
+            gain = float(counts @ np.log1p(bet * (floor - values)))
+            self.log_evidence = max(0.0, self.log_evidence) + gain / self.settings.correlated_rounds
+            self.rounds += int(counts.sum())
+            self.accepted += int(counts @ values)
+        if self.log_evidence < -math.log(self.settings.false_alarm):
+            return None
+        mean = 1 + self.accepted / max(1, self.rounds)
+        return Finding("drift", f"accept length {mean:.2f} over {self.rounds} rounds since the push", target=False)
+
+
+def decide(first: Sequence[Finding], second: Sequence[Finding] | None) -> Action:
+    """One engine's findings after the push, and after everything was pushed again -> what to do with it."""
+    if not first:
+        return "speculate"
+    if second is None:
+        return "push_again"
+    if not second:
+        return "speculate"
+    return "drop" if any(finding.target for finding in second) else "plain"
+
+
+# ---- actions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """`serving`: engines that may generate; `plain`: those of them that must not speculate; `records`: for the log."""
+
+    pushes: tuple[PushReport, ...]
+    serving: tuple[str, ...]
+    plain: tuple[str, ...]
+    records: tuple[dict[str, Any], ...]
+    accept_lengths: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        found = self.pushes[0].metrics()
+        found["health/incidents"] = float(len(self.records))
+        found["health/serving_engines"] = float(len(self.serving))
+        found["health/plain_engines"] = float(len(self.plain))
+        if self.accept_lengths:
+            found["health/canary_accept_length"] = float(np.mean(list(self.accept_lengths.values())))
+        return found
+
+
+class Health:
+    """Pushes, checks, repairs. `is_drafter(hf_name)` tells which differing tensors leave the target sound.
+
+    `canary`: prompts that every engine answers after each push, under `Sampling` of the rollouts; they cost about one
+    short generation. Without them only what bits can show is seen.
+    """
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        is_drafter: Callable[[str], bool],
+        canary: Sequence[Prompt] = (),
+        sampling: Sampling | None = None,
+        settings: HealthSettings | None = None,
+    ) -> None:
+        self.pusher, self.is_drafter, self.canary = pusher, is_drafter, tuple(canary)
+        self.settings = settings or HealthSettings()
+        tokens = self.settings.canary_tokens
+        given = sampling or Sampling()
+        self.sampling = Sampling(given.temperature, given.top_p, given.top_k, tokens, ignore_eos=True)
+        self.drift: dict[str, Drift] = {}
+        self._last_accept_length: dict[str, float] = {}
+
+    def push(
+        self,
+        version: int,
+        source: Source,
+        scope: Scope = "all",
+        predicted: float | None = None,
+        schedule: SpecSchedule | None = None,
+    ) -> HealthReport:
+        """One push with everything that must hold before the next rollout is trained on.
+
+        `predicted`: accept length under `settings.canary_steps` steps; None: that of the engine's last good canary.
+        `schedule` is what healthy engines run afterwards. Raises HealthError when nobody may serve, or on a finding
+        that survives the second push if `settings.on_failure` is "stop".
+        """
+        report = self.pusher.push(version, source, scope)
+        pushes = [report]
+        lengths: dict[str, float] = {}
+        first = {name: self._findings(name, report, predicted, lengths) for name in report.engines}
+        again = [name for name, findings in first.items() if decide(findings, None) == "push_again"]
+        second: dict[str, list[Finding]] = {}
+        if again:
+            for name in again:
+                self._set_schedule(name, SpecSchedule.fixed(OFF))
+            repeat = self.pusher.push(version, source, "all", only=again)
+            pushes.append(repeat)
+            second = {name: self._findings(name, repeat, predicted, lengths) for name in again}
+        actions = {name: decide(first[name], second.get(name)) for name in first}
+        records = tuple(
+            {
+                "event": "health",
+                "version": version,
+                "engine": name,
+                "found": [f"{f.detector}: {f.message}" for f in first[name]],
+                "after_second_push": [f"{f.detector}: {f.message}" for f in second[name]],
+                "action": actions[name],
+            }
+            for name in again
+        )
+        self._conclude(actions, second, lengths, schedule)
+        serving = tuple(name for name, action in actions.items() if action != "drop")
+        plain = tuple(name for name, action in actions.items() if action == "plain")
+        return HealthReport(tuple(pushes), serving, plain, records, lengths)
+
+    def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
+        """Feed the drift test of one engine with what its `stats()` gave; on a finding its speculation is turned off.
+
+        Until the next push, which starts a new test, the finding is raised once.
+        """
+        drift = self.drift.setdefault(name, Drift(self.settings, {}))
+        drift.predicted.update(predicted)
+        finding = drift.observe(stats)
+        if finding is None or drift.alarmed:
+            return None
+        drift.alarmed = True
+        self._set_schedule(name, SpecSchedule.fixed(OFF))
+        return finding
+
+    def after_sleep(self, names: Sequence[str] | None = None) -> dict[str, Finding]:
+        """Compare bits again after engines released and resumed their memory: engine -> finding, healthy ones left out.
+
+        The next push sends the engines named everything.
+        """
+        differences = self.pusher.verify(names)
+        return {name: self._bits(difference) for name, difference in differences.items() if not difference.empty}
+
+    def _bits(self, difference: Any) -> Finding:
+        return Finding("fingerprint", str(difference), target=not all(map(self.is_drafter, difference.names)))
+
+    def _findings(
+        self, name: str, report: PushReport, predicted: float | None, lengths: dict[str, float]
+    ) -> list[Finding]:
+        result = report.engines[name]
+        if result.error:
+            return [Finding("session", result.error, target=True)]
+        if not result.difference.empty:
+            return [self._bits(result.difference)]
+        if not self.canary:
+            return []
+        try:
+            samples = self._sing(name, report.version)
+        except EngineError as error:
+            return [Finding("canary", str(error), target=True)]
+        accepted = np.zeros(self.settings.canary_steps + 1, dtype=np.int64)
+        for sample in samples:
+            counts = np.asarray(sample.accepted, dtype=np.int64)[: len(accepted)]
+            accepted[: len(counts)] += counts
+        if predicted is None:
+            predicted = self._last_accept_length.get(name)
+        found = [stamp_finding(samples, report.version, report.version)]
+        if self.settings.canary_steps:
+            found.append(canary_finding(accepted.tolist(), predicted, self.settings.floor_share, self.settings.z))
+        lengths[name] = 1 + float(accepted @ np.arange(len(accepted)) / max(1, accepted.sum()))
+        return [finding for finding in found if finding]
+
+    def _sing(self, name: str, version: int) -> list[Sample]:
+        engine: RolloutEngine = self.pusher.engines[name]
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.settings.canary_steps)))
+        # No id may be a prefix of another, hence the fixed width; the seed varies with the version.
+        requests = [
+            Request(f"canary-{version:08d}-{i:04d}", prompt, seed=version * len(self.canary) + i)
+            for i, prompt in enumerate(self.canary)
+        ]
+        return engine.generate(requests, self.sampling)
+
+    def _conclude(
+        self,
+        actions: Mapping[str, Action],
+        second: Mapping[str, list[Finding]],
+        lengths: Mapping[str, float],
+        schedule: SpecSchedule | None,
+    ) -> None:
+        for name, action in actions.items():
+            self.drift[name] = Drift(self.settings, {})
+            if action == "plain":
+                self._set_schedule(name, SpecSchedule.fixed(OFF))
+            elif action == "speculate":
+                if name in lengths:
+                    self._last_accept_length[name] = lengths[name]
+                if schedule is not None:
+                    self._set_schedule(name, schedule)
+        lasting = [f"{name}: {f.detector}: {f.message}" for name, findings in second.items() for f in findings]
+        if lasting and self.settings.on_failure == "stop":
+            raise HealthError("unhealthy after a second push, and health.on_failure is stop: " + "; ".join(lasting))
+        if all(action == "drop" for action in actions.values()):
+            raise HealthError("no engine is left to serve: " + "; ".join(lasting))
+
+    def _set_schedule(self, name: str, schedule: SpecSchedule) -> None:
+        try:
+            self.pusher.engines[name].set_schedule(schedule)
+        except EngineError:
+            self.pusher.forget(name)  # an engine that does not answer holds nothing that is known
