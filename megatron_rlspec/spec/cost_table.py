@@ -127,6 +127,13 @@ class CostTable:
     def tps(self) -> tuple[int, ...]:
         return tuple(sorted({c.tp for c in self.rounds}))
 
+    def at(self, tp: int) -> CostTable:
+        """The table of this TP alone."""
+        self.check(tp=tp)
+        rounds = (c for c in self.rounds if c.tp == tp)
+        prefill = (c for c in self.prefill if c.tp == tp)
+        return CostTable(self.provenance, rounds, prefill, self.links, self.switch_ms)
+
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
         """What was measured at this TP, OFF first."""
         tp = self._tp(tp)
