@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rlspec.config import Config
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.mtp.loss import drafter_loss, policy_logprobs
+from megatron_rlspec.rl import grpo
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
@@ -64,6 +65,8 @@ class Trainer:
                 seed=config.train.seed + 1,
             ).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
+        # Greedy rollouts are trained at temperature 1: the distribution that they are the mode of.
+        self.temperature = config.rollout.temperature or 1.0
         self.embedding: Tensor | None = None
         self.refresh_embedding()
 
@@ -111,9 +114,9 @@ class Trainer:
         return metrics
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Log-probability of every label under the current policy, `[T]` per micro-batch, 0 where there is none."""
+        """Log-probability of every trained label at the rollouts' temperature, `[T]` per micro-batch; elsewhere 0."""
         self.policy.eval()
-        rows = self._run(batches, self._label_logprobs, forward_only=True)
+        rows = self._run(batches, self._report_logprobs, forward_only=True)
         if self.last_stage:
             rows = [row.cpu() for row in rows]
         else:
@@ -167,7 +170,8 @@ class Trainer:
         if train_policy:
             loss, sums = OBJECTIVES[objective](self, batch, hidden)
         if self.drafter is not None:
-            drafter, drafter_sums = self._drafter_loss(batch, packed, hidden)
+            temperature = 1.0 if objective == "sft" else self.temperature
+            drafter, drafter_sums = self._drafter_loss(batch, packed, hidden, temperature)
             sums |= drafter_sums
             if self.config.drafter.mtp_detach_heads:
                 drafter.backward()
@@ -175,7 +179,9 @@ class Trainer:
                 loss = loss + drafter
         return loss, torch.zeros((), dtype=torch.int), sums
 
-    def _drafter_loss(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> tuple[Tensor, Sums]:
+    def _drafter_loss(
+        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor, temperature: float
+    ) -> tuple[Tensor, Sums]:
         options, T = self.config.drafter, len(batch.tokens)
         assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
         tokens = [x.to(self.device) for x in batch.drafter_tokens]
@@ -199,6 +205,7 @@ class Trainer:
             teacher_index=index,
             groups=torch.arange(options.depth, device=self.device).repeat_interleave(T),
             num_groups=options.depth,
+            temperature=temperature,
             tp_group=_tensor_group(),
         )
         return loss, {f"drafter/{name}": value for name, value in sums.items()} | {"drafter/objective": loss.detach()}
@@ -217,14 +224,26 @@ class Trainer:
         depths = range(1, self.config.drafter.depth + 1)
         return hidden, torch.cat([(position + d).clamp(max=len(hidden) - 1) for d in depths])
 
-    def _label_logprobs(
+    def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        labels, head = batch.labels.to(self.device), self.policy.head_weight()
-        mask = (batch.loss_mask != 0).to(self.device)
         with torch.no_grad():
-            rows, _ = policy_logprobs(hidden[:, 0], head, labels, mask=mask, tp_group=_tensor_group())
+            rows, _ = self.label_logprobs(batch, hidden[:, 0], temperature=self.temperature)
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
+
+    def label_logprobs(
+        self, batch: PackedBatch, hidden: Tensor, temperature: float, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of every trained label, and the entropy, `[T]`, from `hidden [T, H]` on the last stage."""
+        return policy_logprobs(
+            hidden,
+            self.policy.head_weight(),
+            batch.labels.to(self.device),
+            temperature,
+            _tensor_group(),
+            with_entropy,
+            mask=batch.loss_mask.to(self.device),
+        )
 
     def _reduce(self, sums: list[Sums]) -> dict[str, list[float]]:
         """Micro-batches, then data- and context-parallel ranks, summed on the last stage; told to the other stages."""
@@ -260,24 +279,46 @@ class Trainer:
 
 def _sft(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
     """Cross-entropy of the policy on the trained tokens."""
-    mask = (batch.loss_mask * batch.policy_weight).to(hidden.device)
-    labels, head = batch.labels.to(hidden.device), trainer.policy.head_weight()
-    logprobs, _ = policy_logprobs(hidden, head, labels, mask=mask, tp_group=_tensor_group())
-    loss = -(logprobs * mask).sum() / batch.counts["policy"]
-    return loss, {"policy/loss": loss.detach(), "policy/tokens": (mask != 0).sum()}
+    logprobs, _ = trainer.label_logprobs(batch, hidden, temperature=1.0)
+    weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
+    loss = -(logprobs * weight).sum() / batch.counts["policy"]
+    return loss, {"policy/loss": loss.detach(), "policy/tokens": (weight != 0).sum()}
 
 
-OBJECTIVES = {"sft": _sft}
+def _grpo(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
+    """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
+    logprobs, entropy = trainer.label_logprobs(batch, hidden, temperature=trainer.temperature, with_entropy=True)
+    group = ps.get_context_parallel_group()
+    total, sums = grpo.policy_loss(
+        logprobs,
+        entropy,
+        batch,
+        trainer.config.algorithm,
+        sequence_sum=partial(_sum_over, group) if group.size() > 1 else None,
+    )
+    loss = total / batch.counts["policy"]
+    return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}
+
+
+def _sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+OBJECTIVES = {"sft": _sft, "grpo": _grpo}
+WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
 PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
 
 
 def _means(totals: dict[str, list[float]]) -> dict[str, float]:
-    """Sums to what a reader wants: the drafter's per depth (`drafter/match_1`, ...) as means over its positions."""
-    metrics = {name: values[0] for name, values in totals.items() if name not in PER_DEPTH}
+    """Sums to what a reader wants: means over trained tokens; the drafter's per depth (`drafter/match_1`, ...)."""
+    metrics: dict[str, float] = {}
     for name, values in totals.items():
-        if name in PER_DEPTH:
-            for depth, (value, tokens) in enumerate(zip(values, totals["drafter/tokens"], strict=True), 1):
-                metrics[f"{name}_{depth}"] = value if name == "drafter/tokens" else value / max(tokens, 1.0)
+        counts = totals["drafter/tokens" if name in PER_DEPTH else "policy/tokens"] if name not in WHOLE else [1.0]
+        for depth, (value, count) in enumerate(zip(values, counts, strict=True), 1):
+            key = f"{name}_{depth}" if name in PER_DEPTH else name
+            metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
     return metrics
 
 
