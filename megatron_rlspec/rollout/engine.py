@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
@@ -18,10 +18,13 @@ class EngineError(RuntimeError):
 class RolloutEngine(Protocol):
     """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
         """Draw one sample per request, returned in the order of the requests.
 
         Every sample carries log-probs, acceptance histogram and policy versions; aborted ones keep what they have.
+        `on_sample` is called once per sample, at the latest before this returns, perhaps from another thread.
         """
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
