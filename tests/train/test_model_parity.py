@@ -1,0 +1,198 @@
+"""Policy and drafter against other people's code and against an engine simulated one token at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
+
+from megatron_rlspec.train.step import Trainer
+
+
+def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
+    """A trainer after two steps, so that no parameter is at its initial value, and its batches."""
+    options = config(model={"dtype": dtype}, drafter={"depth": depth})
+    trainer = Trainer(options, hf)
+    data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
+    for _ in range(2):
+        trainer.train_step(data, objective="sft")
+    return trainer, data
+
+
+def policy_logprobs(hf):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trainer, data = trained("float32", hf)
+    weights = dict(trainer.export("target"))
+    model_class = {"MiMoForCausalLM": "qwen2"}.get(hf["architectures"][0], hf["model_type"])
+    fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_class, **fields)).eval()
+    missing, unexpected = reference.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
+    reference.tie_weights()
+    worst = 0.0
+    for batch, ours in zip(data, trainer.logprobs(data), strict=True):
+        for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
+            logits = reference(batch.tokens[None, start:end]).logits[0]
+            theirs = logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0]
+            difference = (theirs * (batch.loss_mask[start:end] != 0) - ours[start:end]).abs().max()
+            worst = max(worst, float(difference))
+    return worst
+
+
+@pytest.mark.parametrize("case", ["mimo", "tied", "qwen3"])
+def test_policy_is_transformers(case):
+    hf = HF_CONFIG | {"num_hidden_layers": 2}
+    if case == "tied":
+        hf |= {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]}
+    if case == "qwen3":
+        hf |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16}
+    (worst,) = on_ranks(1, policy_logprobs, hf)
+    assert worst < 2e-5
+
+
+class Engine:
+    """MiMo's drafter as an engine runs it: one token per call, keys and values cached, Hugging Face weights.
+
+    Written from the architecture alone (SGLang's models/mimo_mtp.py and speculative/eagle_worker_v2.py).
+    """
+
+    def __init__(self, weights: dict, hf: dict) -> None:
+        self.w = {k.removeprefix("model.mtp_layers.0."): v for k, v in weights.items() if "mtp_layers.0." in k}
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.head = self.embedding if hf["tie_word_embeddings"] else weights["lm_head.weight"]
+        self.heads, self.groups, self.d = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
+        self.theta, self.eps = hf["rope_theta"], hf["rms_norm_eps"]
+        self.keys, self.values = [], []
+
+    def norm(self, x, name):
+        return F.rms_norm(x, x.shape, self.w[name + ".weight"], self.eps)
+
+    def rotate(self, x, position):
+        frequency = 1.0 / self.theta ** (torch.arange(0, self.d, 2, dtype=torch.float32) / self.d)
+        angle = (position * frequency).repeat(2)
+        turned = torch.cat([-x[:, self.d // 2 :], x[:, : self.d // 2]], -1)
+        return x * angle.cos().to(x) + turned * angle.sin().to(x)
+
+    def step(self, hidden, token, position):
+        """Append one position to the cache; the drafter's output hidden state and logits."""
+        embedded = torch.zeros_like(hidden) if position == 0 else self.embedding[token]
+        both = torch.cat([self.norm(hidden, "hidden_layernorm"), self.norm(embedded, "token_layernorm")])
+        x = self.w["input_proj.weight"] @ both
+        y = self.norm(x, "input_layernorm")
+        q, k, v = (
+            (self.w[f"self_attn.{n}_proj.weight"] @ y + self.w[f"self_attn.{n}_proj.bias"]).view(-1, self.d)
+            for n in "qkv"
+        )
+        self.keys.append(self.rotate(k, position))
+        self.values.append(v)
+        q, repeat = self.rotate(q, position), self.heads // self.groups
+        keys, values = (torch.stack(c).repeat_interleave(repeat, 1) for c in (self.keys, self.values))
+        weight = (torch.einsum("nd,snd->ns", q, keys) / self.d**0.5).softmax(-1)
+        x = x + self.w["self_attn.o_proj.weight"] @ torch.einsum("ns,snd->nd", weight, values).flatten()
+        y = self.norm(x, "post_attention_layernorm")
+        gate, up = (self.w[f"mlp.{n}_proj.weight"] @ y for n in ("gate", "up"))
+        x = self.norm(x + self.w["mlp.down_proj.weight"] @ (F.silu(gate) * up), "final_layernorm")
+        return x, self.head @ x
+
+    def draft(self, hidden, token, position, following):
+        """Logits of a whole draft from `position`; the chain's entries leave the cache again, as after a verify."""
+        state, logits = self.step(hidden, token, position)
+        out, kept = [logits], len(self.keys)
+        for offset, token in enumerate(following, 1):
+            state, logits = self.step(state, token, position + offset)
+            out.append(logits)
+        del self.keys[kept:], self.values[kept:]
+        return out
+
+
+def drafter_logits(trainer, batch):
+    """The policy's hidden states `[T, H]`, and the drafter's logits per depth `[T, V]`."""
+    seen = {}
+
+    def look(batch, packed, hidden):
+        outputs = trainer.drafter(hidden[:, 0], batch.drafter_tokens, trainer.embedding, batch.position_ids, packed)
+        seen["hidden"], seen["logits"] = hidden[:, 0], [x @ trainer.policy.head_weight().T for x in outputs]
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+
+    trainer._run([batch], look, forward_only=True)
+    return seen["hidden"].detach(), [x.detach() for x in seen["logits"]]
+
+
+def against_engine(hf, recompute):
+    """Largest difference per depth, ours to the engine's, over all positions from which so deep a draft exists."""
+    trainer, data = trained("float64", hf)
+    trainer.drafter.recompute = recompute
+    worst = [0.0] * 3
+    for batch in data:
+        hidden, logits = drafter_logits(trainer, batch)
+        weights = dict(trainer.export())
+        for first, last in zip(
+            batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist(), strict=True
+        ):
+            engine, tokens = Engine(weights, hf), batch.tokens[first:last].tolist()
+            for t in range(len(tokens) - 1):
+                drafts = engine.draft(hidden[first + t], tokens[t + 1], t, tokens[t + 2 : t + 4])
+                for depth, theirs in enumerate(drafts):
+                    worst[depth] = max(worst[depth], float((logits[depth][first + t] - theirs).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_unrolling_is_the_engines(tied):
+    hf = HF_CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": tied}
+    (worst,) = on_ranks(1, against_engine, hf, tied)
+    assert max(worst) < 1e-11
+
+
+def other_unrolling(hf):
+    """Megatron's unrolling of the same weights, and no zero at position 0: how far from ours at each depth."""
+    trainer, data = trained("float64", hf)
+    _, ours = drafter_logits(trainer, data[0])
+    drafter = trainer.drafter
+    drafter.repeated_layer = False
+    layer = drafter.mtp.layers[0]
+    drafter.mtp.layers.extend([layer, layer])
+    _, shifted = drafter_logits(trainer, data[0])
+    drafter.repeated_layer, drafter.zero_first_embedding = True, False
+    _, first = drafter_logits(trainer, data[0])
+    return [[float((a - b).abs().max()) for a, b in zip(ours, other, strict=True)] for other in (shifted, first)]
+
+
+def test_engine_comparison_can_fail():
+    ((megatrons, unzeroed),) = on_ranks(1, other_unrolling, HF_CONFIG | {"num_hidden_layers": 1})
+    assert megatrons[0] < 1e-12 and min(megatrons[1:]) > 1e-2
+    assert unzeroed[0] > 1e-2
+
+
+def directional(hf, depth, kind, recompute):
+    """The drafter's loss along a random direction: by its gradient, and by central difference."""
+    options = config(
+        drafter={"depth": depth, "loss": kind, "repeated_layer": depth < 4}, parallel={"recompute": recompute}
+    )
+    trainer = Trainer(options, hf)
+    data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
+    learner, kept = trainer.drafter_learner, {}
+    learner.step = lambda: kept.update({p: p.main_grad.clone() for p in trainer.drafter.parameters()}) or (0.0, True)
+
+    def loss():
+        return trainer.train_step(data, objective="sft", train_policy=False)["drafter/objective"]
+
+    loss()
+    torch.manual_seed(0)
+    direction = {p: torch.randn_like(p) for p in kept}
+    slope = sum(float((direction[p] * kept[p]).sum()) for p in list(kept))
+    values, step = [], 1e-6
+    for sign in (1, -2):  # forward, then back past the start
+        for p, d in direction.items():
+            p.data.add_(d, alpha=sign * step)
+        values.append(loss())
+    return slope, (values[0] - values[1]) / (2 * step), all(bool(g.abs().max() > 0) for g in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("depth", "kind", "recompute"), [(3, "ce", False), (2, "forward_kl", True), (3, "tv", True), (4, "ce", False)]
+)
+def test_gradient_is_the_losss(depth, kind, recompute):
+    ((slope, difference, everywhere),) = on_ranks(1, directional, HF_CONFIG, depth, kind, recompute)
+    assert everywhere
+    assert slope == pytest.approx(difference, rel=1e-6)

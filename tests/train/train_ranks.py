@@ -1,0 +1,136 @@
+"""Run a function on several gloo ranks, and what the tests of this room train on.
+
+Ranks are forked from the test process, which has imported megatron already but never joins a job itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.types import PackedBatch, Prompt, Sample
+
+HF_CONFIG = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "attention_bias": True,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.2,
+}
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, size, port, pipes[rank][1], function, args)) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        results = []
+        for rank, (receive, _) in enumerate(pipes):
+            assert receive.poll(timeout), f"rank {rank} said nothing for {timeout} s"
+            ok, payload = receive.recv()
+            assert ok, f"rank {rank}:\n{payload}"
+            results.append(torch.load(io.BytesIO(payload), weights_only=False))
+        return results
+    finally:
+        for process in ranks:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], args: tuple) -> None:
+    alone = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in alone.items()})
+    torch.set_num_threads(1)
+    try:
+        buffer = io.BytesIO()
+        torch.save(function(*args), buffer)
+        pipe.send((True, buffer.getvalue()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        # Neither atexit handlers nor destructors of the test process must run here.
+        os._exit(0)
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """Float64, learning fast, clipping off unless a test asks."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "float64"},
+        "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
+        "drafter": {"lr": 1e-2, "clip_grad": 0.0},
+    }
+    return Config.model_validate({key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections})
+
+
+def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, vocab: int = 64) -> list[Sample]:
+    """Random samples with holes in their masks, one-token responses and prompt-only ones among them."""
+    draw = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        length = int(draw.integers(shortest, longest + 1))
+        prompt = int(draw.integers(1, length)) if i % 5 else length - i % 2
+        tokens = draw.integers(0, vocab, length)
+        mask = (np.arange(length) >= prompt) & (draw.random(length) > 0.1)
+        behaviour = np.where(np.arange(length) >= prompt, -draw.random(length) * 4, 0).astype(np.float32)
+        out.append(Sample(f"s{i:03d}", Prompt(i, tokens[:prompt]), tokens, mask.astype(np.float32), behaviour))
+    return out
+
+
+def batches(
+    chosen: list[Sample], config: Config, *, dp: tuple[int, int], cp: tuple[int, int], budget: int = 160
+) -> list[PackedBatch]:
+    """The share of data- and context-parallel rank (rank, size)."""
+    parallel = config.parallel
+    draw = np.random.default_rng(7)
+    return pack(
+        chosen,
+        depth=config.drafter.depth,
+        tokens_per_micro_batch=budget,
+        advantages=draw.normal(size=len(chosen)).tolist(),
+        drafter_weights=draw.uniform(0.5, 2.0, size=len(chosen)).tolist(),
+        dp_rank=dp[0],
+        dp_size=dp[1],
+        cp_rank=cp[0],
+        cp_size=cp[1],
+        multiple=parallel.tensor if parallel.sequence else 1,
+    )
+
+
+def digest(tensors: Any) -> str:
+    """Of the bits of tensors, in order."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
