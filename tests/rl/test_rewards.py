@@ -1,0 +1,200 @@
+"""Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.rl.reward_worker import final_answer
+from megatron_rlspec.rl.rewards import Scorer, failed
+from megatron_rlspec.types import Prompt, Sample
+
+FUNCTIONS = """
+import os, sys, time
+def length(prompt, response, label, metadata):
+    print("rewards may print,", end="")
+    os.write(1, b"even past Python\\n")
+    return len(response) + len(prompt) * metadata.get("scale", 0)
+def awkward(prompt, response, label, metadata):
+    if response == "raise": raise RuntimeError("no such\\nluck")
+    if response == "hang": time.sleep(3600)
+    if response == "exit": sys.exit(3)
+    if response == "die": os._exit(4)
+    if response == "nan": return float("nan")
+    if response == "none": return None
+    return len(response) > 2
+def pid(prompt, response, label, metadata):
+    time.sleep(0.3)
+    return os.getpid()
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+def sample(text: str, label: str = "", number: int = 0, **metadata) -> Sample:
+    tokens = np.arange(4)
+    prompt = Prompt(number, tokens[:2], label=label, text="prompt", metadata=metadata)
+    return Sample(f"r{number}", prompt, tokens, np.ones(4, np.float32), np.zeros(4, np.float32), text=text)
+
+
+def score(kind: str, samples: list[Sample], **options) -> tuple[list[float], list[str]]:
+    with Scorer(RewardConfig(kind=kind, **options)) as scorer:
+        failures = scorer.score(samples)
+    return [s.reward for s in samples], failures
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "reward"),
+    [
+        ("k3=3,l9=2,#2", "2", 1),
+        ("k3=3,l9=2,#2", "3", 0),
+        ("the sum is 72\n#### 72\n", "She sold 24 more.\n#### 72", 1),
+        ("the sum is 72", "#### 72", 0),
+        (" 7 ", "7", 1),
+        ("C#", "C#", 1),
+        ("#7", "C#7", 1),  # only the final answer counts
+        ("k3=3,", "3", 0),
+        ("", "", 1),
+    ],
+)
+def test_exact(text, label, reward):
+    assert score("exact", [sample(text, label)]) == ([reward], [])
+
+
+def test_final_answer_follows_the_last_hashes():
+    assert [final_answer(t) for t in ("a # b ## c ", "#### 72", "72", "a#")] == ["c", "72", "72", ""]
+
+
+def test_math():
+    cases = [
+        ("So it is $\\frac{2}{4}$.", "0.5", 1),
+        ("thus \\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
+        ("#### 1,234", "She has 1234.\n#### 1234", 1),
+        ("5 apples, so #### 6", "#### 5", 0),
+        ("I do not know", "3", 0),
+        ("the pair is $(1, 2)$", "(1, 2)", 1),
+        ("the pair is $(3, 2)$", "(1, 2)", 0),
+        ("", "3", 0),
+    ]
+    rewards, failures = score("math", [sample(text, label) for text, label, _ in cases], workers=2)
+    assert not failures
+    assert rewards == [reward for *_, reward in cases]
+    assert "is no mathematical expression" in score("math", [sample("1", "")], workers=1)[1][0]
+
+
+def test_function_gets_the_sample_and_may_print(functions):
+    samples = [sample("x" * n, number=n, scale=n % 2) for n in range(20)]
+    rewards, failures = score("my_rewards:length", samples, workers=3)
+    assert not failures
+    assert rewards == [n + 6 * (n % 2) for n in range(20)]
+
+
+def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
+    texts = ["fine", "raise", "ok", "hang", "exit", "fine", "die", "nan", "none", "fine"]
+    samples = [sample(text, number=i) for i, text in enumerate(texts)]
+    start = time.monotonic()
+    rewards, failures = score("my_rewards:awkward", samples, workers=2, timeout_seconds=0.5)
+    assert time.monotonic() - start < 20
+    assert rewards == [1, 0, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert [i for i, s in enumerate(samples) if failed(s)] == [1, 3, 4, 6, 7, 8]
+    assert failures == [
+        "r1: RuntimeError: no such luck",
+        "r3: no answer within 0.5 s",
+        "r4: the reward's process ended with exit code 3",
+        "r6: the reward's process ended with exit code 4",
+        "r7: ValueError: reward is nan, expected a finite number",
+        "r8: TypeError: float() argument must be a string or a real number, not 'NoneType'",
+    ]
+
+
+def test_a_second_score_forgets_the_first_failure(functions):
+    with Scorer(RewardConfig(kind="my_rewards:awkward", workers=1)) as scorer:
+        one = sample("raise")
+        assert scorer.score([one]) and failed(one)
+        one.text = "fine"
+        assert not scorer.score([one]) and not failed(one) and one.reward == 1
+
+
+def test_rewards_run_at_the_same_time(functions):
+    rewards, _ = score("my_rewards:pid", [sample("", number=i) for i in range(8)], workers=4)
+    assert sorted(rewards.count(pid) for pid in set(rewards)) == [2, 2, 2, 2]
+
+
+def test_no_process_is_left_behind(functions):
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    score("my_rewards:awkward", [sample(t) for t in ("hang", "fine", "die")], workers=2, timeout_seconds=0.3)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+
+
+class Service(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["response"] == "slow":
+            time.sleep(2)
+        self.send_response(500 if body["response"] == "broken" else 200)
+        self.end_headers()
+        answer = {"reward": len(body["label"])} if body["metadata"] else len(body["prompt"])
+        self.wfile.write(b"nonsense" if body["response"] == "nonsense" else json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_http():
+    server = HTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/reward"
+    samples = [sample("a"), sample("b", label="four", number=1, any=1), sample("broken", number=2)]
+    samples += [sample("nonsense", number=3), sample("slow", number=4)]
+    rewards, failures = score(url, samples, workers=1, timeout_seconds=1)
+    server.shutdown()
+    server.server_close()
+    assert rewards == [6, 4, 0, 0, 0]
+    assert [line[:2] for line in failures] == ["r2", "r3", "r4"]
+    assert "500 Server Error" in failures[0]
+
+
+def test_nobody_listening_is_a_failure_of_the_samples():
+    rewards, failures = score("http://127.0.0.1:9/", [sample("a")], workers=1)
+    assert rewards == [0] and "ConnectionError" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("exakt", "reward.kind=exakt, but known are exact, math, module:function"),
+        ("my_rewards:missing", "reward.kind=my_rewards:missing: AttributeError: module 'my_rewards' has no"),
+        ("no_such_module:f", "reward.kind=no_such_module:f: ModuleNotFoundError: No module named"),
+        ("my_rewards:not_callable", "TypeError: my_rewards:not_callable is not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_told_in_one_line(functions, kind, message):
+    with pytest.raises(ConfigError) as told:
+        Scorer(RewardConfig(kind=kind, workers=1))
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_worker_starts_without_heavy_imports():
+    code = "import sys, megatron_rlspec.rl.reward_worker; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_hanging_worker_ends_itself_when_nobody_kills_it(functions):
+    command = [sys.executable, "-m", "megatron_rlspec.rl.reward_worker", "my_rewards:awkward", "0.1"]
+    task = json.dumps({"prompt": "", "response": "hang", "label": "", "metadata": {}})
+    ended = subprocess.run(command, input=task + "\n", capture_output=True, text=True, timeout=30)
+    assert ended.returncode == -signal.SIGALRM
+    assert ended.stdout == '{"ready": true}\n'
