@@ -117,7 +117,7 @@ def policy_logprobs(
     rows = _rows(torch.ones_like(labels) if mask is None else mask, labels, head)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
-        weight[: head.width],
+        weight if head.width == len(weight) else weight[: head.width],
         labels.index_select(0, rows),
         (head, chunk, with_entropy, observe, rows),
     )
@@ -187,10 +187,12 @@ class Student:
         self._weight = token_weight.detach().index_select(0, self._rows).to(accumulate_in(hidden))
         self._groups = torch.zeros_like(self._rows) if groups is None else groups.index_select(0, self._rows)
         self._scalar_metrics = groups is None
-        self._num_groups = num_groups
         self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
         self._total = self._weight.new_zeros(())
-        self._metrics: Metrics = {}
+        self._taught = kind != "ce"
+        # All names on every rank, whether or not it has a row: they are summed over ranks.
+        names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
+        self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
 
     def learn_labels(self) -> None:
@@ -199,6 +201,8 @@ class Student:
             self._learn(slice(first, first + self._chunk))
 
     def learn_top_k(self, teacher: TeacherTopK) -> None:
+        """Learn from the cut distributions `[M, k]`, indexed as teacher rows are."""
+        self._taught = True
         for first in range(0, len(self._rows), self._chunk):
             part = slice(first, first + self._chunk)
             self._learn(part, top=TeacherTopK(*(x.index_select(0, self._teacher[part]) for x in teacher)))
@@ -206,6 +210,7 @@ class Student:
     @torch.no_grad()
     def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
         """Learn from teacher rows first, first + 1, ...: `teacher_hidden [M, H]`, of which only needed ones count."""
+        self._taught = True
         last = first + len(teacher_hidden)
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
         for rows in needed.split(self._chunk):
@@ -216,6 +221,7 @@ class Student:
     @torch.no_grad()
     def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
         """Learn from the teacher's ascending `rows [C]`: logits over temperature `[C, V/tp]`, overwritten, and lse."""
+        self._taught = True
         logp = scores.sub_(lse[:, None])
         bounds = torch.stack(
             [torch.searchsorted(self._teacher, rows[0]), torch.searchsorted(self._teacher, rows[-1] + 1)]
@@ -236,8 +242,9 @@ class Student:
         if self._grad is not None:
             self._head.sum(self._grad)
             total = _Precomputed.apply(self._source, total, self._rows, self._grad)
-        empty = self._weight.new_zeros(self._num_groups)
-        metrics = {name: self._metrics.get(name, empty) for name in ("tokens", "loss", "ce", "match")} | self._metrics
+        metrics = self._metrics
+        if not self._taught:
+            metrics = {name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")}
         return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
 
     @torch.no_grad()
@@ -266,8 +273,7 @@ class Student:
         if self._grad is not None:
             self._grad[part] = (grad.to(head.weight.dtype) @ head.weight) * (weight / head.temperature)[:, None]
         for name, x in (sums | {"loss": loss}).items():
-            zeros = x.new_zeros(self._num_groups)
-            self._metrics.setdefault(name, zeros).index_add_(0, self._groups[part], x)
+            self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
 
 
@@ -288,18 +294,18 @@ class _LogProbs(torch.autograd.Function):
                 entropy[part] = lse - head.sum(((scores - lse[:, None]).exp_() * scores).sum(-1))
             if observe is not None:
                 observe(rows[part], scores, lse)
-        ctx.save_for_backward(hidden, labels, lses, entropy)
+        ctx.save_for_backward(hidden, weight, labels, lses, entropy)
         ctx.options = options
         return picked, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_picked, grad_entropy):
-        hidden, labels, lses, entropy = ctx.saved_tensors
+        hidden, weight, labels, lses, entropy = ctx.saved_tensors  # saved, so that an overwritten weight is noticed
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         # Summed over chunks in at least float32: bfloat16 would lose the small ones.
-        grad_weight = torch.zeros_like(head.weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             logp = head.scores(hidden[part]).sub_(lses[part, None])
@@ -313,7 +319,7 @@ class _LogProbs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
         head.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 class _Precomputed(torch.autograd.Function):
