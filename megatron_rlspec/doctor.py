@@ -1,0 +1,380 @@
+"""`rlspec doctor`: which known defects the installed megatron-core, SGLang and slime have, and whom they hit.
+
+Every answer that says "present" or "absent" was obtained just now by running upstream's own code (`train/probes.py`,
+`rollout/sglang/probes.py`, `integrations/slime_probes.py`), each package in a process of its own without a GPU, so that
+a running job is not touched. What has been found by reading only is listed as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from megatron_rlspec.config import Config, ConfigError, load
+
+State = Literal["present", "absent", "unknown", "read", "not installed"]
+WORKER_SECONDS = 300
+
+
+def _never(config: Config) -> None:
+    return None
+
+
+def _always(config: Config) -> str | None:
+    return "every configuration"
+
+
+def _sglang(config: Config) -> str | None:
+    return 'rollout.engine="sglang"' if config.rollout.engine == "sglang" else None
+
+
+def _adaptive(config: Config) -> str | None:
+    return 'spec.mode="adaptive" on SGLang' if config.spec.mode == "adaptive" and _sglang(config) else None
+
+
+def _resumed_zero(config: Config) -> str | None:
+    reached = config.optimizer.distributed and config.train.resume
+    return "optimizer.distributed=true with train.resume=true" if reached else None
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One known defect of an upstream package.
+
+    reached  the settings of our own loop that would run into it, or None
+    remedy   for those: what to do; for slime's users and ours: why it does not hit
+    """
+
+    name: str
+    package: str
+    harm: str
+    remedy: str
+    reached: Callable[[Config], str | None] = _never
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the doctor found: `seen` is the probe's sentence, or why it cannot tell; `hits` the settings affected."""
+
+    name: str
+    package: str
+    state: State
+    seen: str = ""
+    hits: str = ""
+
+
+MODULES = {
+    "megatron-core": "megatron_rlspec.train.probes",
+    "sglang": "megatron_rlspec.rollout.sglang.probes",
+    "slime": "megatron_rlspec.integrations.slime_probes",
+}
+CONTRACTS = {"megatron-core": "mcore-contract", "sglang": "sglang-contract", "slime": "slime-contract"}
+INSTALLED_AS = {"megatron-core": "megatron.core", "sglang": "sglang", "slime": "slime"}
+DEFECTS = (
+    Defect(
+        "mcore-contract",
+        "megatron-core",
+        "names that training calls are gone or take other arguments",
+        "install megatron-core 0.16.1, or bring train/ up to this version",
+        _always,
+    ),
+    Defect(
+        "mcore-roll-unpadded",
+        "megatron-core",
+        "MTP reads and predicts wrong tokens where sequences are padded",
+        "batches are rolled before they are split and padded (mtp/shift.py)",
+    ),
+    Defect(
+        "mcore-mtp-no-clamp",
+        "megatron-core",
+        "NaN in every gradient on a rank without a response token",
+        "sums and global counts leave the loss, never local means",
+    ),
+    Defect(
+        "mcore-mtp-moves-policy",
+        "megatron-core",
+        "the MTP loss trains the policy's head, embedding and layers",
+        "the drafter is a module of its own on detached inputs",
+    ),
+    Defect(
+        "mcore-mtp-labels-none",
+        "megatron-core",
+        "no log-probabilities from a model with MTP",
+        "the policy has no MTP inside",
+    ),
+    Defect(
+        "mcore-mtp-recompute-packed",
+        "megatron-core",
+        "full recomputation of a packed batch crashes with MTP",
+        "the drafter recomputes by torch's non-reentrant checkpoint",
+    ),
+    Defect(
+        "mcore-cp-local-count",
+        "megatron-core",
+        "MTP gradients depend on how tokens fall on context-parallel ranks",
+        "denominators are global and known before the first backward",
+    ),
+    Defect(
+        "mcore-shared-step",
+        "megatron-core",
+        "wrong Adam bias correction after a resume, with no error",
+        "install Transformer Engine or apex, whose Adam counts per group, or set optimizer.distributed=false",
+        _resumed_zero,
+    ),
+    Defect(
+        "sglang-contract",
+        "sglang",
+        "names that our plugin replaces or calls are gone",
+        'install sglang 0.5.23, or set rollout.engine="embedded"',
+        _sglang,
+    ),
+    Defect(
+        "sglang-nccl-stale-drafter",
+        "sglang",
+        "a weight push over NCCL leaves the drafter as it was",
+        "pushes go by tensor; inside slime our plugin loads what arrived into the drafter too",
+    ),
+    Defect(
+        "sglang-adaptive-silently-off",
+        "sglang",
+        "adaptive speculation is dropped with one warning in a log",
+        "`rlspec serve` refuses to start where its controller did not take; `rlspec slime` checks the flags",
+    ),
+    Defect(
+        "sglang-accept-rate-width",
+        "sglang",
+        "the accept rate is wrong as soon as steps change at run time",
+        "acceptance is computed from the histogram, as a ratio of sums",
+    ),
+    Defect(
+        "sglang-cpu-greedy",
+        "sglang",
+        "on a CPU, sampling requests are verified greedily",
+        "our CPU operators bring a sampling verifier",
+    ),
+    Defect(
+        "slime-contract",
+        "slime",
+        "names that our hooks replace or call are gone",
+        "use slime 624b824a8, or bring integrations/ up to this version",
+    ),
+    Defect(
+        "slime-mask-shift",
+        "slime",
+        "MTP is trained on the last prompt token and never on the last response token",
+        "`rlspec slime` replaces the MTP loss",
+    ),
+    Defect(
+        "slime-dead-accept-rate",
+        "slime",
+        "rollout/spec_accept_rate is 0 whatever happens",
+        "`rlspec slime` reads the histogram",
+    ),
+    Defect(
+        "slime-qwen3-next-swap",
+        "slime",
+        "Megatron trains a Qwen3-Next drafter with swapped inputs",
+        "`rlspec slime` refuses Qwen3-Next until patches/slime is applied",
+    ),
+    Defect(
+        "slime-per-token-cp",
+        "slime",
+        "with --calculate-per-token-loss the MTP loss shrinks by the CP size",
+        "the drafter's loss has its own denominator",
+    ),
+    Defect(
+        "slime-allgather-roll",
+        "slime",
+        "under --allgather-cp the MTP roll assumes the other layout",
+        "rolls follow the layout",
+    ),
+    Defect(
+        "slime-r3-mtp",
+        "slime",
+        "routing replay stops at an assertion where the MTP layer is a mixture of experts",
+        "`rlspec slime` refuses the combination",
+    ),
+)
+
+
+def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> list[Finding]:
+    """Run the named probes (all of them by default) and return one finding per defect, in the catalogue's order.
+
+    `path`: directories to look in first, for checkouts that are not installed (slime's, and its Megatron's).
+    """
+    wanted = [d for d in DEFECTS if names is None or d.name in set(names)]
+    packages = dict.fromkeys(d.package for d in wanted)
+    with ThreadPoolExecutor(len(packages) or 1) as threads:
+        answers = threads.map(lambda p: _ask(p, [d.name for d in wanted if d.package == p], path), packages)
+        found = {finding.name: finding for finding in (f for answer in answers for f in answer)}
+    return [found[d.name] for d in wanted]
+
+
+def affected(findings: Iterable[Finding], config: Config) -> list[Finding]:
+    """The findings with `hits` filled in where the defect is present and this configuration reaches it."""
+    by_name = {d.name: d for d in DEFECTS}
+    return [replace(f, hits=(by_name[f.name].reached(config) or "") if f.state == "present" else "") for f in findings]
+
+
+def refuse_if_affected(config: Config) -> None:
+    """Raise ConfigError, in one line, if a defect that this configuration would run into is present here.
+
+    Only the probes of defects within reach are run: some seconds, once, on one rank.
+    """
+    reached = [d.name for d in DEFECTS if d.reached(config)]
+    for finding in affected(examine(reached), config):
+        if finding.hits:
+            defect = next(d for d in DEFECTS if d.name == finding.name)
+            raise ConfigError(f"{finding.hits} is not safe here: {defect.harm} ({finding.seen}); {defect.remedy}")
+
+
+def _ask(package: str, names: list[str], path: Sequence[str]) -> list[Finding]:
+    """The findings of one package, from a worker process that sees no GPU and no job."""
+    job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in job and not k.startswith(("TORCHELASTIC", "GROUP_"))}
+    here = str(Path(__file__).parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join([*path, here, *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "megatron_rlspec.doctor",
+            "--worker",
+            package,
+            "--answer",
+            str(answer),
+            *names,
+        ]
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WORKER_SECONDS)
+        except subprocess.TimeoutExpired:
+            return [Finding(n, package, "unknown", f"no answer within {WORKER_SECONDS} s") for n in names]
+        if answer.exists():
+            return [Finding(**entry) for entry in json.loads(answer.read_text())]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = f"the probe process ended with {done.returncode}: {last}"
+        return [Finding(n, package, "unknown", reason) for n in names]
+
+
+def _work(package: str, names: Sequence[str], answer: str) -> None:
+    """The worker: run the probes and write their findings."""
+    findings: list[Finding] = []
+    if not _importable(INSTALLED_AS[package]):
+        findings = [Finding(name, package, "not installed") for name in names]
+    else:
+        room = importlib.import_module(MODULES[package])
+        room.prepare()
+        probes = {**room.PROBES, CONTRACTS[package]: lambda: broken_contract(room.CONTRACT)}
+        findings = [_probe(name, package, probes.get(name)) for name in names]
+    Path(answer).write_text(json.dumps([asdict(f) for f in findings]))
+
+
+def broken_contract(contract: Mapping[str, Sequence[str]]) -> str | None:
+    """What is missing of the names and parameters that a room's `CONTRACT` records; None if all is there."""
+    missing = []
+    for dotted, parameters in contract.items():
+        try:
+            found = pkgutil.resolve_name(dotted)
+        except (AttributeError, ImportError) as error:
+            missing.append(f"{dotted} ({error})")
+            continue
+        if parameters and (gone := set(parameters) - set(inspect.signature(found).parameters)):
+            missing.append(f"{dotted}({', '.join(sorted(gone))})")
+    return f"not found: {'; '.join(missing)}" if missing else None
+
+
+def _probe(name: str, package: str, probe: Callable[[], str | None] | None) -> Finding:
+    if probe is None:
+        return Finding(name, package, "read", "found by reading upstream's source; nothing was run")
+    try:
+        seen = probe()
+    except Exception as error:  # whatever upstream raises, here it means only that this probe cannot tell
+        return Finding(name, package, "unknown", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return Finding(name, package, "present" if seen else "absent", seen or "")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed wheels, for the report's head."""
+    found = {}
+    for name in INSTALLED_AS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "no wheel installed"
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: nothing present is reached by the configuration (or none was given); 1: it is affected; 2: bad usage."""
+    parser = argparse.ArgumentParser(prog="rlspec doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
+    parser.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
+    parser.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
+    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; - for standard output")
+    parser.add_argument("--worker", choices=MODULES, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if unknown := set(options.names) - {d.name for d in DEFECTS}:
+        parser.error(f"no defect is called {sorted(unknown)[0]}; known: {', '.join(d.name for d in DEFECTS)}")
+    if options.worker:
+        _work(options.worker, options.names, options.answer)
+        return 0
+    config = load(options.config) if options.config else None
+    findings = examine(options.names or None, options.path)
+    if config is not None:
+        findings = affected(findings, config)
+    if options.json == "-":
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        _show(findings, config)
+        if options.json:
+            Path(options.json).write_text(json.dumps([asdict(f) for f in findings], indent=2))
+    return int(any(f.hits for f in findings))
+
+
+def _show(findings: Sequence[Finding], config: Config | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    style = {"present": "bold red", "absent": "green", "unknown": "yellow", "read": "yellow", "not installed": "dim"}
+    by_name = {d.name: d for d in DEFECTS}
+    table = Table(title="  ".join(f"{name} {version}" for name, version in versions().items()), show_lines=True)
+    for column in ("defect", "state", "what it does", "what was seen", "here"):
+        table.add_column(column)
+    for f in findings:
+        here = f"[bold red]hits {f.hits}[/]: {by_name[f.name].remedy}" if f.hits else by_name[f.name].remedy
+        table.add_row(f.name, f"[{style[f.state]}]{f.state}[/]", by_name[f.name].harm, f.seen, here)
+    console = Console()
+    console.print(table)
+    if config is not None:
+        hit = ", ".join(f.name for f in findings if f.hits)
+        console.print(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""slime's train ranks on a machine without a GPU: the accelerator that slime has no backend for.
+
+With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_step` run unchanged over gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from slime.utils import accelerator
+from slime.utils.accelerator.base import Accelerator
+
+from megatron_rlspec.train import runtime
+
+
+class CpuAccelerator(Accelerator):
+    """slime's accelerator contract on the CPU: one device, no streams, nothing allocated."""
+
+    name = device_type = "cpu"
+    communication_backend_name = "gloo"
+
+    def is_available(self) -> bool:
+        return True
+
+    def device(self, index: Any = None) -> torch.device:
+        return torch.device("cpu")
+
+    def device_name(self, index: Any = None) -> str:
+        return "cpu"
+
+    def set_device(self, index: Any) -> None:
+        return None
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device: Any = None) -> None:
+        return None
+
+    def current_stream(self, device: Any = None) -> None:
+        return None
+
+    def empty_cache(self) -> None:
+        return None
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return (0, 0)
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return 0
+
+
+def install() -> None:
+    """Idempotent; does nothing if there is a CUDA device."""
+    runtime.install()
+    if not torch.cuda.is_available():
+        accelerator.set_accelerator(CpuAccelerator())

@@ -1,0 +1,155 @@
+"""Each probe tells the defective function from a fixed one: the megatron-core installed, then repaired in place."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_model
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import ColumnParallelLinear, checkpoint
+from megatron.core.transformer import multi_token_prediction as mtp
+
+from megatron_rlspec.mtp.shift import shift_packed
+from megatron_rlspec.train import probes, runtime
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups():
+    ours = not parallel_state.model_parallel_is_initialized()
+    probes.prepare()
+    yield
+    if ours:
+        runtime.shut_down()
+
+
+def test_roll_by_real_boundaries(monkeypatch):
+    assert "1 of 6" in probes.roll_unpadded()
+
+    def fixed(tensor, shifts, dims, packed_seq_params, cp_group=None):
+        rolled = shift_packed(tensor, packed_seq_params.cu_seqlens_q_padded)
+        return rolled, rolled.sum()
+
+    monkeypatch.setattr(mtp, "_roll_tensor_packed_seq", fixed)
+    assert probes.roll_unpadded() is None
+
+
+def test_no_clamp(monkeypatch):
+    assert "not finite" in probes.no_clamp()
+    roll = gpt_model.roll_tensor
+
+    def clamped(*args, **kwargs):
+        rolled, total = roll(*args, **kwargs)
+        return rolled, total.clamp(min=1)
+
+    monkeypatch.setattr(gpt_model, "roll_tensor", clamped)
+    assert probes.no_clamp() is None
+
+
+def test_moves_policy(monkeypatch):
+    assert "output_layer" in probes.moves_policy()
+    block, linear = mtp.MultiTokenPredictionBlock.forward, ColumnParallelLinear.forward
+    postprocess = gpt_model.GPTModel._postprocess
+
+    def detached_block(self, hidden_states, embedding, **kwargs):
+        out = block(self, hidden_states=hidden_states.detach(), embedding=lambda **k: embedding(**k).detach(), **kwargs)
+        return torch.cat([hidden_states, out[len(hidden_states) :]])
+
+    def detached_head(self, input_, weight=None, **kwargs):
+        if self is head and not calls:
+            calls.append(1)
+            weight = self.weight.detach()
+        return linear(self, input_, weight, **kwargs)
+
+    def remember(self, *args, **kwargs):
+        nonlocal head
+        head = self.output_layer
+        calls.clear()
+        return postprocess(self, *args, **kwargs)
+
+    head, calls = None, []
+    monkeypatch.setattr(mtp.MultiTokenPredictionBlock, "forward", detached_block)
+    monkeypatch.setattr(ColumnParallelLinear, "forward", detached_head)
+    monkeypatch.setattr(gpt_model.GPTModel, "_postprocess", remember)
+    assert probes.moves_policy() is None
+    assert calls
+
+
+def test_moves_policy_needs_a_gradient(monkeypatch):
+    monkeypatch.setattr(gpt_model.MTPLossAutoScaler, "apply", lambda hidden, loss: hidden)
+    with pytest.raises(RuntimeError, match="no gradient to the MTP layer"):
+        probes.moves_policy()
+
+
+def test_labels_none(monkeypatch):
+    assert "clone" in probes.labels_none()
+    postprocess = gpt_model.GPTModel._postprocess
+
+    def tolerant(self, hidden_states, *args, labels, mtp_in_postprocess=None, **kwargs):
+        config = self.config
+        if labels is None:
+            self.config = copy.copy(config)
+            self.config.mtp_num_layers = None
+        try:
+            on = mtp_in_postprocess and labels is not None
+            return postprocess(self, hidden_states, *args, labels=labels, mtp_in_postprocess=on, **kwargs)
+        finally:
+            self.config = config
+
+    monkeypatch.setattr(gpt_model.GPTModel, "_postprocess", tolerant)
+    assert probes.labels_none() is None
+
+
+def test_recompute_packed(monkeypatch):
+    assert "PackedSeqParams" in probes.recompute_packed()
+
+    def fixed(self, forward_func, *args, **kwargs):
+        tensors = {k: v for k, v in kwargs.items() if torch.is_tensor(v)}
+        others = {k: v for k, v in kwargs.items() if not torch.is_tensor(v)}
+
+        def run(*values):
+            return forward_func(*args, **dict(zip(tensors, values, strict=True)), **others)
+
+        return checkpoint(run, False, *tensors.values())
+
+    monkeypatch.setattr(mtp.MultiTokenPredictionLayer, "_checkpointed_forward", fixed)
+    assert probes.recompute_packed() is None
+
+
+def test_shared_step(monkeypatch):
+    assert "share 1 step" in probes.shared_step()
+    load = DistributedOptimizer.load_state_dict
+
+    def fixed(self, state_dict):
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    monkeypatch.setattr(DistributedOptimizer, "load_state_dict", fixed)
+    assert probes.shared_step() is None
+
+
+GLOBAL_COUNT = """
+import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
+from megatron_rlspec.train import probes
+
+roll = gpt_model.roll_tensor
+def globally(*args, cp_group=None, **kwargs):
+    rolled, total = roll(*args, cp_group=cp_group, **kwargs)
+    total = total.clone()
+    dist.all_reduce(total, group=cp_group)
+    return rolled, total / cp_group.size()
+gpt_model.roll_tensor = globally
+print("error", probes._cp_error())
+"""
+
+
+def test_cp_local_count(monkeypatch):
+    assert "changes the MTP gradient" in probes.cp_local_count()
+    popen = subprocess.Popen
+    fixed = [sys.executable, "-W", "ignore", "-c", GLOBAL_COUNT]
+    monkeypatch.setattr(probes.subprocess, "Popen", lambda command, **kwargs: popen(fixed, **kwargs))
+    assert probes.cp_local_count() is None
