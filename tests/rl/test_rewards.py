@@ -106,7 +106,7 @@ def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
     texts = ["fine", "raise", "ok", "hang", "exit", "fine", "die", "nan", "none", "fine"]
     samples = [sample(text, number=i) for i, text in enumerate(texts)]
     start = time.monotonic()
-    rewards, failures = score("my_rewards:awkward", samples, workers=2, timeout_seconds=0.5)
+    rewards, failures = score("my_rewards:awkward", samples, workers=1, timeout_seconds=0.5)
     assert time.monotonic() - start < 20
     assert rewards == [1, 0, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [i for i, s in enumerate(samples) if failed(s)] == [1, 3, 4, 6, 7, 8]
