@@ -160,6 +160,7 @@ class TrainConfig(Section):
 
 class SftConfig(Section):
     path: str = Field("", description="rows of prompt and response, .jsonl or .parquet")
+    response_key: str = Field("response", description="column with the written answer")
     steps: Positive = Field(1000, description="most steps")
     samples_per_step: Positive = Field(128, description="rows of one step")
     drafter_only: bool = Field(False, description="leave the policy as it is")
