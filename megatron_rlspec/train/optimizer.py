@@ -48,6 +48,10 @@ class Learner:
     def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool) -> None:
         dtype = module.config.params_dtype
         low = dtype == torch.bfloat16
+        if adam.distributed and dtype == torch.float64:
+            raise ValueError(
+                "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
+            )
         self.adam, self.pipelined, self.steps = adam, pipelined, 0
         self.ddp = DistributedDataParallel(
             module.config,

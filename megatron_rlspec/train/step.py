@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.mtp.loss import drafter_loss, policy_logprobs
 from megatron_rlspec.rl import grpo
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
-from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train import checkpoint, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.train.optimizer import AdamW, Learner
@@ -82,6 +83,15 @@ class Trainer:
     def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
         return shards.export(self.table, self.policy, self.drafter, self.model_config, scope)
+
+    def save(self, directory: Path) -> None:
+        """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
+        checkpoint.save(directory, self._learners(), self._layout())
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
+        checkpoint.load(directory, self._learners(), self._layout())
+        self.refresh_embedding()
 
     def train_step(
         self, batches: Sequence[PackedBatch], *, objective: Objective = "sft", train_policy: bool = True
@@ -139,6 +149,22 @@ class Trainer:
             dist.broadcast(
                 self.embedding, src=ps.get_pipeline_model_parallel_first_rank(), group=ps.get_embedding_group()
             )
+
+    def _learners(self) -> dict[str, Learner]:
+        both = {"policy": self.learner, "drafter": self.drafter_learner}
+        return {name: learner for name, learner in both.items() if learner is not None}
+
+    def _layout(self) -> dict[str, Any]:
+        parallel, drafter = self.config.parallel, self.config.drafter
+        return {
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
+            "distributed": self.config.optimizer.distributed,
+            "dtype": self.config.model.dtype,
+            "drafter": drafter.train,
+            "drafter_layers": 1 if drafter.repeated_layer else drafter.depth,
+        }
 
     def _run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; what `loss` reports for each, on the last stage."""
@@ -288,6 +314,9 @@ def _sft(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, 
 def _grpo(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
     """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
     logprobs, entropy = trainer.label_logprobs(batch, hidden, temperature=trainer.temperature, with_entropy=True)
+    if trainer.config.algorithm.old_logprobs == "recompute":
+        # A rollout is trained on in one step, so the policy that drew it is the policy here: nothing to run again.
+        batch = replace(batch, old_logprobs=logprobs.detach())
     group = ps.get_context_parallel_group()
     total, sums = grpo.policy_loss(
         logprobs,

@@ -132,5 +132,5 @@ def digest(tensors: Any) -> str:
     """Of the bits of tensors, in order."""
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

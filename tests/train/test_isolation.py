@@ -1,0 +1,152 @@
+"""Policy parameters, gradients and optimizer state, bit for bit, with and without a drafter, on three ranks.
+
+Two ranks could not fail: a + b = b + a. The controls are what other packages do, and they must differ.
+"""
+
+import math
+
+import pytest
+import torch
+from test_parallel_equality import PLAIN, build, own_batches, state
+from train_ranks import digest, on_ranks
+
+from megatron_rlspec.train import model
+
+CELL = PLAIN | {"dtype": "float32", "objective": "sft"}
+
+
+def five_steps(trainer, objective="sft"):
+    for seed in range(5):
+        metrics = trainer.train_step(own_batches(trainer, seed), objective=objective)
+    return metrics
+
+
+def isolation():
+    """Digests of several variants of one run, in one job."""
+    out = {}
+    for name, cell in {"plain": CELL, "distributed": CELL | {"distributed": True}}.items():
+        for drafter in (True, False):
+            trainer = build(cell, drafter=drafter, clip=0.3)
+            metrics = five_steps(trainer)
+            out[name, drafter] = state(trainer)
+            assert metrics["policy/grad_norm"] > 0.3, "the clip must act for this test to mean anything"
+            if drafter:
+                out[name, "drafter"] = metrics["drafter/grad_norm"]
+
+    # Control 1: one clip for both.
+    trainer = build(CELL, clip=0.3)
+    policy, drafter = trainer.learner.optimizer, trainer.drafter_learner
+
+    def joint_norm(own=policy.get_grad_norm):
+        drafter.finalize()
+        drafter.finalize = lambda: None
+        drafter.optimizer.prepare_grads()
+        return math.hypot(own(), drafter.optimizer.get_grad_norm())
+
+    policy.get_grad_norm = joint_norm
+    trainer.train_step(own_batches(trainer), objective="sft")
+    out["joint clip"] = state(trainer)
+    trainer = build(CELL, clip=0.3)
+    trainer.train_step(own_batches(trainer), objective="sft")
+    out["own clip"] = state(trainer)
+
+    # Control 2: the drafter's parameters in the policy's gradient buffer. They get no gradient; lying there is enough.
+    original = model.Policy.__init__
+
+    def crowded(self, *args):
+        original(self, *args)
+        self.register_parameter("drafter", torch.nn.Parameter(torch.zeros(9157)))
+
+    model.Policy.__init__ = crowded
+    trainer = build(CELL, drafter=False, clip=0.3)
+    model.Policy.__init__ = original
+    five_steps(trainer)
+    out["crowded"] = digest([p for name, p in trainer.policy.named_parameters() if name != "drafter"])
+    trainer = build(CELL, drafter=False, clip=0.3)
+    five_steps(trainer)
+    out["alone"] = digest(trainer.policy.parameters())
+    return out
+
+
+@pytest.fixture(scope="module")
+def three():
+    return on_ranks(3, isolation)
+
+
+@pytest.mark.parametrize("variant", ["plain", "distributed"])
+def test_policy_is_the_same_with_and_without_drafter(three, variant):
+    for rank in three:
+        assert rank[variant, True] == rank[variant, False]
+        assert rank[variant, "drafter"] > 0
+
+
+def test_a_joint_clip_would_move_it(three):
+    assert all(rank["joint clip"] != rank["own clip"] for rank in three)
+
+
+def test_a_shared_buffer_would_move_it(three):
+    assert all(rank["crowded"] != rank["alone"] for rank in three)
+
+
+def broken_batch(drafter):
+    """A step whose policy loss is infinite, between two good ones."""
+    trainer = build(CELL | {"objective": "grpo"}, drafter=drafter)
+    data = own_batches(trainer)
+    trainer.train_step(data, objective="grpo")
+    before = digest(trainer.policy.parameters())
+    data[0].advantages.fill_(float("inf"))
+    metrics = trainer.train_step(data, objective="grpo")
+    parameters = digest(trainer.policy.parameters())
+    after = trainer.train_step(own_batches(trainer), objective="grpo")
+    return before, metrics, parameters, digest(trainer.policy.parameters()), after
+
+
+def test_a_loss_that_is_not_finite_skips_the_policys_step_only():
+    ((before, metrics, parameters, later, after),) = on_ranks(1, broken_batch, True)
+    assert metrics["policy/skipped"] == 1 and not math.isfinite(metrics["policy/loss"])
+    assert metrics["drafter/skipped"] == 0 and math.isfinite(metrics["drafter/objective"])
+    assert before == parameters != later and after["policy/skipped"] == 0 and math.isfinite(after["policy/loss"])
+
+
+def modes():
+    """Which side each mode moves, and what reaches the policy."""
+    out = {}
+    for name, how in {"both": {}, "drafter": {"train_policy": False}}.items():
+        trainer = build(CELL)
+        before = digest(trainer.policy.parameters()), digest(trainer.drafter.parameters())
+        metrics = trainer.train_step(own_batches(trainer), objective="sft", **how)
+        after = digest(trainer.policy.parameters()), digest(trainer.drafter.parameters())
+        out[name] = (
+            [a != b for a, b in zip(before, after, strict=True)],
+            "policy/loss" in metrics,
+            trainer.learner.steps,
+        )
+    return out
+
+
+def test_drafter_only_leaves_the_policy_alone():
+    (seen,) = on_ranks(1, modes)
+    assert seen["both"] == ([True, True], True, 1)
+    assert seen["drafter"] == ([False, True], False, 0)
+
+
+def classic():
+    out = []
+    for detach in (True, False):
+        trainer = build(CELL | {"mtp_detach_heads": detach})
+        trainer.train_step(own_batches(trainer), objective="sft")
+        out.append((digest(trainer.policy.parameters()), digest(trainer.drafter.parameters())))
+        error = None
+        try:
+            trainer.train_step(own_batches(trainer), objective="sft", train_policy=False)
+        except ValueError as refused:
+            error = str(refused)
+        out.append(error)
+    return out
+
+
+def test_classic_mode_moves_the_policy_and_says_so():
+    ((detached, fine, joint, refused),) = on_ranks(1, classic)
+    assert fine is None and "mtp_detach_heads" in refused
+    assert detached[0] != joint[0]
+    assert detached[1] == joint[1]  # the drafter's own gradient is the same either way

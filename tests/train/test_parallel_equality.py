@@ -1,0 +1,215 @@
+"""The same step under every layout: losses, gradients, and a policy that never notices the drafter.
+
+Cells run several to a job of four ranks; the reference of each is one rank with the same weights and samples.
+"""
+
+import itertools
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from train_ranks import HF_CONFIG, batches, config, digest, on_ranks, samples
+
+from megatron_rlspec.train.step import Trainer
+
+# Every dimension of a cell; the first value is the plain one.
+DIMENSIONS = {
+    "tied": (False, True),
+    "unrolling": (3, 1, 2, "separate"),
+    "context": (1, 2),
+    "tensor": (1, 2),
+    "pipeline": (1, 2),
+    "sequence": (False, True),
+    "recompute": (False, True),
+    "distributed": (False, True),
+    "loss": ("ce", "forward_kl", "tv"),
+    "ratio": ("token", "sequence"),
+    "objective": ("grpo", "sft"),
+}
+MODEL = ("tied", "unrolling", "loss", "ratio", "objective", "dtype")  # what the numbers may depend on
+# dtype -> relative error allowed of the first step's losses, of later ones, of the largest gradient element
+TOLERANCE = {"float64": (1e-12, 1e-9, 1e-10), "float32": (5e-6, 2e-3, 2e-4)}
+
+
+def possible(cell):
+    return cell["context"] * cell["tensor"] * cell["pipeline"] <= 4 and (cell["tensor"] > 1 or not cell["sequence"])
+
+
+def pairwise():
+    """Cells in which every possible pair of values of two dimensions occurs."""
+    names, every = (
+        list(DIMENSIONS),
+        [dict(zip(DIMENSIONS, v, strict=True)) for v in itertools.product(*DIMENSIONS.values())],
+    )
+    every = [cell for cell in every if possible(cell)]
+
+    def pairs(cell):
+        return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations(names, 2)}
+
+    chosen, left = [], set().union(*map(pairs, every))
+    while left:
+        best = max(every, key=lambda cell: len(pairs(cell) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+PLAIN = {key: values[0] for key, values in DIMENSIONS.items()}
+
+
+def single(cell):
+    """The same cell on one rank, everything that may not matter switched off."""
+    return PLAIN | {key: cell[key] for key in MODEL}
+
+
+def build(cell, weights=None, *, drafter=True, clip=0.0):
+    """A trainer of this layout in the running job."""
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    separate = cell["unrolling"] == "separate"
+    options = config(
+        model={"dtype": cell["dtype"]},
+        parallel={key: cell[key] for key in ("tensor", "pipeline", "context", "sequence", "recompute")},
+        optimizer={"distributed": cell["distributed"], "clip_grad": clip},
+        drafter={
+            "train": drafter,
+            "depth": 2 if separate else cell["unrolling"],
+            "repeated_layer": not separate,
+            "loss": cell["loss"],
+            "mtp_detach_heads": cell.get("mtp_detach_heads", True),
+            "clip_grad": clip,
+        },
+        algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
+    )
+    trainer = Trainer(options, HF_CONFIG | {"tie_word_embeddings": cell["tied"]})
+    if weights is not None:
+        trainer.load_hf(weights)
+    return trainer
+
+
+def own_batches(trainer, seed=0, budget=120):
+    dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+    cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
+    return batches(samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget)
+
+
+def make_weights(cells):
+    """Weights of each model, random in every tensor."""
+    out = {}
+    for tied, separate in {(cell["tied"], cell["unrolling"] == "separate") for cell in cells}:
+        trainer = build(PLAIN | {"dtype": "float64", "tied": tied, "unrolling": "separate" if separate else 3})
+        generator = torch.Generator().manual_seed(3)
+        noise = ((k, v + 0.1 * torch.randn(v.shape, generator=generator, dtype=v.dtype)) for k, v in trainer.export())
+        out[tied, separate] = dict(noise)
+    return out
+
+
+def measure(cell, weights):
+    """Everything a layout is judged by."""
+    weights = weights[cell["tied"], cell["unrolling"] == "separate"]
+    trainer = build(cell, weights)
+    exported = dict(trainer.export())
+    total = sum(x.sum(dtype=torch.float64) for x in trainer.logprobs(own_batches(trainer)))
+    torch.distributed.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
+    result = {
+        "same": all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in exported.items()),
+        "exported": len(exported),
+        "logprobs": float(total),
+    }
+    kept = keep_gradients(trainer)
+    result["steps"] = [trainer.train_step(own_batches(trainer, seed), objective=cell["objective"]) for seed in (0, 1)]
+    result["policy"] = state(trainer)
+    if not cell["distributed"]:  # there, a rank's buffer holds the sum of its own share only
+        for parameter, gradient in kept.items():
+            parameter.data = gradient  # so they travel to Hugging Face names as weights do
+        result["gradients"] = dict(trainer.export())
+    alone = build(cell, weights, drafter=False)
+    for seed in (0, 1):
+        alone.train_step(own_batches(alone, seed), objective=cell["objective"])
+    result["policy_alone"] = state(alone)
+    return result
+
+
+def keep_gradients(trainer):
+    """Filled with every parameter's gradient of the first step."""
+    kept = {}
+
+    def listen(learner):
+        step = learner.step
+
+        def keep(*args, **kwargs):
+            for parameter in learner.ddp.parameters():
+                kept.setdefault(parameter, parameter.main_grad.clone())
+            return step(*args, **kwargs)
+
+        learner.step = keep
+
+    for learner in filter(None, (trainer.learner, trainer.drafter_learner)):
+        listen(learner)
+    return kept
+
+
+def state(trainer):
+    """Digest of this rank's policy parameters, gradients and optimizer state."""
+    policy, inner = list(trainer.policy.parameters()), trainer.learner.optimizer.optimizer
+    moments = [x for s in inner.state.values() for x in (s["step"], s["exp_avg"], s["exp_avg_sq"])]
+    gradients = [] if trainer.learner.adam.distributed else [p.main_grad for p in policy]
+    return digest([*policy, *gradients, *moments])
+
+
+def measure_all(cells, weights):
+    return [measure(cell, weights) for cell in cells]
+
+
+def compare(cells):
+    # Megatron's distributed optimizer holds its gradients in float32.
+    cells = [{"dtype": "float32" if cell["distributed"] else "float64"} | cell for cell in cells]
+    references = [single(cell) for cell in cells]
+    unique = [dict(items) for items in {tuple(sorted(cell.items())) for cell in references}]
+    (weights,) = on_ranks(1, make_weights, unique)
+    (values,) = on_ranks(1, measure_all, unique, weights)
+    assert all(value["policy"] == value["policy_alone"] for value in values), "the drafter moved the policy on one rank"
+    ranks = on_ranks(4, measure_all, cells, weights, timeout=1200)
+    for index, (cell, reference) in enumerate(zip(cells, references, strict=True)):
+        check(cell, values[unique.index(reference)], [rank[index] for rank in ranks])
+
+
+def check(cell, want, ranks):
+    first_step, later, gradient = TOLERANCE[cell["dtype"]]
+    assert all(rank["policy"] == rank["policy_alone"] for rank in ranks), f"the drafter moved the policy: {cell}"
+    assert ranks[0]["same"] and ranks[0]["exported"] == want["exported"], f"export is not what was loaded: {cell}"
+    assert ranks[0]["logprobs"] == pytest.approx(want["logprobs"], rel=first_step), cell
+    for rank in ranks:
+        for ours, theirs in zip(rank["steps"], want["steps"], strict=True):
+            for name in ("policy/grad_norm", "drafter/grad_norm"):  # megatron computes these in float32
+                assert ours.pop(name) == pytest.approx(theirs[name], rel=max(later, 1e-6)), cell
+        assert rank["steps"][0] == pytest.approx(without_norms(want["steps"][0]), rel=first_step, abs=first_step), cell
+        for ours, theirs in zip(rank["steps"][1:], want["steps"][1:], strict=True):
+            assert ours == pytest.approx(without_norms(theirs), rel=later, abs=later), cell
+    for name, reference in want["gradients"].items() if "gradients" in ranks[0] else ():
+        worst = (ranks[0]["gradients"][name] - reference).abs().max() / reference.abs().max().clamp(min=1e-30)
+        assert worst < gradient, f"gradient of {name} is {worst:.1e} off: {cell}"
+
+
+def without_norms(metrics):
+    return {name: value for name, value in metrics.items() if not name.endswith("grad_norm")}
+
+
+def test_every_pair_of_settings():
+    compare(pairwise())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_setting(tied):
+    varied = {
+        key: DIMENSIONS[key] for key in ("unrolling", "context", "tensor", "pipeline", "recompute", "distributed")
+    }
+    cells = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
+    cells = [PLAIN | cell | {"tied": tied, "sequence": cell["tensor"] > 1} for cell in cells]
+    compare([cell for cell in cells if possible(cell)])
+
+
+def test_float32_agrees_to_rounding():
+    cells = [{"context": 2, "tensor": 2, "sequence": True}, {"pipeline": 2}, {}]
+    compare([PLAIN | {"dtype": "float32"} | cell for cell in cells])
