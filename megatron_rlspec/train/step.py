@@ -24,17 +24,14 @@ from torch import Tensor
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
-from megatron_rlspec.mtp.loss import drafter_loss, policy_logprobs
-from megatron_rlspec.rl import grpo
+from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.train import checkpoint, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
+from megatron_rlspec.train.objectives import OBJECTIVES, Head, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
-
-Objective = Literal["sft", "grpo"]
-Sums = dict[str, Tensor]
 
 
 class Trainer:
@@ -94,7 +91,7 @@ class Trainer:
         self.refresh_embedding()
 
     def train_step(
-        self, batches: Sequence[PackedBatch], *, objective: Objective = "sft", train_policy: bool = True
+        self, batches: Sequence[PackedBatch], *, objective: Literal["sft", "grpo"] = "sft", train_policy: bool = True
     ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
@@ -113,7 +110,7 @@ class Trainer:
             self.drafter.train()
             self.drafter_learner.zero_grad()
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
-        metrics = _means(self._reduce(sums))
+        metrics = means(reduce_sums(sums))
         if train_policy:
             norm, updated = self.learner.step(allowed=math.isfinite(metrics["policy/loss"]))
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
@@ -188,103 +185,71 @@ class Trainer:
         )
 
     def _losses(
-        self, objective: Objective, train_policy: bool, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+        self, objective: str, train_policy: bool, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Sums]:
         """Policy loss (its backward is the schedule's), and the drafter's forward and backward."""
         hidden = hidden[:, 0]
+        head = self._head(1.0 if objective == "sft" else self.temperature)
         loss, sums = hidden.new_zeros(()), {}
+        student = None if self.drafter is None else self._student(head, batch, packed, hidden)
+        # A teacher row is a row of the policy's own loss: where no other rank holds it, its logits are computed once.
+        shared = student is not None and self.config.drafter.loss != "ce" and ps.get_context_parallel_world_size() == 1
         if train_policy:
-            loss, sums = OBJECTIVES[objective](self, batch, hidden)
-        if self.drafter is not None:
-            temperature = 1.0 if objective == "sft" else self.temperature
-            drafter, drafter_sums = self._drafter_loss(batch, packed, hidden, temperature)
-            sums |= drafter_sums
+            observe = student.observe if shared else None
+            loss, sums = OBJECTIVES[objective](head, batch, hidden, self.config.algorithm, observe)
+        if student is not None:
+            if self.config.drafter.loss == "ce":
+                student.learn_labels()
+            elif not (shared and train_policy):
+                student.learn_from(_of_all_ranks(hidden.detach(), batch))
+            drafter, metrics = student.finish()
+            sums |= {f"drafter/{name}": value for name, value in metrics.items()}
+            sums["drafter/objective"] = drafter.detach()
             if self.config.drafter.mtp_detach_heads:
                 drafter.backward()
             else:
                 loss = loss + drafter
         return loss, torch.zeros((), dtype=torch.int), sums
 
-    def _drafter_loss(
-        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor, temperature: float
-    ) -> tuple[Tensor, Sums]:
+    def _student(self, head: Head, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> Student:
+        """The drafter's forward at all depths, in one batch of rows, ready to learn."""
         options, T = self.config.drafter, len(batch.tokens)
-        assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
-        tokens = [x.to(self.device) for x in batch.drafter_tokens]
+        assert self.drafter_learner is not None and self.embedding is not None
         outputs = self.drafter_learner.ddp(
             hidden.detach() if options.mtp_detach_heads else hidden,
-            tokens,
+            [tokens.to(self.device) for tokens in batch.drafter_tokens],
             self.embedding,
             batch.position_ids.to(self.device),
             packed,
         )
         scale = [options.depth_decay**d / batch.counts["drafter"][d] for d in range(options.depth)]
         weight = torch.cat([mask * batch.drafter_weight * s for mask, s in zip(batch.drafter_mask, scale, strict=True)])
-        teacher, index = (None, None) if options.loss == "ce" else self._teacher(batch, hidden.detach())
-        loss, sums = drafter_loss(
+        # Depth d at position t learns what the policy says at t + d; rows without a loss may point anywhere.
+        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        position = cp_index(batch.cu_seqlens_padded, rank, size).to(self.device)
+        teacher = torch.cat([(position + d).clamp(max=size * T - 1) for d in range(1, options.depth + 1)])
+        return Student(
             torch.cat(outputs),
-            self.policy.head_weight().detach(),
+            head.weight.detach(),
             torch.cat(batch.drafter_labels).to(self.device),
             weight.to(self.device),
             options.loss,
-            teacher_hidden=teacher,
-            teacher_index=index,
+            teacher_index=teacher,
             groups=torch.arange(options.depth, device=self.device).repeat_interleave(T),
             num_groups=options.depth,
-            temperature=temperature,
-            tp_group=_tensor_group(),
+            temperature=head.temperature,
+            tp_group=head.tensor_group,
         )
-        return loss, {f"drafter/{name}": value for name, value in sums.items()} | {"drafter/objective": loss.detach()}
-
-    def _teacher(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The policy's hidden states of all context-parallel ranks, and which of them teaches each row of each depth.
-
-        Depth d at position t learns what the policy says at t + d. Rows without a loss point anywhere.
-        """
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
-        position = cp_index(batch.cu_seqlens_padded, rank, size).to(self.device)
-        if size > 1:
-            everyone = [torch.empty_like(hidden) for _ in range(size)]
-            dist.all_gather(everyone, hidden.contiguous(), group=ps.get_context_parallel_group())
-            hidden = join_from_cp(everyone, batch.cu_seqlens_padded, dim=0)
-        depths = range(1, self.config.drafter.depth + 1)
-        return hidden, torch.cat([(position + d).clamp(max=len(hidden) - 1) for d in depths])
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            rows, _ = self.label_logprobs(batch, hidden[:, 0], temperature=self.temperature)
+            rows, _ = self._head(self.temperature).logprobs(batch, hidden[:, 0])
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
 
-    def label_logprobs(
-        self, batch: PackedBatch, hidden: Tensor, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of every trained label, and the entropy, `[T]`, from `hidden [T, H]` on the last stage."""
-        return policy_logprobs(
-            hidden,
-            self.policy.head_weight(),
-            batch.labels.to(self.device),
-            temperature,
-            _tensor_group(),
-            with_entropy,
-            mask=batch.loss_mask.to(self.device),
-        )
-
-    def _reduce(self, sums: list[Sums]) -> dict[str, list[float]]:
-        """Micro-batches, then data- and context-parallel ranks, summed on the last stage; told to the other stages."""
-        totals: dict[str, list[float]] = {}
-        if self.last_stage:
-            shapes = {name: value.shape for name, value in sums[0].items()}
-            flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
-            dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
-            parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
-            totals = {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}
-        box = [totals]
-        if ps.get_pipeline_model_parallel_world_size() > 1:
-            group = ps.get_pipeline_model_parallel_group()
-            dist.broadcast_object_list(box, src=ps.get_pipeline_model_parallel_last_rank(), group=group)
-        return box[0]
+    def _head(self, temperature: float) -> Head:
+        return Head(self.policy.head_weight(), temperature)
 
     def _from_last_stage(self, x: Tensor) -> Tensor:
         if ps.get_pipeline_model_parallel_world_size() == 1:
@@ -303,56 +268,14 @@ class Trainer:
         return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
 
 
-def _sft(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
-    """Cross-entropy of the policy on the trained tokens."""
-    logprobs, _ = trainer.label_logprobs(batch, hidden, temperature=1.0)
-    weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
-    loss = -(logprobs * weight).sum() / batch.counts["policy"]
-    return loss, {"policy/loss": loss.detach(), "policy/tokens": (weight != 0).sum()}
-
-
-def _grpo(trainer: Trainer, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Sums]:
-    """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
-    logprobs, entropy = trainer.label_logprobs(batch, hidden, temperature=trainer.temperature, with_entropy=True)
-    if trainer.config.algorithm.old_logprobs == "recompute":
-        # A rollout is trained on in one step, so the policy that drew it is the policy here: nothing to run again.
-        batch = replace(batch, old_logprobs=logprobs.detach())
+def _of_all_ranks(hidden: Tensor, batch: PackedBatch) -> Tensor:
+    """`[T, H]` of this rank to that of all context-parallel ranks, in the order of the packed batch."""
     group = ps.get_context_parallel_group()
-    total, sums = grpo.policy_loss(
-        logprobs,
-        entropy,
-        batch,
-        trainer.config.algorithm,
-        sequence_sum=partial(_sum_over, group) if group.size() > 1 else None,
-    )
-    loss = total / batch.counts["policy"]
-    return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}
-
-
-def _sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-    return x
-
-
-OBJECTIVES = {"sft": _sft, "grpo": _grpo}
-WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
-PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
-
-
-def _means(totals: dict[str, list[float]]) -> dict[str, float]:
-    """Sums to what a reader wants: means over trained tokens; the drafter's per depth (`drafter/match_1`, ...)."""
-    metrics: dict[str, float] = {}
-    for name, values in totals.items():
-        counts = totals["drafter/tokens" if name in PER_DEPTH else "policy/tokens"] if name not in WHOLE else [1.0]
-        for depth, (value, count) in enumerate(zip(values, counts, strict=True), 1):
-            key = f"{name}_{depth}" if name in PER_DEPTH else name
-            metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
-    return metrics
-
-
-def _tensor_group() -> dist.ProcessGroup | None:
-    return ps.get_tensor_model_parallel_group() if ps.get_tensor_model_parallel_world_size() > 1 else None
+    if group.size() == 1:
+        return hidden
+    everyone = [torch.empty_like(hidden) for _ in range(group.size())]
+    dist.all_gather(everyone, hidden.contiguous(), group=group)
+    return join_from_cp(everyone, batch.cu_seqlens_padded, dim=0)
 
 
 def _policy_adam(config: Config) -> AdamW:

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rlspec.rl.context_parallel import cp_index
 from megatron_rlspec.train import attention
+from megatron_rlspec.train.attention_plan import plan_attention
 
 
 def textbook(q, k, v, scale):
@@ -36,7 +37,7 @@ def test_pieces_equal_textbook(cp_size, plain, monkeypatch):
     got = [torch.zeros_like(x) for x in (q, k, v)]
     for rank in range(cp_size):
         mine = cp_index(cu, rank, cp_size)
-        plan = attention.plan(cu, 2, cp_size, rank, q.device)
+        plan = plan_attention(cu, 2, cp_size, rank, q.device)
         out = attention._Attend.apply(q[mine], k, v, plan, scale)
         torch.testing.assert_close(out, expected[mine], rtol=1e-12, atol=1e-12)
         for total, share in zip(got, torch.autograd.grad((out * weight[mine]).sum(), (q, k, v)), strict=True):
@@ -55,7 +56,7 @@ def test_links_are_further_keys_of_one_row():
         value = torch.cat([v[: i + 1], links[1][i : i + 1], links[3][i : i + 1]]).repeat_interleave(n // g, 1)
         rows.append(torch.einsum("nj,jnc->nc", (torch.einsum("nc,jnc->nj", q[i], key) * scale).softmax(-1), value))
     expected = torch.stack(rows)
-    plan = attention.plan(torch.tensor([0, t]), g, 1, 0, q.device)
+    plan = plan_attention(torch.tensor([0, t]), g, 1, 0, q.device)
     out = attention._Attend.apply(q, k, v, plan, scale, *links)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = random(t, n, d, seed=9).detach()

@@ -18,36 +18,39 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
     return trainer, data
 
 
-def policy_logprobs(hf):
+CASES = {
+    "mimo": {},
+    "tied": {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16},
+}
+
+
+def policy_against_transformers():
+    """Largest difference of a label's log-probability, per case."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    trainer, data = trained("float32", hf)
-    weights = dict(trainer.export("target"))
-    model_class = {"MiMoForCausalLM": "qwen2"}.get(hf["architectures"][0], hf["model_type"])
-    fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
-    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_class, **fields)).eval()
-    missing, unexpected = reference.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
-    reference.tie_weights()
-    worst = 0.0
-    for batch, ours in zip(data, trainer.logprobs(data), strict=True):
-        for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
-            logits = reference(batch.tokens[None, start:end]).logits[0]
-            theirs = logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0]
-            difference = (theirs * (batch.loss_mask[start:end] != 0) - ours[start:end]).abs().max()
-            worst = max(worst, float(difference))
+    worst = {}
+    for case, changes in CASES.items():
+        hf = HF_CONFIG | {"num_hidden_layers": 2} | changes
+        trainer, data = trained("float32", hf)
+        fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **fields)).eval()
+        missing, unexpected = reference.load_state_dict(dict(trainer.export("target")), strict=False)
+        assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
+        reference.tie_weights()
+        worst[case] = 0.0
+        for batch, ours in zip(data, trainer.logprobs(data), strict=True):
+            for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
+                logits = reference(batch.tokens[None, start:end]).logits[0]
+                theirs = logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0]
+                difference = (theirs * (batch.loss_mask[start:end] != 0) - ours[start:end]).abs().max()
+                worst[case] = max(worst[case], float(difference))
     return worst
 
 
-@pytest.mark.parametrize("case", ["mimo", "tied", "qwen3"])
-def test_policy_is_transformers(case):
-    hf = HF_CONFIG | {"num_hidden_layers": 2}
-    if case == "tied":
-        hf |= {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]}
-    if case == "qwen3":
-        hf |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16}
-    (worst,) = on_ranks(1, policy_logprobs, hf)
-    assert worst < 2e-5
+def test_policy_is_transformers():
+    (worst,) = on_ranks(1, policy_against_transformers)
+    assert worst == {case: pytest.approx(0, abs=2e-5) for case in CASES}
 
 
 class Engine:

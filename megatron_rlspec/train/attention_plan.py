@@ -1,0 +1,102 @@
+"""Which key rows each query row of a packed micro-batch sees, as index tables built once per micro-batch.
+
+Shapes as in `attention.py`: t tokens of this rank, T of all context-parallel ranks, g key/value heads of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.rl.context_parallel import cp_index
+
+# Chunks whose lengths differ by less than this share run as one padded batch.
+_PADDING = 0.2
+
+
+class Span(NamedTuple):
+    """Query rows [q, q + rows) of this rank that see all of the key rows [k, k + keys) of all ranks."""
+
+    q: int
+    rows: int
+    k: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Causal:
+    """The causal parts, gathered into padded batches of similar length, key/value heads beside sequences.
+
+    A slot is one (sequence, head, position) of a batch. Rows are numbered token · g + head.
+
+    shapes [(batch · g, length)]; query_rows and key_rows `[slots]`; padding: the slots without a row (they read row 0);
+    slot_of `[t · g]`: where each query row went
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    query_rows: Tensor
+    key_rows: Tensor
+    padding: Tensor
+    slot_of: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Index tables of one micro-batch on one rank; `order` sorts rows gathered over context-parallel ranks."""
+
+    causal: Causal
+    spans: tuple[Span, ...] = ()
+    order: Tensor | None = None
+
+
+def plan_attention(cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device) -> Plan:
+    """Plan packed causal attention, zigzag layout; `cu_seqlens_padded [n + 1]` before the split, `groups` = g."""
+    bounds = cu_seqlens_padded.tolist()
+    chunks: list[Span] = []
+    spans: list[Span] = []
+    q = 0
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        pieces = 1 if cp_size == 1 else 2 * cp_size
+        rows = (end - start) // pieces
+        if not rows:
+            continue
+        for chunk in (0,) if cp_size == 1 else (cp_rank, pieces - 1 - cp_rank):
+            chunks.append(Span(q, rows, start + chunk * rows, rows))
+            if chunk:
+                spans.append(Span(q, rows, start, chunk * rows))
+            q += rows
+    order = None
+    if cp_size > 1:
+        order = torch.cat([cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
+    return Plan(_batched(chunks, q, groups, device), tuple(spans), order)
+
+
+def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device) -> Causal:
+    batches: list[list[Span]] = []
+    for chunk in sorted(chunks, key=lambda c: -c.rows):
+        if batches and chunk.rows >= (1 - _PADDING) * batches[-1][0].rows:
+            batches[-1].append(chunk)
+        else:
+            batches.append([chunk])
+    shapes, query, key, valid = [], [], [], []
+    head = torch.arange(groups)[None, :, None]
+    for batch in batches:
+        longest = batch[0].rows
+        position = torch.arange(longest)[None, None]
+        starts = torch.tensor(batch)[:, :, None, None]
+        shapes.append((len(batch) * groups, longest))
+        inside = (position < starts[:, 1]).expand(-1, groups, -1)
+        query.append((((starts[:, 0] + position) * groups + head) * inside).flatten())
+        key.append((((starts[:, 2] + position) * groups + head) * inside).flatten())
+        valid.append(inside.flatten())
+    if not batches:
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        return Causal((), empty, empty, empty, empty)
+    rows, used = torch.cat(query), torch.cat(valid)
+    slot_of = torch.empty(tokens * groups, dtype=torch.int64)
+    slot_of[rows[used]] = used.nonzero()[:, 0]
+    tables = (rows, torch.cat(key), (~used).nonzero()[:, 0], slot_of)
+    return Causal(tuple(shapes), *(table.to(device) for table in tables))

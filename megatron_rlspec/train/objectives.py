@@ -1,0 +1,113 @@
+"""What the policy is trained on: hidden states of one micro-batch to a loss, on the last pipeline stage.
+
+Each objective returns the loss, divided by the step's global count already, and sums for the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from megatron_rlspec.config import AlgorithmConfig
+from megatron_rlspec.mtp.loss import Observer, policy_logprobs
+from megatron_rlspec.rl.grpo import policy_loss
+from megatron_rlspec.types import PackedBatch
+
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read."""
+
+    weight: Tensor
+    temperature: float
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        return ps.get_tensor_model_parallel_group() if ps.get_tensor_model_parallel_world_size() > 1 else None
+
+    def logprobs(
+        self, batch: PackedBatch, hidden: Tensor, *, with_entropy: bool = False, observe: Observer | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of every trained label, and the entropy, `[T]`; 0 where nothing is trained."""
+        return policy_logprobs(
+            hidden,
+            self.weight,
+            batch.labels.to(hidden.device),
+            self.temperature,
+            self.tensor_group,
+            with_entropy,
+            mask=batch.loss_mask.to(hidden.device),
+            observe=observe,
+        )
+
+
+def sft(
+    head: Head, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+) -> tuple[Tensor, Sums]:
+    """Cross-entropy on the trained tokens."""
+    logprobs, _ = head.logprobs(batch, hidden, observe=observe)
+    weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
+    loss = -(logprobs * weight).sum() / batch.counts["policy"]
+    return loss, {"policy/loss": loss.detach(), "policy/tokens": (weight != 0).sum()}
+
+
+def grpo(
+    head: Head, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+) -> tuple[Tensor, Sums]:
+    """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
+    logprobs, entropy = head.logprobs(batch, hidden, with_entropy=True, observe=observe)
+    if algorithm.old_logprobs == "recompute":
+        # A rollout is trained on in one step, so the policy that drew it is the policy here: nothing to run again.
+        batch = replace(batch, old_logprobs=logprobs.detach())
+    group = ps.get_context_parallel_group()
+
+    def over_context(x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    total, sums = policy_loss(
+        logprobs, entropy, batch, algorithm, sequence_sum=over_context if group.size() > 1 else None
+    )
+    loss = total / batch.counts["policy"]
+    return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}
+
+
+Objective = Callable[[Head, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
+OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
+PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
+WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # divided already, or a count
+
+
+def means(totals: dict[str, list[float]]) -> dict[str, float]:
+    """Sums to what a reader wants: means over trained tokens; the drafter's per depth (`drafter/match_1`, ...)."""
+    metrics: dict[str, float] = {}
+    for name, values in totals.items():
+        counts = totals["drafter/tokens" if name in PER_DEPTH else "policy/tokens"] if name not in WHOLE else [1.0]
+        for depth, (value, count) in enumerate(zip(values, counts, strict=True), 1):
+            key = f"{name}_{depth}" if name in PER_DEPTH else name
+            metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
+    return metrics
+
+
+def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
+    """Micro-batches, then data- and context-parallel ranks, summed on the last stage and told to the other stages."""
+    totals: dict[str, list[float]] = {}
+    if ps.is_pipeline_last_stage():
+        shapes = {name: value.shape for name, value in sums[0].items()}
+        flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
+        dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
+        parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
+        totals = {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}
+    box = [totals]
+    if ps.get_pipeline_model_parallel_world_size() > 1:
+        group = ps.get_pipeline_model_parallel_group()
+        dist.broadcast_object_list(box, src=ps.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]
