@@ -2,11 +2,23 @@
 
 A row holds for both directions, so the two cannot disagree; that both are *right* is shown by comparing logits with
 Transformers' and SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` respells them.
+
+How the drafters differ (SGLang's class in brackets):
+
+    family                        input projection       norms           final norm        input at position 0
+    MiMo-7B (MiMoMTP)             hidden, embedding      w               final_layernorm   embedding is 0
+    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      w               shared_head.norm  as everywhere
+    Qwen3-Next, Qwen3.5 (MTP)     embedding, hidden      1 + w           norm              as everywhere
+    EAGLE-3                       none; fc of 3 hiddens  w               norm              as everywhere
+
+Bridges between Megatron and Hugging Face exist. mbridge 0.15.1 is a test oracle for names here, and not the converter:
+it needs Megatron's model objects on all ranks where the push has tensors, knows Transformer Engine's names only, and
+passes MiMo's input projection on without exchanging its halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +30,37 @@ from megatron_rlspec.weights.layouts import (
     REPLICATED,
     ROW,
     SWAP_HALVES,
+    ZERO_CENTERED,
     Cut,
     Layout,
+    gated_delta_net,
+    gated_delta_net_sizes,
+    gated_qkv,
     grouped_qkv,
+    stacked,
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron tensor. `vocabulary`: its rows are tokens, and Megatron may pad them."""
+    """One Megatron tensor.
+
+    `vocabulary`: its rows are tokens, and Megatron may pad them. `te_cut`: how Transformer Engine's layers cut it, if
+    not as the local ones do. `copies`: further Hugging Face names under which checkpoints repeat hf[0].
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout = COPY
     cut: Cut = REPLICATED
     vocabulary: bool = False
+    te_cut: Cut | None = None
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the tables need of a config.json."""
+    """What all tables need of a config.json."""
 
     layers: int
     mtp_layers: int
@@ -50,52 +73,108 @@ class Geometry:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Geometry:
-        try:
-            heads, hidden = config["num_attention_heads"], config["hidden_size"]
-            geometry = cls(
-                layers=config["num_hidden_layers"],
-                mtp_layers=config.get("num_nextn_predict_layers") or 0,
-                heads=heads,
-                groups=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or hidden // heads,
-                hidden=hidden,
-                vocab=config["vocab_size"],
-                tied=bool(config.get("tie_word_embeddings", False)),
-            )
-        except KeyError as missing:
-            raise ValueError(f"config.json has no {missing}") from None
+        heads, hidden = need(config, "num_attention_heads"), need(config, "hidden_size")
+        unsaid = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")  # it has one, and does not say
+        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unsaid))
+        geometry = cls(
+            layers=need(config, "num_hidden_layers"),
+            mtp_layers=mtp or 0,
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            hidden=hidden,
+            vocab=need(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
         if geometry.heads % geometry.groups:
             raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}")
         return geometry
 
 
-def outer_rows(g: Geometry) -> Iterator[Row]:
-    yield Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), cut=COLUMN, vocabulary=True)
+def need(config: Mapping[str, Any], key: str) -> Any:
+    if key not in config:
+        raise ValueError(f"config.json has no {key!r}")
+    return config[key]
+
+
+# ---- parts that families share ------------------------------------------------------------------------------------
+
+
+def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
+    """`mtp_copies`: each of the drafter's layers repeats embedding and head in the checkpoint."""
+    prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
+    copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
+    yield Row(
+        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), COPY, COLUMN, vocabulary=True, copies=copies
+    )
     yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not g.tied:
-        yield Row("output_layer.weight", ("lm_head.weight",), cut=COLUMN, vocabulary=True)
+        copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
+        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies)
 
 
-def attention_rows(megatron: str, hf: str, g: Geometry, *, qkv_bias: bool, qk_norm: bool) -> Iterator[Row]:
-    """Grouped-query attention without output bias."""
-    qkv = grouped_qkv(g.groups, g.heads // g.groups, g.head_dim)
-    for part in ("weight", "bias") if qkv_bias else ("weight",):
+def norms(megatron: str, hf: str) -> Iterator[Row]:
+    yield Row(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",))
+    yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
+
+
+def attention(megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False) -> Iterator[Row]:
+    """Grouped-query attention; `bias` of q, k and v; `gate` on its output (Qwen3-Next)."""
+    layout = (gated_qkv if gate else grouped_qkv)(g.groups, g.heads // g.groups, g.head_dim)
+    for part in ("weight", "bias") if bias else ("weight",):
         sources = tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv")
-        yield Row(f"{megatron}self_attention.linear_qkv.{part}", sources, qkv, COLUMN)
+        yield Row(f"{megatron}self_attention.linear_qkv.{part}", sources, layout, COLUMN)
     if qk_norm:
         for x in "qk":
             yield Row(f"{megatron}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",))
     yield Row(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), cut=ROW)
 
 
-def mlp_rows(megatron: str, hf: str) -> Iterator[Row]:
+def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
+    """Multi-head latent attention. Local specs cut the down projections by rows, Transformer Engine's repeat them."""
+    to, frm = f"{megatron}self_attention.", f"{hf}self_attn."
+    if q_lora_rank is None:
+        yield Row(f"{to}linear_q_proj.weight", (f"{frm}q_proj.weight",), cut=COLUMN)
+    else:
+        yield Row(f"{to}linear_q_down_proj.weight", (f"{frm}q_a_proj.weight",), cut=COLUMN, te_cut=REPLICATED)
+        yield Row(f"{to}q_layernorm.weight", (f"{frm}q_a_layernorm.weight",))
+        yield Row(f"{to}linear_q_up_proj.weight", (f"{frm}q_b_proj.weight",), cut=COLUMN)
+    yield Row(f"{to}linear_kv_down_proj.weight", (f"{frm}kv_a_proj_with_mqa.weight",), cut=COLUMN, te_cut=REPLICATED)
+    yield Row(f"{to}kv_layernorm.weight", (f"{frm}kv_a_layernorm.weight",))
+    yield Row(f"{to}linear_kv_up_proj.weight", (f"{frm}kv_b_proj.weight",), cut=COLUMN)
+    yield Row(f"{to}linear_proj.weight", (f"{frm}o_proj.weight",), cut=ROW)
+
+
+def mlp(megatron: str, hf: str) -> Iterator[Row]:
     yield Row(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, COLUMN_GATE_UP)
     yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
 
 
-def norm_rows(megatron: str, hf: str) -> Iterator[Row]:
-    yield Row(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",))
-    yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
+def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: str) -> Iterator[Row]:
+    """Mixture of experts under `mlp.`; `shared` is the checkpoint's name of the shared experts, "" for none."""
+    yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
+    if router_bias:
+        yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
+    for e in range(count):
+        yield from mlp(f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}.")
+    if shared:
+        yield from mlp(f"{megatron}shared_experts.", f"{hf}{shared}.")
+        if shared == "shared_expert":
+            yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
+
+
+def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Iterator[Row]:
+    """Drafters that the checkpoint keeps behind the last layer, in Megatron's own order (embedding, hidden)."""
+    for n in range(g.mtp_layers):
+        to, frm = f"mtp.layers.{n}.", f"model.layers.{g.layers + n}."
+        yield Row(f"{to}enorm.weight", (f"{frm}enorm.weight",))
+        yield Row(f"{to}hnorm.weight", (f"{frm}hnorm.weight",))
+        yield Row(f"{to}eh_proj.weight", (f"{frm}eh_proj.weight",), cut=COLUMN)
+        yield from block(f"{to}transformer_layer.", frm, g.layers + n)
+        yield Row(f"{to}final_layernorm.weight", (f"{frm}shared_head.norm.weight",))
+
+
+# ---- families -------------------------------------------------------------------------------------------------------
 
 
 def qwen2(config: Mapping[str, Any]) -> Iterator[Row]:
@@ -104,15 +183,15 @@ def qwen2(config: Mapping[str, Any]) -> Iterator[Row]:
     A drafter added to a Qwen2 model takes MiMo's names and order, so that SGLang runs it as MiMo.
     """
     g = Geometry.of(config)
-    qwen3 = config.get("model_type") == "qwen3"
-    attention = {"qkv_bias": bool(config.get("attention_bias", not qwen3)), "qk_norm": qwen3}
+    qwen3 = config["architectures"][0] == "Qwen3ForCausalLM"
+    bias = bool(config.get("attention_bias", False)) if qwen3 else True  # Qwen2's class has it whatever the config says
 
     def block(megatron: str, hf: str) -> Iterator[Row]:
-        yield from norm_rows(megatron, hf)
-        yield from attention_rows(megatron, hf, g, **attention)
-        yield from mlp_rows(f"{megatron}mlp.", f"{hf}mlp.")
+        yield from norms(megatron, hf)
+        yield from attention(megatron, hf, g, bias=bias, qk_norm=qwen3)
+        yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
 
-    yield from outer_rows(g)
+    yield from outer(g)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
     for n in range(g.mtp_layers):
@@ -124,8 +203,114 @@ def qwen2(config: Mapping[str, Any]) -> Iterator[Row]:
         yield Row(f"{megatron}final_layernorm.weight", (f"{hf}final_layernorm.weight",))
 
 
-TABLES = {
+def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
+    """DeepSeek-V3 (latent attention) and GLM4-MoE (grouped-query attention): sigmoid router with a bias, NextN."""
+    g = Geometry.of(config)
+    latent = "kv_lora_rank" in config
+    dense, count = config.get("first_k_dense_replace", 0), need(config, "n_routed_experts")
+    shared = "shared_experts" if config.get("n_shared_experts") else ""
+
+    def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        if latent:
+            yield from latent_attention(megatron, hf, config.get("q_lora_rank"))
+        else:
+            bias, qk_norm = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
+            yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm)
+        if n < dense:
+            yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
+        else:
+            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared)
+
+    yield from outer(g, mtp_copies=True)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
+    yield from nextn(g, block)
+
+
+def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention, dense or mixture of experts.
+
+    All norms are Gemma's (1 + w), for which Megatron needs `layernorm_zero_centered_gamma`; the delta net's output norm
+    is the exception. Names and bytes only: megatron-core 0.16.1 cannot train packed sequences through a delta net.
+    """
+    g = Geometry.of(config)
+    every = config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or ["full_attention" if (n + 1) % every == 0 else "" for n in range(g.layers)]
+    count = config.get("num_experts") or 0
+
+    def block(megatron: str, hf: str, full: bool) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        if full:
+            yield from attention(megatron, hf, g, bias=False, qk_norm=True, gate=True)
+        else:
+            yield from delta_net(megatron, hf, config)
+        if count:
+            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="shared_expert")
+        else:
+            yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
+
+    yield from outer(g)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", types[n] == "full_attention")
+    if g.mtp_layers > 1:
+        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
+    if g.mtp_layers:
+        yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
+        yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
+        yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
+        yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.", True)
+        yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
+
+
+def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row]:
+    """Qwen3-Next groups the input projection by key head, in two tensors; Qwen3.5 stacks it in four."""
+    key_heads, value_heads = need(config, "linear_num_key_heads"), need(config, "linear_num_value_heads")
+    shape = (key_heads, value_heads, need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim"))
+    q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
+    to, frm = f"{megatron}self_attention.", f"{hf}linear_attn."
+    if config["architectures"][0].startswith("Qwen3Next"):
+        parts, layout = ("qkvz", "ba"), gated_delta_net(*shape)
+    else:
+        parts, layout = ("qkv", "z", "b", "a"), stacked(q + k + v, z, b, a)
+    sources = tuple(f"{frm}in_proj_{part}.weight" for part in parts)
+    yield Row(f"{to}in_proj.weight", sources, layout, Cut(0, sizes))
+    yield Row(f"{to}conv1d.weight", (f"{frm}conv1d.weight",), cut=Cut(0, (q, k, v)))
+    yield Row(f"{to}A_log", (f"{frm}A_log",), cut=COLUMN)
+    yield Row(f"{to}dt_bias", (f"{frm}dt_bias",), cut=COLUMN)
+    yield Row(f"{to}out_norm.weight", (f"{frm}norm.weight",), ZERO_CENTERED)
+    yield Row(f"{to}out_proj.weight", (f"{frm}out_proj.weight",), cut=ROW)
+
+
+def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
+    """An external EAGLE-3 drafter, in a checkpoint of its own; Megatron names as ModelOpt gives them.
+
+    Its attention reads (embedding, hidden) side by side, so q, k and v have 2H columns. `d2t` and `t2d` map between the
+    draft vocabulary and the target's; the embedding is the target's unless the checkpoint has one.
+    """
+    g = Geometry.of(config)
+    to = "eagle_module."
+    layer = f"{to}decoder.layers.0."
+    yield Row(f"{to}fc.weight", ("fc.weight",))
+    yield Row(f"{to}enorm.weight", ("midlayer.input_layernorm.weight",))
+    yield Row(f"{layer}input_layernorm.weight", ("midlayer.hidden_norm.weight",))
+    yield Row(f"{layer}pre_mlp_layernorm.weight", ("midlayer.post_attention_layernorm.weight",))
+    yield from attention(layer, "midlayer.", g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
+    yield from mlp(f"{layer}mlp.", "midlayer.mlp.")
+    yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
+    yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",), cut=COLUMN)
+    yield Row(f"{to}d2t", ("d2t",))
+    yield Row(f"{to}t2d", ("t2d",))
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], Iterator[Row]]] = {
     "MiMoForCausalLM": qwen2,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": deepseek_v3,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_next,
+    "Qwen3_5MoeForCausalLM": qwen3_next,
+    "LlamaForCausalLMEagle3": eagle3,
 }

@@ -1,7 +1,7 @@
 """How one Megatron tensor is made of Hugging Face tensors, and how tensor-parallel ranks cut it.
 
 A `Layout` is a pair of inverse functions on full tensors; a `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both are exact: they only move elements.
+Megatron tensor and its shards. Both only move elements, hence are exact; the one exception says so (`ZERO_CENTERED`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,65 @@ def _swap(full: Tensor) -> Tensor:
 # (embedding, hidden): its own inverse.
 SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 
+# A norm whose checkpoint multiplies by w, in a model whose Megatron norms multiply by 1 + w. Exact in both directions
+# for weights from 1/2 up; below that the difference may need a bit more than the type has.
+ZERO_CENTERED = Layout(lambda parts: parts[0] - 1, lambda full: (full + 1,))
+
+
+def stacked(*sizes: int) -> Layout:
+    """Parts of these sizes, one after the other on dim 0."""
+    return Layout(torch.cat, lambda full: full.split(sizes))
+
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     """Megatron's linear_qkv, weight or bias: for each key/value group its query heads, then its key, then its value."""
-    sizes = (heads_per_group * head_dim, head_dim, head_dim)
+    return _grouped(groups, (heads_per_group * head_dim, head_dim, head_dim))
+
+
+def gated_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
+    """As `grouped_qkv`, if q_proj holds query and gate per head: Megatron puts a group's gates after its queries."""
+    queries = heads_per_group * head_dim
+    grouped = _grouped(groups, (2 * queries, head_dim, head_dim))
+
+    def transposed(q: Tensor, outer: int, inner: int) -> Tensor:
+        rest = q.shape[1:]
+        return q.reshape(groups, outer, inner, head_dim, *rest).transpose(1, 2).reshape(-1, *rest)
+
+    def fuse(parts: Sequence[Tensor]) -> Tensor:
+        return grouped.fuse((transposed(parts[0], heads_per_group, 2), *parts[1:]))
+
+    def split(full: Tensor) -> Sequence[Tensor]:
+        q, k, v = grouped.split(full)
+        return transposed(q, 2, heads_per_group), k, v
+
+    return Layout(fuse, split)
+
+
+def gated_delta_net(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
+    """Megatron's GDN in_proj, [Q; K; V; Z; B; A], of Qwen3-Next's in_proj_qkvz and in_proj_ba, grouped by key head."""
+    share = value_heads // key_heads
+    wide = _grouped(key_heads, (key_dim, key_dim, share * value_dim, share * value_dim))
+    narrow = _grouped(key_heads, (share, share))
+    sizes = gated_delta_net_sizes(key_heads, value_heads, key_dim, value_dim)
+
+    def fuse(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat((*wide.split(parts[0]), *narrow.split(parts[1])))
+
+    def split(full: Tensor) -> Sequence[Tensor]:
+        blocks = full.split(sizes)
+        return wide.fuse(blocks[:4]), narrow.fuse(blocks[4:])
+
+    return Layout(fuse, split)
+
+
+def gated_delta_net_sizes(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
+    """Rows of Q, K, V, Z, B and A."""
+    qk, v = key_heads * key_dim, value_heads * value_dim
+    return qk, qk, v, v, value_heads, value_heads
+
+
+def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
+    """Parts of groups × sizes[i] rows, interleaved group by group."""
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
         rest = parts[0].shape[1:]
@@ -54,26 +109,34 @@ def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensor-parallel cut along `dim` (None: every rank holds all of it), in each of `blocks` equal blocks of dim 0."""
+    """Tensor-parallel cut along `dim` (None: every rank holds all of it).
+
+    `blocks` on dim 0, so many equal ones or of these sizes, are cut one by one: a rank holds a part of each.
+    """
 
     dim: int | None
-    blocks: int = 1
+    blocks: int | tuple[int, ...] = 1
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         if self.dim is None or size == 1:
             return full
-        if full.shape[self.dim] % (self.blocks * size):
-            raise ValueError(
-                f"dimension {self.dim} of shape {list(full.shape)} does not divide into {self.blocks * size} parts"
-            )
-        blocks = full.chunk(self.blocks)
+        blocks = self._blocks(full, 1)
+        for block in blocks:
+            if block.shape[self.dim] % size:
+                parts = len(blocks) * size
+                raise ValueError(f"dimension {self.dim} of shape {list(full.shape)} does not divide into {parts} parts")
         return torch.cat([block.chunk(size, dim=self.dim)[rank] for block in blocks])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         if self.dim is None or len(shards) == 1:
             return shards[0]
-        by_rank = [shard.chunk(self.blocks) for shard in shards]
-        return torch.cat([torch.cat([blocks[b] for blocks in by_rank], dim=self.dim) for b in range(self.blocks)])
+        by_rank = [self._blocks(shard, len(shards)) for shard in shards]
+        return torch.cat([torch.cat(parts, dim=self.dim) for parts in zip(*by_rank, strict=True)])
+
+    def _blocks(self, tensor: Tensor, size: int) -> Sequence[Tensor]:
+        if isinstance(self.blocks, int):
+            return tensor.chunk(self.blocks)
+        return tensor.split([block // size for block in self.blocks])
 
 
 REPLICATED = Cut(None)

@@ -5,7 +5,9 @@ Megatron spells the same tensor in several ways, all of which are understood:
 
     local specs (canonical)                             Transformer Engine specs
     decoder.layers.N.input_layernorm.weight             decoder.layers.N.self_attention.linear_qkv.layer_norm_weight
-    decoder.layers.N.pre_mlp_layernorm.weight           decoder.layers.N.mlp.linear_fc1.layer_norm_weight
+    decoder.layers.N.pre_mlp_layernorm.weight           decoder.layers.N.mlp.linear_fc1.layer_norm_weight   (if dense)
+    ....self_attention.q_layernorm.weight (latent)      ....self_attention.linear_q_up_proj.layer_norm_weight
+    ....mlp.experts.local_experts.E.linear_fc1.weight   ....mlp.experts.linear_fc1.weightE
     mtp.layers.N.transformer_layer.* (0.16)             mtp.layers.N.mtp_model_layer.* (main, either specs)
 """
 
@@ -21,11 +23,17 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.weights.families import TABLES, Geometry, Row
+from megatron_rlspec.weights.layouts import Cut
 
-_FROM_TE = (
-    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
-    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
+# Fused norms: (the norm's local name, the layer that holds it under Transformer Engine), if the block has that layer.
+_FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv."),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1."),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj."),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj."),
 )
+_EXPERT_TE = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_EXPERT_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
 
 
@@ -34,9 +42,11 @@ def canonical(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     name = _MTP_BLOCK.sub(r"\1.transformer_layer.", name)
-    for pattern, local in _FROM_TE:
-        name = pattern.sub(local, name)
-    return name
+    for norm, layer in _FUSED:
+        block, found, leaf = name.partition(f"{layer}layer_norm_")
+        if found:
+            return f"{block}{norm}{leaf}"
+    return _EXPERT_TE.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
 
 def family_of(
@@ -77,7 +87,8 @@ class Family:
     def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors that one full Megatron tensor holds; vocabulary padding is cut off.
 
-        Yields nothing for Transformer Engine's `_extra_state` and for a tied head.
+        Yields nothing for Transformer Engine's `_extra_state` and for a tied head. Names under which a checkpoint
+        repeats a tensor (`Row.copies`) are left to whoever writes one: engines do not read them.
         """
         if megatron_name.endswith("_extra_state"):
             return
@@ -104,13 +115,13 @@ class Family:
     def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
         """Tensor-parallel rank's part of a full Megatron tensor."""
         try:
-            return self.row(megatron_name).cut.shard(full, rank, size)
+            return self._cut(megatron_name).shard(full, rank, size)
         except ValueError as error:
             raise ValueError(f"{megatron_name}, tensor parallel size {size}: {error}") from None
 
     def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor of all tensor-parallel ranks' parts, in rank order."""
-        return self.row(megatron_name).cut.unshard(shards)
+        return self._cut(megatron_name).unshard(shards)
 
     def spell(self, canonical_name: str) -> str:
         """The name that this family's layer specs give to a canonical name."""
@@ -118,18 +129,17 @@ class Family:
         if self.mtp_block != "transformer_layer":
             name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
         if self.spec == "te":
-            stem, _, leaf = name.rpartition(".input_layernorm.")
-            if stem and f"{_block(canonical_name)}self_attention.linear_qkv.weight" in self.rows:
-                return f"{stem}.self_attention.linear_qkv.layer_norm_{leaf}"
-            stem, _, leaf = name.rpartition(".pre_mlp_layernorm.")
-            if stem and f"{_block(canonical_name)}mlp.linear_fc1.weight" in self.rows:
-                return f"{stem}.mlp.linear_fc1.layer_norm_{leaf}"
+            name = _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", name)
+            for norm, layer in _FUSED:
+                block, found, leaf = canonical_name.partition(norm)
+                if found and f"{block}{layer}weight" in self.rows:
+                    return name.replace(norm, f"{layer}layer_norm_")
         return name
 
     @staticmethod
     def is_drafter(name: str) -> bool:
         """Whether a Megatron name belongs to the drafter; embedding and head are the target's."""
-        return canonical(name).startswith("mtp.")
+        return canonical(name).startswith(("mtp.", "eagle_module."))
 
     @cached_property
     def drafter_names(self) -> tuple[str, ...]:
@@ -140,6 +150,10 @@ class Family:
     def target_names(self) -> tuple[str, ...]:
         return tuple(hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf)
 
+    def _cut(self, megatron_name: str) -> Cut:
+        row = self.row(megatron_name)
+        return row.te_cut if self.spec == "te" and row.te_cut else row.cut
+
     def _fuse(self, row: Row, tensors: Mapping[str, Tensor], padded_vocab: int | None) -> Tensor:
         full = row.layout.fuse([tensors[hf] for hf in row.hf])
         if row.vocabulary and padded_vocab is not None and padded_vocab != full.shape[0]:
@@ -147,8 +161,3 @@ class Family:
                 raise ValueError(f"padded_vocab={padded_vocab} is smaller than the {full.shape[0]} rows of {row.hf[0]}")
             full = torch.cat((full, full.new_zeros(padded_vocab - full.shape[0], *full.shape[1:])))
         return full
-
-
-def _block(name: str) -> str:
-    """`decoder.layers.3.` of `decoder.layers.3.input_layernorm.weight`."""
-    return re.sub(r"(input_layernorm|pre_mlp_layernorm)\.\w+$", "", name)

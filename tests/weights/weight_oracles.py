@@ -103,9 +103,13 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
     parallel = parallel or ParallelConfig()
     runtime.init_distributed(parallel)
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings = {
         "num_layers": config["num_hidden_layers"],
@@ -113,7 +117,7 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
         "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": config["num_attention_heads"],
         "num_query_groups": config["num_key_value_heads"],
-        "kv_channels": config["head_dim"],
+        "kv_channels": config.get("head_dim"),
         "layernorm_epsilon": config["rms_norm_eps"],
         "normalization": "RMSNorm",
         "add_bias_linear": False,
@@ -132,26 +136,47 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
         "bias_dropout_fusion": False,
         "use_cpu_initialization": True,
     }
-    transformer = TransformerConfig(**{**settings, **options})
-    layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        num_experts=transformer.num_moe_experts,
-        multi_latent_attention=transformer.multi_latent_attention,
-        qk_layernorm=transformer.qk_layernorm,
-    )
-    mtp = transformer.mtp_num_layers and get_gpt_mtp_block_spec(transformer, layer, use_transformer_engine=False)
+    rotary_percent = options.pop("rotary_percent", 1.0)
+    kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    transformer = kind(**{**settings, **options})
+    if transformer.num_moe_experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.te_general_gemm = None  # 0.16.1 forgets to say so where Transformer Engine is missing
+        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=transformer.qk_layernorm)
+    if transformer.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = _latent_core_attention()
+    mtp = transformer.mtp_num_layers and get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False)
     return GPTModel(
         config=transformer,
-        transformer_layer_spec=layer,
+        transformer_layer_spec=spec,
         vocab_size=config["vocab_size"],
         max_sequence_length=config["max_position_embeddings"],
         position_embedding_type="rope",
         rotary_base=config["rope_theta"],
+        rotary_percent=rotary_percent,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=config["tie_word_embeddings"],
         mtp_block_spec=mtp or None,
     ).eval()
+
+
+def _latent_core_attention() -> type:
+    """megatron's plain attention does not take latent attention's key and value widths; given those it computes it."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    multi_latent_attention.HAVE_TE = False  # 0.16.1 believes that it is there, and then has no class of it
+
+    class LatentCoreAttention(DotProductAttention):
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    return LatentCoreAttention
 
 
 @torch.no_grad()
@@ -174,7 +199,7 @@ def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tu
             out[0] = 0
         return out
 
-    rotary = model.rotary_pos_emb(ids.shape[1])
+    rotary = None if model.config.multi_latent_attention else model.rotary_pos_emb(ids.shape[1])
     both = model.mtp(input_ids=ids, position_ids=position_ids, hidden_states=hidden, attention_mask=None,
                      rotary_pos_emb=rotary, embedding=embed)  # fmt: skip
     drafted = both.chunk(depth + 1)[1]
