@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class SGLangEngine:
         self._timeout = timeout
         self._paused = False
         self._broken = ""
+        self._shapes: dict[str, list[int]] | None = None
 
     @classmethod
     def of(cls, process: EngineProcess, *, timeout: float = 1800.0) -> SGLangEngine:
@@ -88,7 +90,9 @@ class SGLangEngine:
             self._post("resume")
 
     def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
-        buckets = _buckets(tensors)
+        if self._shapes is None:
+            self._shapes = self._post("control/shapes")["shapes"]
+        buckets = _buckets(self._checked(tensors))
         try:
             self._post("weights/begin", params={"scope": scope})
         except EngineError as error:
@@ -106,6 +110,19 @@ class SGLangEngine:
             self._post("weights/bucket", params={"scope": scope, **last}, data=data)
             bucket = following
         self._post("weights/end")
+
+    def _checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """SGLang's loaders skip some unknown names silently, and a wrong shape ends the scheduler."""
+        for name, tensor in tensors:
+            expected = self._shapes.get(name)
+            if expected is None:
+                near = difflib.get_close_matches(name, self._shapes, n=1)
+                raise EngineError(
+                    f"{self.url}: it has no tensor {name}" + (f"; did you mean {near[0]}?" if near else "")
+                )
+            if list(tensor.shape) != expected:
+                raise EngineError(f"{self.url}: {name} is {list(tensor.shape)}, but the engine's is {expected}")
+            yield name, tensor
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._post("control/set_schedule", json={"schedule": schedule.to_json()})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +21,11 @@ from megatron_rlspec.rollout.engine import EngineError
 class EngineProcess:
     """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
 
-    def __init__(self, process: subprocess.Popen, url: str, log: Path, api_key: str = "") -> None:
+    def __init__(self, process: subprocess.Popen, url: str, log: Path, scratch: str, api_key: str = "") -> None:
         self.process = process
         self.url = url
         self.log = log
+        self.scratch = scratch
         self.api_key = api_key
 
     def wait(self, timeout: float = 600.0, progress: Callable[[str], None] | None = None) -> EngineProcess:
@@ -33,6 +36,7 @@ class EngineProcess:
             session.trust_env = False
             while True:
                 if self.process.poll() is not None:
+                    self.close()
                     raise EngineError(f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})")
                 try:
                     answer = session.post(f"{self.url}/rlspec/control/describe", headers=headers, timeout=5)
@@ -55,17 +59,22 @@ class EngineProcess:
         return (told or lines or [f"exit code {self.process.returncode}"])[-1]
 
     def close(self) -> None:
-        """End the process and everything it started. Safe to call twice."""
-        for sig, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
-            try:
-                os.killpg(self.process.pid, sig)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+        """End the process and everything it started: nothing of an engine is worth a slow shutdown. Safe to repeat."""
+        self.process.kill()
         self.process.wait()
+        # Its children end when it does, and their resource trackers then tidy up; whatever stays is ended as well.
+        deadline = time.monotonic() + 3
+        while self._group(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._group(signal.SIGKILL)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _group(self, sig: int) -> bool:
+        try:
+            os.killpg(self.process.pid, sig)
+        except ProcessLookupError:
+            return False
+        return True
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -83,9 +92,10 @@ def launch(
     environment: Mapping[str, str] | None = None,
     api_key: str = "",
 ) -> EngineProcess:
-    """Start a server on `port` (0: a free one) with `arguments` of `rlspec serve` or SGLang. Returns at once.
+    """Start a server on `port` (0: a free one) of this machine, and return at once.
 
-    `environment` is added to this process's own. Everything the server prints goes to the file `log`.
+    `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
+    output goes to the file `log`.
     """
     port = port or _free_port()
     log = Path(log)
@@ -94,6 +104,7 @@ def launch(
     command += ["--port", str(port), "--stop-with-parent", *arguments]
     if api_key:
         command += ["--api-key", api_key]
+    scratch = tempfile.mkdtemp(prefix="rlspec-engine-")  # SGLang leaves its sockets where it made them.
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -101,9 +112,9 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": scratch, **(environment or {})},
         )
-    return EngineProcess(process, f"http://127.0.0.1:{port}", log, api_key)
+    return EngineProcess(process, f"http://127.0.0.1:{port}", log, scratch, api_key)
 
 
 def _free_port() -> int:

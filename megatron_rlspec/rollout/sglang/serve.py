@@ -37,7 +37,12 @@ _DISTRIBUTED = {
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 }
-_CPU_ARGUMENTS = ["--attention-backend=intel_amx", "--disable-cuda-graph", "--grammar-backend=none"]
+_CPU_ARGUMENTS = [
+    "--attention-backend=intel_amx",
+    "--disable-cuda-graph",
+    "--grammar-backend=none",
+    "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
+]
 
 
 class ServeError(ValueError):
@@ -170,8 +175,7 @@ def _adaptive_file(steps: list[int]) -> str:
     descriptor, path = tempfile.mkstemp(prefix="rlspec-adaptive-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
         json.dump({"1": {"candidate_steps": steps}}, file)
-    owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and Path(path).unlink(missing_ok=True))
+    atexit.register(Path(path).unlink, missing_ok=True)
     return path
 
 

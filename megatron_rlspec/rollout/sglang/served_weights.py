@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.weights.fingerprint import fingerprint
-
 
 def _mimo_drafter(name: str) -> str:
     if name.startswith("model.mtp_block."):
@@ -60,13 +58,12 @@ def _parts(module: torch.nn.Module, prefix: str) -> list[tuple[str, int]] | None
     return None
 
 
-def fingerprints(scheduler: Any) -> dict[str, int]:
-    """Of every tensor of target and drafter, read from the live models of SGLang's `Scheduler`."""
+def of_scheduler(scheduler: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """`named_tensors` of the live models of SGLang's `Scheduler`."""
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().tp_size > 1:
-        raise NotImplementedError("fingerprints of an engine with tensor parallelism")
-    target = scheduler.tp_worker.model_runner.model
+        raise NotImplementedError("reading the weights of an engine with tensor parallelism")
     worker = getattr(scheduler.draft_worker, "draft_worker", None)
     drafter = None if worker is None else worker.draft_runner.model
-    return {name: fingerprint(tensor) for name, tensor in named_tensors(target, drafter)}
+    return named_tensors(scheduler.tp_worker.model_runner.model, drafter)

@@ -1,0 +1,314 @@
+"""SGLang's real engine on the CPU, with a tiny random MiMo: three servers, started once.
+
+`adaptive` speculates under a schedule that tests replace, `plain` was launched without speculation, and `unkeyed`
+speculates with honest but not position-keyed sampling: the wrong sampler that the identity test must catch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_mimo
+import torch
+
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
+WEIGHTS = tiny_mimo.weights(CONFIG)
+LAUNCHES = {
+    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3"],
+    "plain": ["--spec", "off"],
+    "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
+}
+SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
+    logs = tmp_path_factory.mktemp("logs")
+    processes = {
+        name: launch(checkpoint, logs / f"{name}.log", arguments=[*SERVE, *arguments], environment=ONE_THREAD)
+        for name, arguments in LAUNCHES.items()
+    }
+    try:
+        yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.close()
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def requests(n: int, tag: str = "r") -> list[Request]:
+    lengths = np.random.default_rng(0).integers(1, 40, n)
+    prompts = [Prompt(i, np.random.default_rng(i).integers(3, 160, lengths[i])) for i in range(n)]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=1000 + i) for i, prompt in enumerate(prompts)]
+
+
+def texts(samples: list[Sample]) -> list[list[int]]:
+    return [s.response.tolist() for s in samples]
+
+
+def k(num_steps: int) -> SpecSchedule:
+    return SpecSchedule.fixed(SpecConfig(num_steps))
+
+
+# By batch and context at once: as samples grow and finish, every configuration takes its turn.
+SWITCHING = SpecSchedule(
+    batch_edges=(1, 13),
+    context_edges=(0, 420, 520, 620),
+    configs=(tuple(SpecConfig(n) for n in (1, 0, 2, 3)), tuple(SpecConfig(n) for n in (2, 0, 3, 1))),
+)
+
+SAMPLINGS = {
+    "T=1": Sampling(temperature=1.0, max_new_tokens=48),
+    "greedy": Sampling(temperature=0.0, max_new_tokens=32, ignore_eos=True),
+    "filtered": Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=32, ignore_eos=True),
+}
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], name: str) -> None:
+    asked, sampling = requests(16), SAMPLINGS[name]
+    plain = engines["plain"].generate(asked, sampling)
+    assert len({tuple(t) for t in texts(plain)}) > 10
+    for schedule in (k(1), k(3), SWITCHING) if name == "T=1" else (SWITCHING,):
+        engines["adaptive"].set_schedule(schedule)
+        engines["adaptive"].stats()
+        speculated = engines["adaptive"].generate(asked, sampling)
+        assert texts(speculated) == texts(plain)
+        for a, b in zip(speculated, plain, strict=True):
+            np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
+            assert a.status == b.status
+        used = {s.config for s in engines["adaptive"].stats()}
+        assert used == {config for row in schedule.configs for config in row}
+
+
+@pytest.mark.lossless
+def test_the_identity_catches_a_sampler_that_is_not_keyed(engines: dict[str, SGLangEngine]) -> None:
+    asked = requests(16)
+    plain = engines["plain"].generate(asked, SAMPLINGS["T=1"])
+    wrong = engines["unkeyed"].generate(asked, SAMPLINGS["T=1"])
+    assert sum(a != b for a, b in zip(texts(plain), texts(wrong), strict=True)) > 10
+    greedy = SAMPLINGS["greedy"]
+    assert texts(engines["unkeyed"].generate(asked, greedy)) == texts(engines["plain"].generate(asked, greedy))
+
+
+def test_logprobs_are_those_of_an_independent_model(engines: dict[str, SGLangEngine], checkpoint: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    oracle = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    engines["adaptive"].set_schedule(k(3))
+    for temperature in (1.0, 0.7):
+        sampling = Sampling(temperature=temperature, max_new_tokens=24, ignore_eos=True)
+        for sample in engines["adaptive"].generate(requests(4), sampling):
+            with torch.no_grad():
+                logits = oracle(torch.from_numpy(sample.tokens)[None]).logits[0, :-1]
+            logprobs = torch.log_softmax(logits / temperature, -1).gather(1, torch.from_numpy(sample.tokens[1:, None]))
+            start = sample.prompt_len
+            np.testing.assert_allclose(sample.behaviour_logprobs[start:], logprobs[start - 1 :, 0], atol=5e-4)
+            assert not sample.behaviour_logprobs[:start].any() and sample.loss_mask.sum() == 24
+
+
+def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngine]) -> None:
+    engine, asked = engines["adaptive"], requests(8)
+    sampling = Sampling(temperature=0.3, max_new_tokens=48, ignore_eos=True)
+    engine.set_schedule(k(3))
+    good = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+
+    def accept_length() -> float:
+        rounds = np.zeros(4)
+        for sample in engine.generate(asked, sampling):
+            rounds[: len(sample.accepted)] += sample.accepted
+        return 1 + float(rounds @ np.arange(4) / rounds.sum())
+
+    try:
+        target = {name: tensor for name, tensor in good.items() if "mtp_layers" not in name}
+        engine.update_weights(1, target.items(), scope="target")
+        random = accept_length()
+        engine.update_weights(2, ((n, t) for n, t in good.items() if n not in target), scope="drafter")
+        trained = accept_length()
+    finally:
+        engine.update_weights(0, WEIGHTS.items())
+    print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
+    assert random < 1.3 and trained > 2
+
+
+def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:
+    engine = engines["adaptive"]
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+    pushed = {name: tensor * 1.01 for name, tensor in WEIGHTS.items()}
+    engine.update_weights(7, pushed.items())
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in pushed.items()}
+    assert all(s.policy_versions == ((7, 0, len(s.response)),) for s in engine.generate(requests(3), SAMPLINGS["T=1"]))
+    engine.update_weights(0, WEIGHTS.items())
+    pool = EnginePool([engine, engines["plain"]])
+    with pytest.raises(EngineError, match="tensors differ"):  # the plain engine holds no drafter
+        pool.fingerprints()
+
+
+def test_samples_go_on_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
+    engine, started, done = engines["adaptive"], time.monotonic(), []
+    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(requests(2, "long"), sampling)))
+    thread.start()
+    time.sleep(0.3)
+    engine.update_weights(8, WEIGHTS.items())
+    thread.join(60)
+    for sample in done:
+        (old, first, cut), (new, again, last) = sample.policy_versions
+        assert (old, first, new, last) == (0, 0, 8, 150) and cut == again and 0 < cut < 150
+    assert len(done) == 2 and time.monotonic() - started < 60
+    engine.update_weights(0, WEIGHTS.items())
+
+
+def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, SGLangEngine]) -> None:
+    engine, name = engines["unkeyed"], "model.layers.0.self_attn.o_proj.weight"
+    with pytest.raises(EngineError, match=rf"{name} is \[3, 3\], but the engine's is \[64, 64\]$"):
+        engine.update_weights(1, [*WEIGHTS.items(), (name, torch.zeros(3, 3))])
+    with pytest.raises(EngineError, match=r"no tensor model.norm.weigth; did you mean model.norm.weight\?$"):
+        engine.update_weights(1, [("model.norm.weigth", torch.zeros(64))])
+    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
+        engine.generate(requests(1), SAMPLINGS["T=1"])
+    engine.update_weights(2, WEIGHTS.items())
+    assert engine.generate(requests(1), SAMPLINGS["T=1"])[0].policy_versions[0][0] == 2
+
+
+def test_abort(engines: dict[str, SGLangEngine]) -> None:
+    engine = engines["adaptive"]
+    sampling = Sampling(max_new_tokens=2000, ignore_eos=True)
+    asked = requests(3, "stop")
+    samples: dict[str, Sample] = {}
+    thread = threading.Thread(
+        target=lambda: engine.generate(asked, sampling, lambda s: samples.__setitem__(s.request_id, s))
+    )
+    thread.start()
+    time.sleep(0.7)
+    engine.abort(["stop-001.", "unknown"])
+    deadline = time.monotonic() + 10
+    while not samples and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(samples) == {"stop-001."}
+    engine.abort()
+    thread.join(30)
+    assert set(samples) == {r.id for r in asked}
+    for sample in samples.values():
+        assert sample.status == "aborted" and 0 < len(sample.response) < 2000
+        assert sample.behaviour_logprobs[sample.prompt_len :].all()
+
+
+def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
+    engine, asked, sampling = engines["adaptive"], requests(4, "p"), Sampling(max_new_tokens=80, ignore_eos=True)
+    whole = engine.generate(asked, sampling)
+    done: list[Sample] = []
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(asked, sampling)))
+    thread.start()
+    time.sleep(0.3)
+    engine.pause()
+    time.sleep(0.3)
+    engine.stats()
+    time.sleep(0.3)
+    assert not done and engine.stats() == []
+    engine.resume()
+    thread.join(30)
+    assert texts(done) == texts(whole)
+
+
+def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine]) -> None:
+    engine = engines["adaptive"]
+    engine.set_schedule(k(2))
+    engine.stats()
+    samples = engine.generate(requests(6), Sampling(max_new_tokens=30, ignore_eos=True))
+    stats = engine.stats()
+    assert {s.config for s in stats} == {SpecConfig(2)}
+    by_round, by_sample = np.zeros(3), np.zeros(3)
+    for s in stats:
+        by_round[: len(s.accepted)] += s.accepted
+    for sample in samples:
+        by_sample[: len(sample.accepted)] += sample.accepted
+        assert sum((i + 1) * n for i, n in enumerate(sample.accepted)) >= 29
+    assert by_round.tolist() == by_sample.tolist()
+    timed = [s for s in stats if s.rounds]
+    assert timed and all(0.1 < s.ms / s.rounds < 1000 and s.context_tokens >= s.batch for s in timed)
+    engines["plain"].stats()
+    engines["plain"].generate(requests(2), Sampling(max_new_tokens=10, ignore_eos=True))
+    assert {s.config for s in engines["plain"].stats()} == {OFF}
+
+
+def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
+    with pytest.raises(EngineError, match=r"asks for k5, but this engine only has candidate_steps \[0, 1, 2, 3\]$"):
+        engines["adaptive"].set_schedule(k(5))
+    with pytest.raises(EngineError, match="launched without adaptive speculation$"):
+        engines["plain"].set_schedule(k(1))
+    engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
+    with pytest.raises(EngineError, match="request r-000.: .*4096"):
+        engines["plain"].generate([Request("r-000.", Prompt(0, np.full(5000, 7)), 1)], SAMPLINGS["T=1"])
+    with pytest.raises(ValueError, match="2 requests, but only 1 distinct ids"):
+        engines["plain"].generate(requests(1) * 2, SAMPLINGS["T=1"])
+    with pytest.raises(ValueError, match="no tensors"):
+        engines["unkeyed"].update_weights(3, [])
+    engines["unkeyed"].update_weights(3, WEIGHTS.items())
+
+
+def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines: dict[str, SGLangEngine]) -> None:
+    taken = int(engines["plain"].url.rpartition(":")[2])
+    for name, model, arguments, message in (
+        ("port", checkpoint, [*SERVE, "--port", str(taken)], f"cannot listen on 127.0.0.1:{taken}"),
+        ("model", tmp_path / "nowhere", SERVE, "nowhere: no config.json there"),
+        ("cuda", checkpoint, ["--device", "cuda"], "torch finds no CUDA device here"),
+        ("host", checkpoint, ["--host", "0.0.0.0"], "reachable from outside: give --api-key"),
+    ):
+        if name == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises(EngineError, match="ended while starting: rlspec serve: .*" + message):
+            launch(model, tmp_path / f"{name}.log", arguments=arguments).wait(60)
+
+
+def test_the_engine_is_untouched_unless_asked() -> None:
+    """In a fresh process: SGLang loads our entry point, which registers nothing and imports none of our hooks."""
+    script = """
+from megatron_rlspec.rollout.sglang import cpu_stand_ins
+cpu_stand_ins.install()
+import sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+assert "megatron_rlspec.rollout.sglang.plugin" in sys.modules, "entry point not found"
+assert not HookRegistry._hooks and not HookRegistry._patched, HookRegistry._hooks
+assert "megatron_rlspec.rollout.sglang.verifier" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
+    """Last: it ends one of the servers. The pool finishes the work on the other one, with the same text."""
+    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
+    asked = requests(8, "lost")
+    engines["adaptive"].set_schedule(k(3))
+    expected = engines["adaptive"].generate(asked, sampling)
+    pool = EnginePool([engines["plain"], engines["adaptive"]])
+    threading.Timer(0.3, engines["plain"].close).start()
+    samples = pool.generate(asked, sampling)
+    assert texts(samples) == texts(expected)
+    assert pool.engines == (engines["adaptive"],) and len(pool.failures) == 1
+    with pytest.raises(EngineError, match="the engine"):
+        engines["plain"].generate(asked[:1], sampling)
