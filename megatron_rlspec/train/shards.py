@@ -103,7 +103,7 @@ def _stage_tensors(
             full = torch.empty(shape, dtype=dtype, device=runtime.device())
             dist.recv(full, src=origin, group=pipeline)
         if stage == 0:
-            yield name, full.cpu()
+            yield name, full.to("cpu", copy=True)  # never the live parameter: the next step would change it
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -1,0 +1,116 @@
+"""What a trainer takes from a checkpoint and from its configuration, and what it refuses."""
+
+import os
+
+import pytest
+import torch
+from test_parallel_equality import PLAIN, build, own_batches
+from train_ranks import HF_CONFIG, config, digest, on_ranks
+
+from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.train import model, runtime
+from megatron_rlspec.train.step import Trainer
+
+CELL = PLAIN | {"dtype": "float32"}
+
+
+def loading():
+    trainer = build(CELL)
+    weights, seen = dict(trainer.export()), {}
+    target = {name: tensor for name, tensor in weights.items() if "mtp" not in name}
+    assert set(target) == set(dict(trainer.export("target")))
+    assert set(weights) - set(target) == set(dict(trainer.export("drafter")))
+    for name, tensors in {"drafter": target, "shape": weights | {"model.norm.weight": torch.ones(3)}}.items():
+        with pytest.raises(ValueError) as caught:
+            trainer.load_hf(tensors)
+        seen[name] = str(caught.value)
+    before = digest(trainer.drafter.parameters())
+    trainer.load_hf({name: tensor + 1 for name, tensor in target.items()}, fresh_drafter=True)
+    seen["kept"] = digest(trainer.drafter.parameters()) == before
+    seen["loaded"] = all(torch.equal(t, target[n] + 1) for n, t in trainer.export("target"))
+    return seen
+
+
+def test_load_says_what_is_missing():
+    (seen,) = on_ranks(1, loading)
+    assert "no model.mtp_layers.0." in seen["drafter"] and "fresh" in seen["drafter"]
+    assert "model.norm.weight" in seen["shape"] and "[3]" in seen["shape"] and "[32]" in seen["shape"]
+    assert seen["kept"] and seen["loaded"]
+
+
+def initialisations():
+    """Policy and drafter as they come out of a constructor, and the random state that it leaves."""
+    out = {}
+    for name, how in {"with": {}, "without": {"drafter": False}}.items():
+        trainer = build(CELL, **how)
+        out[name] = digest(trainer.policy.parameters()), digest([torch.get_rng_state()])
+        if trainer.drafter is not None:
+            out["drafter"] = digest(trainer.drafter.parameters())
+    return out
+
+
+def test_the_drafters_initialisation_draws_from_a_stream_of_its_own():
+    first, second = (on_ranks(1, initialisations)[0] for _ in range(2))
+    assert first["with"] == first["without"]
+    assert first == second
+
+
+REFUSED = {
+    "rotary": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, {}, "yarn"),
+    "window": ({"use_sliding_window": True}, {}, "use_sliding_window"),
+    "experts": ({"num_experts": 8}, {}, "experts"),
+    "activation": ({"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
+    "vocabulary": ({"vocab_size": 65}, {"tensor": 2}, "vocab_size=65"),
+    "groups": ({"num_key_value_heads": 1}, {"tensor": 2}, "num_key_value_heads=1"),
+    "layers": ({}, {"pipeline": 3}, "num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_ignored_is_refused(case):
+    changes, parallel, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        model.transformer_config(HF_CONFIG | changes, config(parallel=parallel))
+
+
+def test_ranks_must_fit_the_layout(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(runtime, "install", lambda: None)
+    with pytest.raises(ValueError, match="3 ranks, but tensor × pipeline × context = 2"):
+        runtime.init_distributed(ParallelConfig(context=2))
+
+
+def alone():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    trainer = Trainer(config(), HF_CONFIG)
+    loss = trainer.train_step(own_batches(trainer), objective="sft")["policy/loss"]
+    runtime.shut_down()
+    return loss, torch.distributed.is_initialized()
+
+
+def test_one_process_needs_no_torchrun():
+    ((loss, joined),) = on_ranks(1, alone)
+    assert loss > 0 and not joined
+
+
+def nothing_trained():
+    """A step whose samples train no token, in part and on the whole."""
+    trainer = build(CELL)
+    batches = own_batches(trainer)
+    for field in ("loss_mask", "policy_weight"):
+        getattr(batches[0], field).zero_()
+    for mask in batches[0].drafter_mask:
+        mask.zero_()
+    part = trainer.train_step(batches, objective="grpo")
+    whole = trainer.train_step(batches[:1], objective="grpo")
+    return part, whole
+
+
+def test_a_batch_without_trained_tokens_contributes_nothing():
+    ((part, whole),) = on_ranks(1, nothing_trained)
+    assert all(value == value for value in {**part, **whole}.values()), "not a number"
+    assert whole["policy/loss"] == 0 and whole["policy/grad_norm"] == 0
+    assert whole["drafter/objective"] == 0 and whole["drafter/grad_norm"] == 0
+    assert part["policy/tokens"] > 0
