@@ -6,10 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megatron_rlspec.types import Sample
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -69,6 +71,14 @@ class Recorder:
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
         with (self.run_dir / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "kind": kind, "message": message, **fields}) + "\n")
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Texts to read, with what the drafter got right, to `samples.jsonl`."""
+        with (self.run_dir / "samples.jsonl").open("a") as file:
+            for s in samples:
+                row = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
+                row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted)}
+                file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         self._board.close()

@@ -30,7 +30,7 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
         "intermediate_size": args.ffn,
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.kv_heads,
-        "head_dim": args.head_dim,
+        "head_dim": args.hidden // args.heads,  # SGLang's MiMo knows no other
         "attention_bias": True,
         "hidden_act": "silu",
         "vocab_size": vocabulary,
@@ -92,7 +92,6 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=192)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--max-length", type=int, default=512, help="longest sample, in tokens")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -1,0 +1,40 @@
+"""The RL loop, and the supervised warm start before it. Every rank runs these lines; `Session` knows who does what."""
+
+from __future__ import annotations
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.session import Session
+
+
+def train(config: Config) -> None:
+    """GRPO with a co-trained drafter: collect, learn, push, adapt."""
+    with Session(config, data_path=config.data.path) as run:
+        run.push()
+        run.evaluate("first")
+        for step in run.steps(config.train.steps):
+            with run.clock("generate"):
+                groups = run.collect(step)  # rank 0's engines draw and score; every rank gets the groups
+            with run.clock("train"):
+                batches = run.pack(groups)  # this rank's share, rolled before the context-parallel slice
+                metrics = run.trainer.train_step(batches, objective="grpo")  # policy and drafter, one step each
+            with run.clock("push"):
+                run.push()  # target and drafter, one versioned session, every fingerprint compared
+            run.adapt()  # the next rollout's schedule, from what the engines observed
+            run.record(step, metrics, groups)
+            run.checkpoint(step)
+        run.evaluate("last")
+        run.export()
+
+
+def warm_start(config: Config) -> None:
+    """Policy and drafter on written answers, until held-out reward and accept length are good enough to start from."""
+    with Session(config, data_path=config.sft.path, supervised=True) as run:
+        for step in run.steps(config.sft.steps):
+            with run.clock("train"):
+                batches = run.pack(run.demonstrations())
+                metrics = run.trainer.train_step(batches, objective="sft")
+            run.record(step, metrics)
+            run.checkpoint(step)
+            if run.good_enough(step):
+                break
+        run.export()

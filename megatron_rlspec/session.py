@@ -1,0 +1,313 @@
+"""What one run holds: trainer and data on every rank; engines, rewards and records on rank 0.
+
+The verbs of `loop.py` live here. A verb that only rank 0 can do (generate, score, decide) runs there, and its result is
+broadcast as MessagePack bytes; the others wait. Randomness comes from (seed, step, prompt, index), so that a resumed
+run draws what the uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rlspec import data, wire
+from megatron_rlspec.config import Config
+from megatron_rlspec.metrics import Clock, Recorder, write_atomically
+from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Group, PackedBatch, Prompt, Request, Sample, Sampling
+from megatron_rlspec.weights.checkpoint import check, read_hf, write_hf
+from megatron_rlspec.weights.health import Health
+from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.push import Pusher, exporting
+
+EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
+
+
+class Session:
+    """A context manager: on exit engines are closed and records flushed, whatever happened."""
+
+    def __init__(self, config: Config, data_path: str, supervised: bool = False) -> None:
+        self.config, self.clock, self.run_dir = config, Clock(), Path(config.train.run_dir)
+        self.main = os.environ.get("RANK", "0") == "0"
+        self._closing = ExitStack()
+        self.hf_config, tensors = read_hf(config.model.path)
+        check(family_of(self.hf_config), tensors, drafter=config.drafter.train)
+        self.tokenizer = data.load_tokenizer(config.model.path)
+        source = data.Demonstrations if supervised else data.Prompts
+        self.data = source(data_path, self.tokenizer, config)
+        self.generates = not supervised or config.sft.eval_every > 0
+        # Engines start while the trainer is built.
+        starting = StartingEngines(config, self.run_dir) if self.main and self.generates else None
+        if starting:
+            self._closing.callback(starting.close)
+        self.trainer = Trainer(config, self.hf_config)
+        self.trainer.load_hf(tensors)
+        self.first_step, self.version = 0, 0
+        self._last_accept_length = 0.0
+        resumed = self._resume() if config.train.resume else {}
+        if self.main:
+            self._open_main(starting, resumed)
+
+    def _open_main(self, starting: StartingEngines | None, resumed: Mapping[str, Any]) -> None:
+        config = self.config
+        self.recorder = Recorder(self.run_dir, self.first_step)
+        self._closing.callback(self.recorder.close)
+        write_atomically(self.run_dir / "config.json", config.model_dump_json(indent=1))
+        if starting is None:
+            return
+        self.scorer = rewards.Scorer(config.reward)
+        self._closing.callback(self.scorer.close)
+        held_out = config.data.eval_path
+        self.held_out = data.Prompts(held_out, self.tokenizer, config).rows if held_out else []
+        engines = starting.wait()
+        self.engines = EnginePool(list(engines.values()))
+        self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
+        self.adapter = Adapter(
+            config.spec.mode,
+            config.spec.num_steps,
+            config.spec.candidate_steps,
+            config.spec.cost_table,
+            target_layers=self.hf_config["num_hidden_layers"],
+            max_batch=config.rollout.max_running_requests,
+        )
+        self.adapter.restore(resumed.get("adapter"))
+        rollout = config.rollout
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    # ---- rollouts ---------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[Group]:
+        """Scored groups of one step, the same on every rank."""
+        return self._share(lambda: self._draw(step))
+
+    def _draw(self, step: int) -> list[Group]:
+        options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
+        kept: list[Group] = []
+        dropped = 0
+        while len(kept) < wanted:
+            prompts = self.data.take(wanted - len(kept))
+            groups = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
+            if self.config.algorithm.dynamic_sampling:
+                groups = [group for group in groups if grpo.has_signal([s.reward for s in group.samples])]
+            dropped += len(prompts) - len(groups)
+            kept += groups
+        return kept
+
+    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[Group]:
+        """`samples` scored responses to each prompt. Ids have one width: none may be a prefix of another."""
+        requests = [
+            Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
+            for row, prompt in enumerate(prompts)
+            for i in range(samples)
+        ]
+        drawn = self.engines.generate(requests, self.sampling)
+        for sample in drawn:
+            sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
+        for failure in self.scorer.score(drawn):
+            self.recorder.event("reward", failure)
+        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)]
+
+    def _share(self, produce: Callable[[], list[Group]]) -> list[Group]:
+        """What rank 0 produced, on every rank."""
+        if dist.get_world_size() == 1:
+            return produce()
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        payload = torch.frombuffer(bytearray(wire.encode_groups(produce())), dtype=torch.uint8) if self.main else None
+        size = torch.tensor(0 if payload is None else len(payload), device=device)
+        dist.broadcast(size, src=0)
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device) if payload is None else payload.to(device)
+        dist.broadcast(payload, src=0)
+        return wire.decode_groups(payload.cpu().numpy().tobytes())
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def demonstrations(self) -> list[Group]:
+        """The next written answers; every rank reads the same rows."""
+        return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
+
+    def pack(self, groups: list[Group]) -> list[PackedBatch]:
+        """This rank's micro-batches, with group-relative advantages, rolled before the context-parallel cut."""
+        algorithm, parallel = self.config.algorithm, self.config.parallel
+        return pack(
+            [sample for group in groups for sample in group.samples],
+            advantages=[a for group in groups for a in self._advantages(group)],
+            depth=self.config.drafter.depth,
+            tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
+            aggregation=algorithm.aggregation,
+            constant_length=self.config.rollout.max_new_tokens,
+            dp_size=ps.get_data_parallel_world_size(),
+            dp_rank=ps.get_data_parallel_rank(),
+            cp_size=parallel.context,
+            cp_rank=ps.get_context_parallel_rank(),
+            multiple=parallel.tensor if parallel.sequence else 1,
+        )
+
+    def _advantages(self, group: Group) -> list[float]:
+        algorithm, longest = self.config.algorithm, self.config.rollout.max_new_tokens
+        shaped = [
+            s.reward + grpo.overlong_penalty(len(s.response), max_length=longest, zone=algorithm.overlong_tokens)
+            for s in group.samples
+        ]
+        known = [not rewards.failed(sample) for sample in group.samples]
+        return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
+
+    # ---- weights and schedule ---------------------------------------------------------------------------------------
+
+    def push(self) -> None:
+        """Target and drafter to every engine as one version, proven before the next rollout is trained on."""
+        self.version += 1
+        with exporting(self.trainer.export) as source:
+            if source is not None:
+                report = self.health.push(self.version, source, schedule=self.adapter.schedule)
+                self._pushed = report.metrics()
+                for record in report.records:
+                    self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
+
+    def adapt(self) -> None:
+        """The next rollout's schedule, by cost and by what was accepted."""
+        if self.main:
+            self._adapted = self.adapter.observe(self.engines.stats())
+            self.engines.set_schedule(self.adapter.schedule)
+
+    def export(self) -> None:
+        """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
+        with exporting(self.trainer.export) as source:
+            if source is not None:
+                write_hf(self.run_dir / "hf", self.hf_config, source("all"), tokenizer_from=self.config.model.path)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> None:
+        """Everything the next step depends on. The small state comes first: a directory means a whole checkpoint."""
+        every = self.config.train.save_every
+        if not every or (step + 1) % every:
+            return
+        folder = self.run_dir / "checkpoints"
+        if self.main:
+            state = {"step": step + 1, "version": self.version, "data": self.data.order.state()}
+            if self.generates:
+                state["adapter"] = self.adapter.state()
+            write_atomically(folder / f"step-{step + 1:06d}.json", json.dumps(state))
+        self.trainer.save(folder / f"step-{step + 1:06d}")
+        if self.main:
+            for old in sorted(folder.glob("step-*/"))[: -self.config.train.keep]:
+                shutil.rmtree(old)
+                old.with_suffix(".json").unlink(missing_ok=True)
+
+    def _resume(self) -> dict[str, Any]:
+        """Continue from the newest whole checkpoint; from the start if there is none yet."""
+        found = sorted((self.run_dir / "checkpoints").glob("step-*/"))
+        if not found:
+            return {}
+        state = json.loads(found[-1].with_suffix(".json").read_text())
+        self.trainer.load(found[-1])
+        self.data.order.restore(state["data"])
+        self.first_step, self.version = state["step"], state["version"]
+        return state
+
+    # ---- evaluation and records -------------------------------------------------------------------------------------
+
+    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
+        """One response to each of the first held-out prompts, the same seeds every time; {} on ranks but 0."""
+        if not self.main or not self.held_out:
+            return {}
+        chosen = self.held_out[: prompts or self.config.train.eval_prompts]
+        samples = [group.samples[0] for group in self._generate(f"e-{name}", chosen, 1, EVALUATION)]
+        result = rollout_metrics(samples) | {"prompts": float(len(samples))}
+        self.recorder.event(
+            "evaluation",
+            f"{name}: reward {result['reward']:.3f} on {len(samples)} held-out prompts, "
+            f"accept length {result['accept_length']:.2f}",
+            name=name,
+            **result,
+        )
+        return result
+
+    def good_enough(self, step: int) -> bool:
+        """Every `sft.eval_every` steps: held-out reward reached `sft.stop_reward`, and accept length is flat."""
+        options = self.config.sft
+        if not options.eval_every or (step + 1) % options.eval_every:
+            return False
+        with self.clock("push"):
+            self.push()
+        stop = torch.zeros(())
+        if self.main:
+            with self.clock("generate"):
+                result = self.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
+            gain = result["accept_length"] - self._last_accept_length
+            self._last_accept_length = result["accept_length"]
+            stop += result["reward"] >= options.stop_reward and gain < options.plateau
+        dist.broadcast(stop, src=0)
+        return bool(stop)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Steps still to do; rank 0 shows a bar."""
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        with Progress(*columns, disable=not self.main) as self._bar:
+            self._task = self._bar.add_task("step", total=total, completed=self.first_step)
+            for step in range(self.first_step, total):
+                yield step
+                self._bar.advance(self._task)
+
+    def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
+        """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`."""
+        if not self.main:
+            return
+        seconds = self.clock.drain()
+        values = dict(metrics) | seconds
+        line = f"loss {metrics['policy/loss']:.3f}"
+        samples = [sample for group in groups for sample in group.samples]
+        if samples:
+            found = rollout_metrics(samples)
+            found["tokens_per_second"] = found["response_tokens"] / seconds["seconds_generate"]
+            values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
+            self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4])
+            line = f"reward {found['reward']:.3f}  accept {found['accept_length']:.2f}"
+        if "drafter/match_1" in metrics:
+            line += f"  drafter {metrics['drafter/match_1']:.2f}"
+        self.recorder.write(step, values)
+        self._bar.update(self._task, description=line)
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What samples say of reward, length and speculation; accept length is a ratio of sums, over all rounds."""
+    rounds = sum(sum(s.accepted) for s in samples)
+    drafts = sum(i * n for s in samples for i, n in enumerate(s.accepted))
+    lengths = [len(s.response) for s in samples]
+    return {
+        "reward": float(np.mean([s.reward for s in samples])),
+        "reward_std": float(np.std([s.reward for s in samples])),
+        "accept_length": 1 + drafts / rounds if rounds else math.nan,
+        "response_tokens": float(sum(lengths)),
+        "response_length": float(np.mean(lengths)),
+        "longest_response": float(max(lengths)),
+        "truncated": float(np.mean([s.status == "truncated" for s in samples])),
+    }
+
+
+def _seed(*parts: int) -> int:
+    """A sampling seed below 2³¹ from non-negative integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
