@@ -110,6 +110,7 @@ class AlgorithmConfig(Section):
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="learning rate of the policy")
     warmup_steps: Count = Field(0, description="linear warm-up")
+    decay_steps: Count = Field(0, description="linear decay to a tenth over so many steps, drafter too; 0: none")
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)

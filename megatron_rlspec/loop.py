@@ -32,7 +32,7 @@ def warm_start(config: Config) -> None:
         for step in run.steps(config.sft.steps):
             with run.clock("train"):
                 batches = run.pack(run.demonstrations())
-                metrics = run.trainer.train_step(batches, objective="sft")
+                metrics = run.trainer.train_step(batches, objective="sft", train_policy=not config.sft.drafter_only)
             run.record(step, metrics)
             run.checkpoint(step)
             if run.good_enough(step):

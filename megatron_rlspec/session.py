@@ -191,6 +191,7 @@ class Session:
         if self.main:
             self._adapted = self.adapter.observe(self.engines.stats())
             self.engines.set_schedule(self.adapter.schedule)
+            write_atomically(self.run_dir / "schedule.json", json.dumps(self.adapter.schedule.to_json()))
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""

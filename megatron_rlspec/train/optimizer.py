@@ -35,7 +35,14 @@ class AdamW:
     eps: float = 1e-8
     clip_grad: float = 1.0
     warmup_steps: int = 0
+    decay_steps: int = 0
     distributed: bool = False
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the step-th update, from 1: linear up, then linear down to a tenth."""
+        warmth = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        left = max(0.1, 1 - 0.9 * step / self.decay_steps) if self.decay_steps else 1.0
+        return self.lr * min(warmth, left)
 
 
 class Learner:
@@ -116,9 +123,8 @@ class Learner:
         if self.adam.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.adam.clip_grad, norm)
         self.steps += 1
-        warmth = min(1.0, self.steps / self.adam.warmup_steps) if self.adam.warmup_steps else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.adam.lr * warmth
+            group["lr"] = self.adam.rate(self.steps)
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         return norm, True

@@ -288,6 +288,7 @@ def _policy_adam(config: Config) -> AdamW:
         eps=options.eps,
         clip_grad=options.clip_grad,
         warmup_steps=options.warmup_steps,
+        decay_steps=options.decay_steps,
         distributed=options.distributed,
     )
 
