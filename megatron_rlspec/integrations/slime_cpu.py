@@ -5,6 +5,8 @@ With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_st
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,8 +59,21 @@ class CpuAccelerator(Accelerator):
         return 0
 
 
+class _Stream:
+    """A CUDA stream where everything happens at once."""
+
+    def wait_stream(self, other: Any) -> None:
+        return None
+
+
 def install() -> None:
     """Idempotent; does nothing if there is a CUDA device."""
     runtime.install()
-    if not torch.cuda.is_available():
-        accelerator.set_accelerator(CpuAccelerator())
+    if torch.cuda.is_available():
+        return
+    accelerator.set_accelerator(CpuAccelerator())
+    # Megatron's argument checks ask for the architecture; `get_model` wraps DDP on a side stream.
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = lambda *_: _Stream()
+    torch.cuda.stream = lambda _: contextlib.nullcontext()

@@ -1,0 +1,232 @@
+"""`rlspec slime -- COMMAND`: slime's own command line, with a drafter that learns and engines that speculate.
+
+Hook paths, SGLang flags and environment are filled in and printed; what the user has set stays. Without `rlspec slime`
+in front, the same command is slime untouched. Nothing of slime is imported here: the command may run elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rlspec.config import ConfigError, DrafterConfig
+
+HOOKS = "megatron_rlspec.integrations.slime_hooks"
+METRICS = "megatron_rlspec.integrations.slime_metrics"
+DRIVERS = ("train.py", "train_async.py")
+# flag -> our function, and the args attribute under which ours finds the user's, which it calls
+CHAINED = {
+    "--custom-megatron-init-path": (f"{HOOKS}.init", "rlspec_inner_init_path"),
+    "--custom-model-provider-path": (f"{HOOKS}.model_provider", "rlspec_inner_provider_path"),
+    "--rollout-function-path": (f"{METRICS}.generate_rollout", "rlspec_inner_rollout_path"),
+    "--eval-function-path": (f"{METRICS}.generate_rollout", "rlspec_inner_eval_path"),
+    "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
+}
+DRAFTER = ("depth", "loss", "depth_decay", "lr", "weight_decay", "clip_grad")
+# (flag, the value that is refused or None for the bare flag, why)
+REFUSED = (
+    ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
+    ("--use-routing-replay", None, "the MTP layer's router would take another layer's recording"),
+    ("--sglang-enable-dp-attention", None, "SGLang then drops adaptive speculation with a warning only"),
+    ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
+    ("--sglang-enable-pdmux", None, "SGLang then drops adaptive speculation with a warning only"),
+)
+LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
+
+
+@dataclass
+class Plan:
+    """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes."""
+
+    flags: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    adaptive: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int) -> Plan:
+    """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
+
+    drafter  our options, by their names in `[drafter]`
+    steps    what the engines may choose from; start: num_steps at first
+    Raises ConfigError where slime's own flags contradict it.
+    """
+    given = flags(command)
+    for flag, value, why in REFUSED:
+        if flag in given and given[flag] == value:
+            raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
+    for flag in LOSSY:
+        if flag in given and float(given[flag] or 1) != 1:
+            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
+    topk = given.get("--sglang-speculative-eagle-topk", "1")
+    if topk != "1" and len(steps) > 1:
+        raise ConfigError(f"--sglang-speculative-eagle-topk {topk}: SGLang adapts chains only; set 1 or a single step")
+    algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
+    if algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+        raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
+    if given.get("--mtp-num-layers", "1") != "1":
+        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
+    if "--allgather-cp" in given and drafter["depth"] > 1:
+        raise ConfigError(f"--allgather-cp with depth={drafter['depth']}: only depth 1 knows that layout; set 1")
+    if start not in steps:
+        raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
+    out = Plan()
+    for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
+        if flag not in given:
+            out.flags += [flag] if value is None else [flag, value]
+    for flag, (ours, inner) in CHAINED.items():
+        if theirs := given.get(flag):
+            out.settings[inner] = theirs
+        out.flags += [flag, ours]
+    sglang = {
+        "--sglang-speculative-algorithm": "EAGLE",
+        "--sglang-speculative-num-steps": str(start),
+        "--sglang-speculative-eagle-topk": "1",
+        "--sglang-speculative-num-draft-tokens": str(start + 1),
+    }
+    for flag, value in sglang.items():
+        if flag not in given:
+            out.flags += [flag, value]
+    if len(steps) > 1 and "--sglang-speculative-adaptive" not in given:
+        out.flags.append("--sglang-speculative-adaptive")
+        out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
+    out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
+    out.environment["RLSPEC_SGLANG_DRAFTER_PUSH"] = "1"
+    return out
+
+
+def flags(command: Sequence[str]) -> dict[str, str | None]:
+    """`--flag value`, `--flag=value` and bare flags of a command line; of a repeated one the last, as in argparse."""
+    found: dict[str, str | None] = {}
+    for i, word in enumerate(command):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
+        following = command[i + 1] if i + 1 < len(command) else "--"
+        found[name] = value if equals else (None if following.startswith("--") else following)
+    return found
+
+
+def complete(command: Sequence[str], added: Plan, folder: Path) -> list[str]:
+    """The whole command with `added` in it; writes the YAML and JSON files that it names into `folder`."""
+    at = driver(command)
+    head, arguments = list(command[: at + 1]), list(command[at + 1 :])
+    given, settings = flags(arguments), dict(added.settings)
+    if theirs := given.get("--custom-config-path"):
+        try:
+            settings = {**(yaml.safe_load(Path(theirs).read_text()) or {}), **settings}
+        except OSError as error:
+            raise ConfigError(f"--custom-config-path {theirs}: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "slime.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    extra = [*added.flags, "--custom-config-path", str(config)]
+    if added.adaptive:
+        adaptive = folder / "adaptive.json"
+        adaptive.write_text(json.dumps(added.adaptive))
+        extra += ["--sglang-speculative-adaptive-config", str(adaptive)]
+    return [*_into_job(head, added.environment), *arguments, *extra]
+
+
+def driver(command: Sequence[str]) -> int:
+    """Where slime's driver stands in a command; what follows are its arguments."""
+    for i, word in enumerate(command):
+        if Path(word).name in DRIVERS:
+            return i
+    raise ConfigError(f"no {' or '.join(DRIVERS)} in the command {shlex.join(command) or '(empty)'}")
+
+
+def _into_job(head: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Add the environment to the runtime environment of a `ray job submit`; its workers do not inherit ours."""
+    if "submit" not in head:
+        return head
+    out, done = [], False
+    for i, word in enumerate(head):
+        before = head[i - 1] if i else ""
+        name, equals, value = word.partition("=")
+        if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
+            runtime = json.loads(word if not equals or before == "--runtime-env-json" else value)
+            runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+            word = (f"{name}=" if before != "--runtime-env-json" else "") + json.dumps(runtime)
+            done = True
+        out.append(word)
+    if not done:
+        at = out.index("submit") + 1
+        out[at:at] = ["--runtime-env-json", json.dumps({"env_vars": dict(environment)})]
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is added, then become the completed command; with --dry-run or --yaml only print or write."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    ours, _, command = (
+        (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
+    )
+    parser = argparse.ArgumentParser(
+        prog="rlspec slime",
+        usage="rlspec slime [options] -- python train.py …   or   -- ray job submit … -- python3 train.py …",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    defaults = DrafterConfig()
+    for name in DRAFTER:
+        default = getattr(defaults, name)
+        text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
+        parser.add_argument(
+            f"--drafter.{name}", dest=name, type=type(default), default=default, help=f"{text} ({default})"
+        )
+    parser.add_argument(
+        "--candidate-steps", default="0,1,2,3,5", help="steps the engines may choose from (%(default)s)"
+    )
+    parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
+    parser.add_argument(
+        "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
+    )
+    parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
+    parser.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
+    options = parser.parse_args(ours)
+    drafter = DrafterConfig(**{name: getattr(options, name) for name in DRAFTER}).model_dump()
+    steps = [int(step) for step in options.candidate_steps.split(",")]
+    if options.yaml:
+        print(as_yaml(plan(command, drafter, steps, options.num_steps), options.folder), end="")
+        return 0
+    at = driver(command)
+    added = plan(command[at + 1 :], drafter, steps, options.num_steps)
+    whole = complete(command, added, Path(options.folder).absolute())
+    for title, entries in (
+        ("environment", [f"{k}={v}" for k, v in added.environment.items()]),
+        ("flags", added.flags),
+        ("args", [f"{k}: {v}" for k, v in added.settings.items()]),
+    ):
+        print(f"rlspec slime adds {title}: {'  '.join(entries)}", flush=True)
+    if options.dry_run:
+        print(shlex.join(whole))
+        return 0
+    os.execvpe(whole[0], whole, {**os.environ, **added.environment})
+
+
+def as_yaml(added: Plan, folder: str) -> str:
+    """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
+    settings: dict[str, Any] = dict(added.settings)
+    for name, value in flags(added.flags).items():
+        settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
+    head = "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
+    if added.adaptive:
+        path = Path(folder, "adaptive.json")
+        settings["sglang_speculative_adaptive_config"] = str(path)
+        head += f"# {path} must hold: {json.dumps(added.adaptive)}\n"
+    return head + yaml.safe_dump(settings)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

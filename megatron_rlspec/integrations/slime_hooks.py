@@ -1,0 +1,124 @@
+"""The functions that slime calls by dotted path, on its train ranks. `rlspec slime` fills the paths in.
+
+`init` runs in each train process before any model is built, `model_provider` builds the model, and between them slime's
+own loop is told about the drafter at three points of `slime.backends.megatron_utils.model`: after the checkpoint is
+loaded, for each micro-batch, and around each step. Everything else of slime runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from slime.backends.megatron_utils import model as slime_model
+from slime.backends.megatron_utils import model_provider as slime_provider
+from slime.utils.misc import load_function
+
+from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime_drafter import Options, SlimeDrafter
+
+_drafter: SlimeDrafter | None = None
+
+
+def init(args: Namespace) -> None:
+    """`--custom-megatron-init-path`. Calls the user's own, `args.rlspec_inner_init_path`, first."""
+    if inner := getattr(args, "rlspec_inner_init_path", None):
+        load_function(inner)(args)
+    refuse(args)
+    slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
+    slime_model.get_batch = _with_fields(slime_model.get_batch)
+    slime_model.train_one_step = _around_step(slime_model.train_one_step)
+
+
+def refuse(args: Namespace) -> None:
+    """Raise ValueError, in one line, for what would not be right."""
+    if not args.enable_mtp_training:
+        raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
+    if args.mtp_num_layers != 1:
+        raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
+    if args.num_experts and (args.use_rollout_routing_replay or args.use_routing_replay):
+        raise ValueError("routing replay registers the MTP layer's router, which no rollout records; switch it off")
+    if (args.virtual_pipeline_model_parallel_size or 1) > 1:
+        raise ValueError("virtual pipeline stages are not supported with a drafter; set none")
+    Options.from_args(args)
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """`--custom-model-provider-path`: the model slime would build, its MTP layers handed to the drafter."""
+    global _drafter
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
+    build = slime_provider._get_model_provider_func(inner, "actor")
+    accepted = inspect.signature(build).parameters
+    stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
+    model = build(pre_process=pre_process, post_process=post_process, **stage)
+    if getattr(model, "mtp_process", False):
+        _drafter = SlimeDrafter(model, Options.from_args(args))
+    return model
+
+
+def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+    if _drafter is not None and getattr(model[0], "role", "actor") == "actor":
+        _drafter.thaw()
+    return loaded
+
+
+def _with_fields(get_batch: Callable) -> Callable:
+    @functools.wraps(get_batch)
+    def wrapped(data_iterator: Any, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False) -> Any:
+        batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
+        if _drafter is not None and _drafter.learner is not None and torch.is_grad_enabled():
+            _drafter.fields = drafter_fields(
+                batch,
+                _drafter.options.depth,
+                ps.get_context_parallel_rank(),
+                ps.get_context_parallel_world_size(),
+                "contiguous" if allgather_cp else "zigzag",
+            )
+        return batch
+
+    return wrapped
+
+
+def _around_step(train_one_step: Callable) -> Callable:
+    signature = inspect.signature(train_one_step)
+
+    @functools.wraps(train_one_step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _drafter is None or _drafter.learner is None:
+            return train_one_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        iterator, micro_batches = given["data_iterator"][0], given["num_microbatches"]
+        ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
+        samples = [i for indices in ahead for i in indices]
+        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth))
+        losses, grad_norm = train_one_step(*args, **kwargs)
+        metrics = _drafter.step()
+        _fill_tracker(metrics, micro_batches)
+        return {**losses, **metrics}, grad_norm
+
+    return wrapped
+
+
+def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
+    """slime logs the MTP loss from Megatron's tracker, divided by the number of micro-batches, and needs it filled."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    assert _drafter is not None
+    losses = [metrics.get(f"drafter_loss_{d}", 0.0) for d in range(1, _drafter.options.depth + 1)]
+    MTPLossLoggingHelper.tracker.update(values=torch.tensor(losses) * micro_batches, reduce_group=None, avg_group=None)
+
+
+def _after(function: Callable, then: Callable) -> Callable:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return then(function(*args, **kwargs), *args, **kwargs)
+
+    return wrapped

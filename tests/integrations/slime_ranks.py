@@ -1,0 +1,271 @@
+"""What the ranks of a slime test do: real slime and its Megatron on the CPU, started by `test_slime.py`, one line of JSON out.
+
+slime's parser, `get_batch`, model provider, DDP, optimizer, policy loss and `train_one_step` are its own. Replaced are
+what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`load_checkpoint`: seeded weights), and bf16.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.integrations import slime_cpu
+from megatron_rlspec.train import runtime
+
+LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 32, 4, 2, 64
+HF_CONFIG = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": True,
+}
+COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYERS} --hidden-size {HIDDEN}
+ --ffn-hidden-size 64 --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
+ --max-position-embeddings 512 --seq-length 128 --micro-batch-size 1 --vocab-size {VOCABULARY}
+ --tokenizer-type NullTokenizer --swiglu --disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-6
+ --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
+ --make-vocab-size-divisible-by 1 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+ --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
+ --mtp-num-layers 1 --enable-mtp-training --lr 1e-3 --rollout-batch-size 2 --n-samples-per-prompt 2
+ --global-batch-size 4 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
+ --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
+# Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
+LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
+
+
+def arguments(folder, cp, extra=""):
+    """slime's own parser on a small model; float32 instead of bf16."""
+    Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    command = (
+        f"{COMMAND} --hf-checkpoint {folder} --context-parallel-size {cp} --actor-num-gpus-per-node {world} {extra}"
+    )
+    sys.argv = command.split()
+    from slime.utils.arguments import parse_args
+
+    args = parse_args()
+    args.bf16, args.params_dtype, args.load = False, torch.float32, folder
+    return args
+
+
+def start(args):
+    """What slime's `initialize.init` does, but for its assertion on numpy 1 and its tokenizer; then the hook."""
+    from megatron.training.global_vars import set_args
+    from slime.backends.megatron_utils import initialize
+
+    slime_cpu.install()
+    set_args(args)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    initialize._initialize_distributed(args)
+    initialize._set_random_seed(args.seed)
+    if args.custom_megatron_init_path:
+        from slime.utils.misc import load_function
+
+        load_function(args.custom_megatron_init_path)(args)
+
+
+def layer_spec(args, config, vp_stage=None):
+    """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
+    return runtime.decoder_spec(config)
+
+
+def build(args, seed=0):
+    """slime's set-up of model, DDP, optimizer and scheduler; weights seeded by name where a checkpoint would be loaded."""
+    from slime.backends.megatron_utils import model as slime_model
+
+    model, optimizer, scheduler = slime_model.setup_model_and_optimizer(args)
+    model[0].role = "actor"
+    slime_model.load_checkpoint(model, optimizer, scheduler)
+    return model, optimizer, scheduler
+
+
+def seeded(model, optimizer, *_, **__):
+    """Stands in for `load_checkpoint`. Weights depend on name and shape alone."""
+    fill(model[0].named_parameters())
+    optimizer.reload_model_params()
+    return 0, 0
+
+
+def fill(named_parameters):
+    with torch.no_grad():
+        for name, parameter in named_parameters:
+            name = plain(name)
+            generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel())
+            noise = torch.randn(parameter.shape, generator=generator) * 0.08
+            parameter.copy_(noise + (1 if parameter.dim() == 1 and "norm" in name else 0))
+
+
+def rollout_data():
+    """One step of two micro-batches, as slime's RolloutManager sends it to a rank."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(1, VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    masks = [torch.ones(n, dtype=torch.int) for n in RESPONSES]
+    masks[0][5:8] = 0 if LENGTHS[0] == 23 else 1
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    def per_token(low):
+        rows = [low + torch.rand(n, generator=generator) for n in RESPONSES]
+        return [slice_log_prob_with_cp(r, t, n) for r, t, n in zip(rows, LENGTHS, RESPONSES, strict=True)]
+
+    return {
+        "tokens": tokens,
+        "loss_masks": masks,
+        "total_lengths": list(LENGTHS),
+        "response_lengths": list(RESPONSES),
+        "log_probs": per_token(-4.5),
+        "advantages": per_token(-0.5),
+        "rollout_mask_sums": torch.tensor([float(m.sum()) for m in masks]),
+        "micro_batch_indices": [[0, 2], [1, 3]],
+    }
+
+
+def packed_for_cpu(get_batch):
+    """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
+    from megatron_rlspec.integrations.slime_batch import drafter_fields
+    from megatron_rlspec.train.attention import packed_sequences
+    from megatron_rlspec.train.model import at_positions
+
+    def wrapped(*args, **kwargs):
+        batch = get_batch(*args, **kwargs)
+        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        here = drafter_fields(batch, 1, rank, size)
+        packed = packed_sequences(here.cu_seqlens_padded, GROUPS, size, rank, torch.device("cpu"))
+        config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32)
+        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, 10000.0)
+        return batch
+
+    return wrapped
+
+
+def train_step(args, model, optimizer, scheduler):
+    """One `train_one_step` of slime on `rollout_data`: (its loss dict, its gradient norm)."""
+    from slime.backends.megatron_utils import model as slime_model
+    from slime.backends.megatron_utils.data import get_data_iterator
+
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model[0])
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    model[0].train()
+    data = rollout_data()
+    return slime_model.train_one_step(
+        args, 0, 0, get_data_iterator(data), model, optimizer, scheduler, len(data["micro_batch_indices"]), 4
+    )
+
+
+def parameters(model):
+    return {plain(n): p.detach().clone() for n, p in model[0].named_parameters()}
+
+
+def plain(name):
+    return name.removeprefix("module.").removeprefix("module.")
+
+
+def prepare(folder, cp, extra=""):
+    """Arguments, groups, stand-ins, model: ready for `train_step`."""
+    from slime.backends.megatron_utils import model as slime_model
+
+    slime_cpu.install()
+    slime_model.load_checkpoint = seeded
+    slime_model.get_batch = packed_for_cpu(slime_model.get_batch)
+    args = arguments(folder, cp, f"--spec slime_ranks layer_spec {extra}")
+    args.spec = layer_spec_path()
+    start(args)
+    return args, *build(args)
+
+
+def layer_spec_path():
+    return ["slime_ranks", "layer_spec"]
+
+
+def capture(model, optimizer):
+    """Gradients as each optimizer is about to use them: slime's, and the drafter's own if it has one."""
+    from megatron_rlspec.integrations import slime_hooks
+
+    seen = {}
+
+    def before(step, prefix):
+        def wrapped(*args, **kwargs):
+            for name, parameter in model[0].named_parameters():
+                if getattr(parameter, "main_grad", None) is not None and (".mtp." in name) == bool(prefix):
+                    seen[plain(name)] = parameter.main_grad.detach().clone()
+            return step(*args, **kwargs)
+
+        return wrapped
+
+    drafter = slime_hooks._drafter
+    if drafter is not None and drafter.learner is not None:
+        drafter.learner.step = before(drafter.learner.step, "drafter")
+        optimizer.step = before(optimizer.step, "")
+    else:
+        original = optimizer.step
+        optimizer.step = before(before(original, "drafter"), "")
+    return seen
+
+
+def one_step(folder, cp, *extra):
+    """Train one step; save gradients, parameters and metrics for the test to compare."""
+    args, model, optimizer, scheduler = prepare(folder, int(cp), " ".join(extra))
+    gradients = capture(model, optimizer)
+    losses, norm = train_step(args, model, optimizer, scheduler)
+    result = {"gradients": gradients, "parameters": parameters(model), "losses": losses, "norm": norm}
+    torch.save(result, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
+def own_loop(folder, *_):
+    """The drafter's gradients when our own loop trains on the same samples from the same weights; no slime at all."""
+    from megatron_rlspec.rl.packing import pack
+    from megatron_rlspec.train.step import Trainer
+    from megatron_rlspec.types import Prompt, Sample
+
+    slime_cpu.install()
+    sections = {"model": {"dtype": "float32"}, "drafter": {"depth": 3}, "train": {"tokens_per_micro_batch": 64}}
+    trainer = Trainer(Config.model_validate(sections), HF_CONFIG)
+    fill([*trainer.policy.named_parameters(), *trainer.drafter.named_parameters()])
+    data, samples = rollout_data(), []
+    for i, tokens in enumerate(data["tokens"]):
+        mask = torch.zeros(len(tokens))
+        mask[-RESPONSES[i] :] = data["loss_masks"][i].float()
+        prompt = Prompt(i, tokens[: -RESPONSES[i]].numpy())
+        samples.append(Sample(f"s{i}", prompt, tokens.numpy(), mask.numpy(), torch.zeros(len(tokens)).numpy()))
+    gradients, step = {}, trainer.drafter_learner.step
+
+    def capture_step(*args, **kwargs):
+        gradients.update({n: p.main_grad.clone() for n, p in trainer.drafter.named_parameters()})
+        return step(*args, **kwargs)
+
+    trainer.drafter_learner.step = capture_step
+    metrics = trainer.train_step(
+        pack(samples, depth=3, tokens_per_micro_batch=64, advantages=[0.0] * len(samples)), objective="sft"
+    )
+    torch.save({"gradients": gradients, "losses": metrics}, Path(folder, "rank0.pt"))
+
+
+def empty_rank(folder, cp, *extra):
+    """As above, on one sample whose few response tokens all lie on one of the context-parallel ranks."""
+    global LENGTHS, RESPONSES
+    LENGTHS, RESPONSES = (64, 64, 64, 64), (12, 12, 12, 12)
+    one_step(folder, cp, *extra)
+
+
+if __name__ == "__main__":
+    {"one_step": one_step, "empty_rank": empty_rank, "own_loop": own_loop}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,129 @@
+"""Real slime, with us switched on and off: one step of slime's own `train_one_step` on one and two CPU ranks.
+
+Needs a slime checkout and the Megatron-LM it pins, with slime's patch applied, and an interpreter with slime's packages:
+`RLSPEC_SLIME`, `RLSPEC_SLIME_MEGATRON` and, if it is not this one, `RLSPEC_SLIME_PYTHON`. docs/slime-conformance.md
+says how to make them.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
+HOOKS = "megatron_rlspec.integrations.slime_hooks"
+OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
+UNCLIPPED = ("--clip-grad", "0")
+
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.skipif(
+        not (SLIME and MEGATRON), reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts: see the docstring"
+    ),
+]
+
+
+def environment():
+    path = [MEGATRON, SLIME, str(HERE.parent.parent), str(HERE)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+@cache
+def run(mode, cp, *extra):
+    """What rank 0 saved after `mode` of slime_ranks.py on `cp` ranks."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        job = {"WORLD_SIZE": str(cp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [PYTHON, "-W", "ignore", str(HERE / "slime_ranks.py"), mode, folder, str(cp), *extra]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=environment() | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(cp)
+        ]
+        outputs = [process.communicate(timeout=280)[0] for process in ranks]
+        for process, output in zip(ranks, outputs, strict=True):
+            assert process.returncode == 0, output[-3000:]
+        return torch.load(Path(folder, "rank0.pt"), weights_only=False)
+
+
+def policy(named):
+    return {name: value for name, value in named.items() if not name.startswith("mtp.")}
+
+
+def drafter(named):
+    return {name: value for name, value in named.items() if name.startswith("mtp.")}
+
+
+def worst(a, b):
+    assert a.keys() == b.keys() and a
+    return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in a)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_policy_is_updated_as_by_slime_alone(cp):
+    alone, ours = run("one_step", cp, *UNCLIPPED), run("one_step", cp, *OURS, *UNCLIPPED)
+    changed = [
+        name
+        for name, value in policy(alone["parameters"]).items()
+        if not torch.equal(value, policy(ours["parameters"])[name])
+    ]
+    assert not changed
+    assert ours["losses"]["loss"] == alone["losses"]["loss"]
+
+
+def test_joint_clip_of_slime_moves_the_policy():
+    """The control: with slime's own clipping, the drafter's gradient takes part in the policy's norm."""
+    alone, ours = run("one_step", 1), run("one_step", 1, *OURS)
+    assert alone["norm"] > 1.01 * ours["norm"]
+    assert any(not torch.equal(v, policy(ours["parameters"])[n]) for n, v in policy(alone["parameters"]).items())
+
+
+def test_drafter_gradient_does_not_depend_on_context_parallelism():
+    assert worst(*(drafter(run("one_step", cp, *OURS, *UNCLIPPED)["gradients"]) for cp in (2, 1))) < 5e-6
+
+
+def test_drafter_gradient_is_that_of_our_own_loop():
+    own = run("own_loop", 1)
+    for cp in (1, 2):
+        inside = run("one_step", cp, *OURS, *UNCLIPPED)
+        assert worst(drafter(inside["gradients"]), own["gradients"]) < 5e-6
+        for depth in (1, 2, 3):
+            assert inside["losses"][f"drafter_loss_{depth}"] == pytest.approx(
+                own["losses"][f"drafter/loss_{depth}"], rel=1e-5
+            )
+
+
+def test_rank_without_response_tokens():
+    """Twelve response tokens of 64 lie on one of two ranks: 0/0 in slime alone."""
+    alone, ours = run("empty_rank", 2), run("empty_rank", 2, *OURS)
+    assert not all(bool(g.isfinite().all()) for g in alone["gradients"].values())
+    assert all(bool(g.isfinite().all()) for g in ours["gradients"].values())
+    assert ours["losses"]["drafter_skipped"] == 0
+
+
+@pytest.mark.parametrize("name", ["slime-mask-shift", "slime-dead-accept-rate", "slime-qwen3-next-swap"])
+def test_doctor_finds_slimes_defects(name):
+    command = [PYTHON, "-W", "ignore", "-m", "megatron_rlspec.doctor", name, "--json", "-"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert '"state": "present"' in done.stdout, done.stdout + done.stderr
