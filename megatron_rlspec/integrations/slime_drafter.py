@@ -176,7 +176,9 @@ class SlimeDrafter:
             return self.block(self._gather(hidden)[:, 0], here.tokens, embedding, here.position_ids, packed)
         with torch.no_grad():
             embedded = model.embedding(input_ids=here.tokens[0][None], position_ids=None)
-            if self.options.zero_first_embedding and not model.config.sequence_parallel:
+            if self.options.zero_first_embedding:
+                if model.config.sequence_parallel:
+                    raise ValueError("rlspec_depth=1 with sequence parallelism and MiMo's rule for position 0; set 2")
                 embedded = embedded.masked_fill((here.position_ids == 0)[:, None, None], 0)
         out = model.mtp.layers[0]._proj_and_transformer_layer(
             hidden_states=hidden,

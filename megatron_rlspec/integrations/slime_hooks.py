@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from slime.utils.misc import load_function
 
 from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
 from megatron_rlspec.integrations.slime_drafter import Options, SlimeDrafter
+from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING
 
 _drafter: SlimeDrafter | None = None
 
@@ -60,8 +64,17 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
     model = build(pre_process=pre_process, post_process=post_process, **stage)
     if getattr(model, "mtp_process", False):
-        _drafter = SlimeDrafter(model, Options.from_args(args))
+        _drafter = SlimeDrafter(model, _options(args))
     return model
+
+
+def _options(args: Namespace) -> Options:
+    """As given; whether the engine reads 0 for the embedding at position 0 follows from the family, unless given."""
+    options = Options.from_args(args)
+    if hasattr(args, "rlspec_zero_first_embedding"):
+        return options
+    architectures = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("architectures") or [""]
+    return replace(options, zero_first_embedding=architectures[0] in ZERO_FIRST_EMBEDDING)
 
 
 def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:

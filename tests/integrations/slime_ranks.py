@@ -1,7 +1,7 @@
-"""What the ranks of a slime test do: real slime and its Megatron on the CPU, started by `test_slime.py`, one line of JSON out.
+"""What the ranks of a slime test do: real slime and its Megatron on the CPU, started by `test_slime.py`.
 
 slime's parser, `get_batch`, model provider, DDP, optimizer, policy loss and `train_one_step` are its own. Replaced are
-what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`load_checkpoint`: seeded weights), and bf16.
+what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`load_checkpoint`: seeded weights) and bf16.
 """
 
 import json
@@ -39,7 +39,8 @@ HF_CONFIG = {
 COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYERS} --hidden-size {HIDDEN}
  --ffn-hidden-size 64 --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
  --max-position-embeddings 512 --seq-length 128 --micro-batch-size 1 --vocab-size {VOCABULARY}
- --tokenizer-type NullTokenizer --swiglu --disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-6
+ --tokenizer-type NullTokenizer --swiglu --disable-bias-linear --add-qkv-bias
+ --normalization RMSNorm --norm-epsilon 1e-6
  --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
  --make-vocab-size-divisible-by 1 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
  --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
@@ -87,8 +88,8 @@ def layer_spec(args, config, vp_stage=None):
     return runtime.decoder_spec(config)
 
 
-def build(args, seed=0):
-    """slime's set-up of model, DDP, optimizer and scheduler; weights seeded by name where a checkpoint would be loaded."""
+def build(args):
+    """slime's set-up of model, DDP, optimizer and scheduler; seeded weights where a checkpoint would be loaded."""
     from slime.backends.megatron_utils import model as slime_model
 
     model, optimizer, scheduler = slime_model.setup_model_and_optimizer(args)
@@ -157,11 +158,10 @@ def packed_for_cpu(get_batch):
 
 def train_step(args, model, optimizer, scheduler):
     """One `train_one_step` of slime on `rollout_data`: (its loss dict, its gradient norm)."""
-    from slime.backends.megatron_utils import model as slime_model
-    from slime.backends.megatron_utils.data import get_data_iterator
-
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
+    from slime.backends.megatron_utils import model as slime_model
+    from slime.backends.megatron_utils.data import get_data_iterator
 
     config = get_model_config(model[0])
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads

@@ -1,0 +1,87 @@
+"""slime's layouts, read as the drafter must read them: against a loop over whole sequences, for CP 1, 2 and 4."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
+
+LENGTHS, RESPONSES, DEPTH, PAD = (23, 14, 17, 9), (15, 6, 3, 9), 3, 8
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(1, 100, (n,), generator=generator) for n in LENGTHS]
+    masks = [(torch.rand(n, generator=generator) > 0.2).int() for n in RESPONSES]
+    return tokens, masks
+
+
+def laid_out(cp, layout):
+    """Widths of slime's sequences before the split, its padding segment included (`get_batch` in slime's data.py)."""
+    if layout == "contiguous":
+        widths = list(LENGTHS)
+        pad = -sum(widths) % (cp * PAD)
+    else:
+        widths = [2 * cp * -(-n // (2 * cp)) if cp > 1 else n for n in LENGTHS]
+        pad = (-(sum(widths) // cp) % PAD) * cp
+    return widths + ([pad] if pad else [])
+
+
+def positions(widths, rank, cp, layout):
+    """Global positions that `rank` holds, in its order, chunk by chunk."""
+    total = sum(widths)
+    if cp == 1:
+        return list(range(total))
+    if layout == "contiguous":
+        return list(range(rank * total // cp, (rank + 1) * total // cp))
+    out, start = [], 0
+    for width in widths:
+        chunk = width // (2 * cp)
+        for part in (rank, 2 * cp - 1 - rank):
+            out += range(start + part * chunk, start + (part + 1) * chunk)
+        start += width
+    return out
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_fields_of_every_rank(cp, layout):
+    tokens, masks = samples()
+    widths = laid_out(cp, layout)
+    cu = torch.tensor([0, *widths]).cumsum(0).int()
+    batch = {
+        "unconcat_tokens": tokens,
+        "loss_masks": masks,
+        "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu),
+    }
+    trained = [0] * DEPTH
+    for rank in range(cp):
+        fields = drafter_fields(batch, DEPTH, rank, cp, layout)
+        for local, position in enumerate(positions(widths, rank, cp, layout)):
+            i = int(torch.searchsorted(cu[1:], position, right=True))
+            t = position - int(cu[i])
+            assert fields.position_ids[local] == t
+            for d in range(1, DEPTH + 1):
+                response = [t + s - (LENGTHS[i] - RESPONSES[i]) for s in range(1, d + 2)] if i < len(LENGTHS) else [-1]
+                right = all(0 <= r < RESPONSES[i] and masks[i][r] for r in response)
+                assert bool(fields.mask[d - 1][local]) == right, (rank, position, d)
+                if right:
+                    assert fields.tokens[d - 1][local] == tokens[i][t + d]
+                    assert fields.labels[d - 1][local] == tokens[i][t + 1 + d]
+                    trained[d - 1] += 1
+    data = {"total_lengths": LENGTHS, "loss_masks": masks}
+    assert trained_tokens(data, range(len(LENGTHS)), DEPTH) == trained
+    assert trained[0] > trained[1] > trained[2] > 0
+
+
+def test_no_samples_train_nothing():
+    assert trained_tokens({"total_lengths": [], "loss_masks": []}, [], 2) == [0.0, 0.0]
+
+
+def test_another_layout_is_noticed():
+    tokens, masks = samples()
+    cu = torch.tensor([0, *(n + 8 for n in LENGTHS)]).cumsum(0).int()
+    batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
+    with pytest.raises(ValueError, match="sample 0 has 23 tokens, but slime laid out \\[31\\]"):
+        drafter_fields(batch, 1, 0, 1)

@@ -1,0 +1,119 @@
+"""`rlspec slime`: what is added to a command, what stays, and what is refused."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+
+from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.integrations import slime
+
+DRAFTER = DrafterConfig().model_dump()
+
+
+def planned(command="", **drafter):
+    return slime.plan(command.split(), DRAFTER | drafter, (0, 1, 3), 3)
+
+
+def test_hooks_and_speculation_are_filled_in():
+    given = slime.flags(planned().flags)
+    assert given["--enable-mtp-training"] is None and given["--mtp-num-layers"] == "1"
+    assert given["--sglang-speculative-algorithm"] == "EAGLE"
+    assert given["--sglang-speculative-num-draft-tokens"] == "4"
+    assert set(slime.CHAINED) <= set(given)
+
+
+def test_what_the_user_set_stays_and_is_called_by_ours():
+    mine = "--mtp-num-layers 1 --sglang-speculative-num-steps 3 --rollout-function-path my.rollout"
+    added = planned(mine)
+    given = slime.flags(added.flags)
+    assert "--mtp-num-layers" not in given and "--sglang-speculative-num-steps" not in given
+    assert added.settings["rlspec_inner_rollout_path"] == "my.rollout"
+    assert given["--rollout-function-path"].endswith("slime_metrics.generate_rollout")
+
+
+@pytest.mark.parametrize(
+    ("command", "drafter", "message"),
+    [
+        ("--use-rollout-routing-replay", {}, "--use-rollout-routing-replay: rollouts record no routing"),
+        ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
+        ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
+        ("--sglang-enable-dp-attention", {}, "drops adaptive speculation"),
+        ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
+        ("--mtp-num-layers 3", {}, "repeats one layer"),
+        ("--allgather-cp", {"depth": 3}, "only depth 1"),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(command, drafter, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        planned(command, **drafter)
+    assert "\n" not in str(error.value)
+
+
+def test_harmless_values_are_not_refused():
+    planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
+    planned("--allgather-cp", depth=1)
+
+
+def test_start_must_be_a_candidate():
+    with pytest.raises(ConfigError, match="not among"):
+        slime.plan([], DRAFTER, (0, 1), 3)
+
+
+def test_plain_command(tmp_path):
+    command = shlex.split("python train_async.py --lr 1e-6")
+    whole = slime.complete(command, planned("--lr 1e-6"), tmp_path / "files")
+    assert whole[:4] == command
+    given = slime.flags(whole)
+    settings = yaml.safe_load(open(given["--custom-config-path"]))
+    assert settings["rlspec_depth"] == 3 and settings["rlspec_lr"] == 1e-4
+    adaptive = json.load(open(given["--sglang-speculative-adaptive-config"]))
+    assert adaptive == {"1": {"candidate_steps": [0, 1, 3]}}
+
+
+def test_users_yaml_is_kept(tmp_path):
+    theirs = tmp_path / "mine.yaml"
+    theirs.write_text("my_option: 7\n")
+    arguments = f"--custom-config-path {theirs}"
+    whole = slime.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
+    settings = yaml.safe_load(open(slime.flags(whole)["--custom-config-path"]))
+    assert settings["my_option"] == 7 and settings["rlspec_loss"] == "ce"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_ray_job_gets_the_environment(tmp_path, joined):
+    runtime = '{"env_vars": {"A": "1"}}'
+    option = [f"--runtime-env-json={runtime}"] if joined else ["--runtime-env-json", runtime]
+    command = ["ray", "job", "submit", *option, "--", "python3", "train.py"]
+    whole = slime.complete(command, planned(), tmp_path)
+    given = slime.flags(whole)
+    assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", "RLSPEC_SGLANG_DRAFTER_PUSH": "1"}
+    assert whole.index("train.py") > whole.index("--")
+
+
+def test_ray_job_without_runtime_environment(tmp_path):
+    whole = slime.complete(["ray", "job", "submit", "--", "python3", "train.py"], planned(), tmp_path)
+    assert json.loads(slime.flags(whole)["--runtime-env-json"])["env_vars"]
+    assert whole.index("--runtime-env-json") < whole.index("--")
+
+
+def test_a_command_without_slimes_driver():
+    with pytest.raises(ConfigError, match="no train.py or train_async.py"):
+        slime.driver(["python", "other.py"])
+
+
+def test_dry_run_prints_and_stops(tmp_path, capsys):
+    assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", "python", "train.py"]) == 0
+    out = capsys.readouterr().out
+    assert "rlspec slime adds flags: --enable-mtp-training" in out
+    assert out.splitlines()[-1].startswith("python train.py --enable-mtp-training")
+
+
+def test_yaml_holds_every_flag(capsys):
+    slime.main(["--yaml", "--drafter.lr", "3e-4", "--"])
+    out = capsys.readouterr().out
+    settings = yaml.safe_load(out)
+    assert settings["rlspec_lr"] == 3e-4 and settings["sglang_speculative_num_steps"] == 3
+    assert settings["enable_mtp_training"] is True
+    assert "# set in the environment of all Ray workers: RLSPEC_SGLANG_DRAFTER_PUSH=1" in out
