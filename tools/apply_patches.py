@@ -1,0 +1,7 @@
+"""python tools/apply_patches.py patches/slime/624b824a8 SLIME_CHECKOUT --check | --apply | --reverse"""
+
+import sys
+
+from megatron_rlspec.integrations.patches import main
+
+sys.exit(main())
