@@ -1,0 +1,130 @@
+"""The trainer's drafter computes what SGLang's engine computes: logits at (t, d), d = 1, 2, 3, from the same tokens."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+import tiny_mimo
+
+from megatron_rlspec.config import load
+from megatron_rlspec.mtp.drafter import Drafter
+from megatron_rlspec.mtp.shift import shift_packed
+from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import EngineProcess, _free_port
+from megatron_rlspec.train.model import describe
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling
+
+DEPTH, TOLERANCE = 3, 2e-4
+CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=160)
+WEIGHTS = tiny_mimo.weights(CONFIG)
+SERVE = (
+    "--device cpu --dtype float32 --max-total-tokens 4096 --max-running-requests 4 --spec fixed --num-steps 3".split()
+)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory) -> list[tuple[Sample, dict[int, tuple[list[int], np.ndarray]]]]:
+    """Per sample, and per position t that the engine drafted from: its chain, and its logits `[DEPTH, V]`."""
+    folder = tmp_path_factory.mktemp("parity")
+    model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
+    port, passes = _free_port(), folder / "passes"
+    script = Path(__file__).with_name("capturing_serve.py")
+    command = [sys.executable, str(script), str(passes), "--model", str(model), "--port", str(port), *SERVE]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    with EngineProcess(process, f"http://127.0.0.1:{port}", log, tempfile.mkdtemp()) as running:
+        engine = SGLangEngine.of(running.wait(120))
+        found, seen = [], 0
+        for i, length in enumerate((1, 9)):  # a one-token prompt is drafted from at position 0
+            prompt = Prompt(i, np.arange(5, 5 + length))
+            sampling = Sampling(max_new_tokens=12, ignore_eos=True)
+            (sample,) = engine.generate([Request(f"r{i}", prompt, seed=7)], sampling)
+            files = sorted(passes.glob("*.npz"))[seen:]
+            seen += len(files)
+            found.append((sample, rounds([np.load(file) for file in files], sample)))
+    return found
+
+
+def rounds(passes, sample: Sample) -> dict[int, tuple[list[int], np.ndarray]]:
+    """Every round is one (draft-)extend, whose row at t is depth 1, and DEPTH - 1 decode passes."""
+    found = {}
+    for first in range(0, len(passes) - DEPTH + 1, DEPTH):
+        extend, *decodes = passes[first : first + DEPTH]
+        assert "EXTEND" in str(extend["mode"]) and all(str(p["mode"]) == "DECODE" for p in decodes)
+        t = int(decodes[0]["positions"][0]) - 1
+        row = -1 if len(extend["logits"]) == 1 else int(np.flatnonzero(extend["positions"] == t)[0])
+        chain = [int(p["input_ids"][0]) for p in decodes]
+        assert int(extend["logits"][row].argmax()) == chain[0]
+        found[t] = (chain, np.stack([extend["logits"][row], *(p["logits"][0] for p in decodes)]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    trainer = Trainer(load(None, {"model.dtype": "float32", "drafter.depth": str(DEPTH)}), CONFIG)
+    trainer.load_hf(WEIGHTS)
+    return trainer
+
+
+def trainer_logits(trainer: Trainer, drafter: Drafter, sample: Sample, chains: dict[int, list[int]]) -> torch.Tensor:
+    """`[DEPTH, T, V]`; at t the drafter reads x_{t+1}, then the engine's own chain from t."""
+    (batch,) = pack([sample], depth=DEPTH, tokens_per_micro_batch=1024)
+    tokens = [shift_packed(batch.tokens, batch.cu_seqlens, d) for d in range(1, DEPTH + 1)]
+    for t, chain in chains.items():
+        for depth, token in enumerate(chain, 2):
+            tokens[depth - 1][t] = token
+    packed = describe(batch, trainer.model_config, trainer.rotary_base, torch.device("cpu"))
+    with torch.no_grad():
+        positions = batch.position_ids
+        hidden = trainer.policy(batch.tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
+        outputs = drafter(hidden, tokens, trainer.embedding, positions, packed)
+        return torch.stack(outputs) @ trainer.policy.head_weight().T
+
+
+def gaps(trainer: Trainer, drafter: Drafter, drafted) -> np.ndarray:
+    """Largest difference per depth, over all positions that were drafted from."""
+    worst = np.zeros(DEPTH)
+    for sample, found in drafted:
+        logits = trainer_logits(trainer, drafter, sample, {t: chain for t, (chain, _) in found.items()}).numpy()
+        for t, (_, expected) in found.items():
+            if t < len(sample.tokens) - 1:
+                worst = np.maximum(worst, np.abs(logits[:, t] - expected).max(axis=1))
+    return worst
+
+
+def test_chain_exact_unrolling_is_the_engine_s(drafted, trainer):
+    assert {0, 8} <= {t for _, found in drafted for t in found} and sum(len(found) for _, found in drafted) > 15
+    assert trainer.drafter is not None
+    assert gaps(trainer, trainer.drafter, drafted).max() < TOLERANCE
+
+
+def test_megatron_s_unrolling_of_one_layer_is_not(drafted, trainer):
+    separate = Drafter(
+        trainer.model_config,
+        depth=DEPTH,
+        repeated_layer=False,
+        zero_first_embedding=True,
+        rotary_base=trainer.rotary_base,
+        seed=1,
+    )
+    for layer in separate.mtp.layers:
+        layer.load_state_dict(trainer.drafter.mtp.layers[0].state_dict())
+    first, *deeper = gaps(trainer, separate, drafted)
+    assert first < TOLERANCE and min(deeper) > 100 * TOLERANCE
+
+
+def test_a_drafter_without_the_rule_for_position_0_is_not(drafted, trainer):
+    trainer.drafter.zero_first_embedding = False
+    try:
+        assert gaps(trainer, trainer.drafter, drafted[:1]).max() > 100 * TOLERANCE
+    finally:
+        trainer.drafter.zero_first_embedding = True
