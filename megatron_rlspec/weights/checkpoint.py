@@ -200,11 +200,21 @@ def finish(
         write_json(partial / _INDEX, index)
     write_json(partial / "config.json", config)
     if tokenizer_from is not None:
-        for pattern in _COMPANIONS:
-            for file in Path(tokenizer_from).glob(pattern):
-                shutil.copy2(file, partial / file.name)
-    for file in partial.iterdir():
-        _sync(file)
+        copy_companions(Path(tokenizer_from), partial)
+    publish(partial, target)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer and the other small files that belong to a checkpoint."""
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy2(file, target / file.name)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a finished directory its name, once all of it is on the disk."""
+    for path in sorted(partial.rglob("*"), reverse=True):
+        _sync(path)
     _sync(partial)
     os.rename(partial, target)
     _sync(target.parent)

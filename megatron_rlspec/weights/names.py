@@ -35,13 +35,14 @@ _FUSED = (
 _EXPERT_TE = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _EXPERT_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
+_CANONICAL_BLOCK = r"\1.transformer_layer."
 
 
 def canonical(name: str) -> str:
     """The local-spec, 0.16 spelling of any Megatron name; a DDP or Float16 wrapper's `module.` is dropped."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    name = _MTP_BLOCK.sub(r"\1.transformer_layer.", name)
+    name = _MTP_BLOCK.sub(_CANONICAL_BLOCK, name)
     for norm, layer in _FUSED:
         block, found, leaf = name.partition(f"{layer}layer_norm_")
         if found:
@@ -128,12 +129,14 @@ class Family:
         name = canonical_name
         if self.mtp_block != "transformer_layer":
             name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
-        if self.spec == "te":
-            name = _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", name)
-            for norm, layer in _FUSED:
-                block, found, leaf = canonical_name.partition(norm)
-                if found and f"{block}{layer}weight" in self.rows:
-                    return name.replace(norm, f"{layer}layer_norm_")
+        return _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", self.fused(name)) if self.spec == "te" else name
+
+    def fused(self, name: str) -> str:
+        """The name with its norm fused into the layer behind it, where the block has such a layer."""
+        for norm, layer in _FUSED:
+            block, found, leaf = name.partition(norm)
+            if found and f"{_MTP_BLOCK.sub(_CANONICAL_BLOCK, block)}{layer}weight" in self.rows:
+                return f"{block}{layer}layer_norm_{leaf}"
         return name
 
     @staticmethod
@@ -145,6 +148,12 @@ class Family:
     def drafter_names(self) -> tuple[str, ...]:
         """Hugging Face names of the drafter's own tensors; empty if the model has no drafter."""
         return tuple(hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf)
+
+    @cached_property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        numbers = [int(found[1]) for name in self.rows if (found := _EXPERT_LOCAL.search(name))]
+        return max(numbers, default=-1) + 1
 
     @cached_property
     def target_names(self) -> tuple[str, ...]:

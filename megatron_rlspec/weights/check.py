@@ -1,0 +1,128 @@
+"""`rlspec convert --check`: do both checkpoints compute the same?
+
+Policy and drafter of the Megatron side run in Megatron's modules, those of the Hugging Face side in Transformers' own
+classes. The drafter around its block is written here after SGLang's `mimo_mtp.py`; no name table is read for that side,
+since a table that is wrong both ways would agree with itself.
+
+The one place of this room that looks into `train`: a check without the modules that train is no check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.config import load
+from megatron_rlspec.weights.checkpoint import read_hf
+from megatron_rlspec.weights.convert import HfSource
+from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.torch_dist import TorchDistReader
+
+_TOKENS = 64
+
+
+def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
+    """One line with the largest differences, relative to the logits' spread; ValueError if above `tolerance`.
+
+    One of the two is a Hugging Face checkpoint, the other a Megatron one (or also Hugging Face: then it is read as
+    Megatron would read it). Both models are held in float32 at the same time.
+    """
+    hf, megatron = (first, second) if (first / "config.json").exists() else (second, first)
+    config, tensors = read_hf(hf)
+    tokens = torch.randint(0, config["vocab_size"], (_TOKENS,), generator=torch.Generator().manual_seed(0))
+    expected = transformers_logits(config, tensors, tokens)
+    found = megatron_logits(megatron, config, tokens)
+    report = []
+    for what, ours, theirs in zip(("policy", "drafter"), found, expected, strict=True):
+        if theirs is not None:
+            gap = float((ours - theirs).abs().max() / theirs.std())
+            report.append(f"{what} {gap:.1e}")
+            if not gap <= tolerance:
+                raise ValueError(
+                    f"--check: the {what}'s logits differ from Transformers' by {gap:.1e} of their spread, "
+                    f"allowed are {tolerance:.0e}"
+                )
+    return f"logits equal Transformers' within (of their spread): {', '.join(report)}, on {_TOKENS} tokens"
+
+
+@torch.no_grad()
+def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same two of the modules that train, filled from a checkpoint by canonical name; on one rank."""
+    from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
+    from megatron_rlspec.train import runtime, shards
+    from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
+
+    options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
+    runtime.init_distributed(options.parallel)
+    family, device = family_of(config), runtime.device()
+    is_hf = (path / "config.json").exists()
+    source = HfSource(family, read_hf(path)[1]) if is_hf else TorchDistReader(path, family)
+    model_config, base = transformer_config(config, options), rotary_base(config)
+    policy = Policy(model_config, config, options.model.max_length)
+    modules = [policy]
+    if family.drafter_names:
+        rule = family.name in ZERO_FIRST_EMBEDDING
+        drafter = Drafter(
+            model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rotary_base=base, seed=0
+        )
+        modules.append(drafter)
+    for module in modules:
+        for name, parameter in shards.global_names(module, model_config).items():
+            parameter.copy_(source[name])
+        module.to(device).eval()
+    tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    batch = SimpleNamespace(tokens=tokens, position_ids=positions, cu_seqlens_padded=ends)
+    packed = describe(batch, model_config, base, device)
+    hidden = policy(tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
+    head = policy.head_weight().T
+    if not family.drafter_names:
+        return (hidden @ head).cpu(), None
+    following = torch.cat((tokens[1:], tokens[:1]))
+    embedding = policy.embedding.word_embeddings.weight
+    (drafted,) = drafter(hidden, [following], embedding, positions, packed)
+    return (hidden @ head).cpu(), (drafted @ head)[:-1].cpu()
+
+
+@torch.no_grad()
+def transformers_logits(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Policy's [L, V] and drafter's [L - 1, V] (None without one) of a Qwen2-shaped checkpoint, tokens [L]."""
+    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
+    target = _qwen(config, plain)
+    own = {name: t.float() for name, t in tensors.items() if "mtp_layers" not in name}
+    if config.get("tie_word_embeddings"):
+        own["lm_head.weight"] = own["model.embed_tokens.weight"]
+    target.load_state_dict(own)
+    hidden = target.model(tokens[None]).last_hidden_state
+    prefix = "model.mtp_layers.0."
+    mtp = {n.removeprefix(prefix): t.float() for n, t in tensors.items() if n.startswith(prefix)}
+    if not mtp:
+        return target.lm_head(hidden)[0], None
+    block = _qwen(config, {**plain, "num_hidden_layers": 1}).model
+    inside = {f"layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_l", "post_att"))}
+    block.load_state_dict({**inside, "norm.weight": mtp["final_layernorm.weight"]}, strict=False)
+    embedding = own["model.embed_tokens.weight"][tokens[None, 1:]].clone()
+    embedding[:, 0] = 0
+    eps = config["rms_norm_eps"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], mtp[f"{name}.weight"], eps)
+
+    pair = torch.cat((norm(hidden[:, :-1], "hidden_layernorm"), norm(embedding, "token_layernorm")), dim=-1)
+    drafted = block(inputs_embeds=pair @ mtp["input_proj.weight"].T).last_hidden_state
+    return target.lm_head(hidden)[0], target.lm_head(drafted)[0]
+
+
+def _qwen(config: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.nn.Module:
+    import transformers
+
+    if config["architectures"][0] == "Qwen3ForCausalLM":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields)).float().eval()
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields)).float().eval()

@@ -1,0 +1,318 @@
+"""`rlspec convert`: Hugging Face <-> Megatron checkpoints, the drafter included, tensor by tensor.
+
+Both directions, and the making of a fresh drafter, are one stream: a source maps canonical Megatron names to full
+tensors, and a sink writes them layer by layer. Memory holds one layer towards Hugging Face and one tensor towards
+Megatron. What is finished is kept if the conversion is interrupted, and the same command continues there; the target
+appears only when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rlspec.weights import checkpoint
+from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
+from megatron_rlspec.weights.names import Family, family_of
+from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
+
+Kind = Literal["hf", "megatron"]
+_LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
+# Families whose norms multiply by 1 + w: what does nothing is 0 there, and 1 elsewhere.
+_GEMMA = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+class HfSource(Mapping[str, Tensor]):
+    """canonical Megatron name -> full tensor, fused from a Hugging Face checkpoint when asked for."""
+
+    def __init__(self, family: Family, tensors: Mapping[str, Tensor]) -> None:
+        self.family, self.tensors = family, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        row = self.family.row(name)
+        return row.layout.fuse([self.tensors[hf] for hf in row.hf])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, row in self.family.rows.items() if all(hf in self.tensors for hf in row.hf))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class WithFreshDrafter(Mapping[str, Tensor]):
+    """A source without drafter, and a new one: its block is the target's last layer, with the target's final norm.
+
+    The input projection adds the normed hidden state and the normed embedding. No random numbers are needed, and unlike
+    a random one this drafter starts from features that the head can read.
+    """
+
+    def __init__(self, family: Family, source: Mapping[str, Tensor]) -> None:
+        self.family, self.source = family, source
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not name.startswith("mtp."):
+            return self.source[name]
+        inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
+        if inner.startswith("transformer_layer."):
+            block = inner.removeprefix("transformer_layer.")
+            return self.source[f"decoder.layers.{self.family.geometry.layers - 1}.{block}"]
+        norm = self.source["decoder.final_layernorm.weight"]
+        if inner == "final_layernorm.weight":
+            return norm
+        if inner == "eh_proj.weight":
+            eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
+            return torch.cat((eye, eye), dim=1)
+        return torch.full_like(norm, 0 if self.family.name in _GEMMA else 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.family.rows)
+
+    def __len__(self) -> int:
+        return len(self.family.rows)
+
+
+def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same model with one MTP layer; Qwen2 becomes MiMo, as which SGLang runs its drafter."""
+    architecture = (config.get("architectures") or ["missing"])[0]
+    if architecture == "Qwen3ForCausalLM":
+        raise ValueError(f"--add-mtp: no engine runs a drafter for {architecture}")
+    name = {"Qwen2ForCausalLM": "MiMoForCausalLM"}.get(architecture, architecture)
+    return {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do. `groups`: (label, canonical names), each written as one file."""
+
+    source: Path
+    target: Path
+    to: Kind
+    family: Family
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+    small_files: Path
+    fresh_drafter: bool
+
+    def identity(self) -> dict[str, Any]:
+        """What an interrupted conversion must share with this one to be continued."""
+        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(_weight_files(self.source))}
+        shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
+        return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
+
+
+def plan(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Kind | None = None,
+    hf: str | Path | None = None,
+    add_mtp: bool = False,
+    spec: Literal["te", "local"] = "te",
+) -> Plan:
+    """Read what there is, and say what will be done. Raises CheckpointError or ValueError, each one line.
+
+    `to`: default is the other kind than the source's. `hf`: Hugging Face directory with config.json and tokenizer of a
+    Megatron checkpoint; default is what this converter left beside it. `spec`: the layer specs that will read a
+    Megatron checkpoint, which matters for latent attention's norms only.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: no such directory")
+    kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
+    to = to or ("megatron" if kind == "hf" else "hf")
+    if kind == to and not add_mtp:
+        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already; a checkpoint is never overwritten")
+    small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
+    config = read_json(small_files / "config.json")
+    if config.get("quantization_config"):
+        raise ValueError(f"{small_files}: quantised weights are not converted; start from a bf16 or fp32 checkpoint")
+    family = family_of(config, spec)
+    if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
+        raise ValueError(
+            f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
+        )
+    if add_mtp:
+        config = config_with_drafter(config)
+        family = family_of(config, spec)
+    tensors: Mapping[str, Tensor]
+    if kind == "hf":
+        lazy = read_hf(source)[1]
+        checkpoint.check(family, lazy, drafter=bool(family.drafter_names) and not add_mtp)
+        tensors = HfSource(family, lazy)
+    else:
+        tensors = TorchDistReader(source, family)
+        known = set(tensors)
+        lost = [n for n in family.rows if n not in known and not (add_mtp and family.is_drafter(n))]
+        if lost:
+            raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
+    if add_mtp:
+        tensors = WithFreshDrafter(family, tensors)
+    return Plan(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp)
+
+
+def convert(work: Plan, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
+    """Carry a plan out, or continue it. `advance(label, bytes)` is called after every group."""
+    unfinished = work.target.with_name(f".{work.target.name}.partial")
+    note = unfinished / "plan.json"
+    if note.exists() and read_json(note) != work.identity():
+        shutil.rmtree(unfinished)  # what was interrupted was another conversion
+    unfinished.mkdir(parents=True, exist_ok=True)
+    write_json(note, work.identity())
+    sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
+    for index, (label, names) in enumerate(work.groups):
+        advance(label, sink.write(index, names))
+    note.unlink()
+    sink.finish()
+
+
+class _MegatronSink:
+    def __init__(self, work: Plan, directory: Path) -> None:
+        self.work, self.directory = work, directory
+        self.writer = TorchDistWriter(directory / "release", work.family)
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        if self.writer.has(index):
+            return 0
+        return self.writer.write(index, ((name, self.work.tensors[name]) for name in names))
+
+    def finish(self) -> None:
+        self.writer.finish(len(self.work.groups))
+        write_json(self.directory / "release" / "config.json", self.work.config)
+        checkpoint.copy_companions(self.work.small_files, self.directory / "release")
+        (self.directory / TRACKER).write_text("release")
+        checkpoint.publish(self.directory, self.work.target)
+
+
+class _HfSink:
+    def __init__(self, work: Plan, directory: Path) -> None:
+        self.work, self.directory = work, directory
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        file = self.directory / f"shard-{index:05d}.safetensors"
+        if file.exists():
+            return 0
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            for hf, tensor in self.work.family.to_hf(name, self.work.tensors[name]):
+                tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
+                copies = self.work.family.rows[name].copies
+                tensors |= {copy: tensors[hf].clone() for copy in copies}
+        save_file(tensors, file.with_suffix(".partial"), metadata={"format": "pt"})
+        os.replace(file.with_suffix(".partial"), file)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        file_of = {}
+        for file in sorted(self.directory.glob("shard-*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                file_of |= dict.fromkeys(opened.keys(), file.name)
+        checkpoint.finish(self.directory, self.work.target, self.work.config, file_of, self.work.small_files)
+
+
+def _groups(family: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """One group per layer, and what stands outside layers each on its own."""
+    groups: dict[str, list[str]] = {}
+    for name in family.rows:
+        found = _LAYER.match(name)
+        groups.setdefault(found[1] if found else name, []).append(name)
+    return tuple((label, tuple(names)) for label, names in groups.items())
+
+
+def _has_drafter(kind: Kind, source: Path, family: Family) -> bool:
+    if kind == "hf":
+        return any(name in read_hf(source)[1] for name in family.drafter_names)
+    return any(map(family.is_drafter, TorchDistReader(source, family)))
+
+
+def _weight_files(source: Path) -> list[Path]:
+    directory = source if (source / "config.json").exists() else checkpoint_directory(source)
+    return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]
+
+
+# ---- command ----------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="rlspec convert",
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included. Any TP/PP/EP may have "
+        "written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
+        epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
+        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
+    )
+    p.add_argument("source", help="Hugging Face directory, or Megatron directory (with its tracker file, or one step)")
+    p.add_argument("target", help="directory to write; it must not exist")
+    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source")
+    p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
+    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its last layer")
+    p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
+    p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
+    p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        work = plan(
+            options.source,
+            options.target,
+            to=options.to,
+            hf=options.hf,
+            add_mtp=options.add_mtp,
+            spec=options.spec,
+        )
+        if options.dry_run:
+            _show(work)
+            return 0
+        _convert_visibly(work, options.quiet)
+        if options.check:
+            from megatron_rlspec.weights.check import compare_logits
+
+            print(compare_logits(work.source, work.target))
+    except (CheckpointError, ValueError) as error:
+        print(f"rlspec convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _convert_visibly(work: Plan, quiet: bool) -> None:
+    columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=sum(file.stat().st_size for file in _weight_files(work.source)))
+
+        def advance(label: str, size: int) -> None:
+            progress.update(task, description=label, advance=size)
+
+        convert(work, advance)
+
+
+def _show(work: Plan) -> None:
+    table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
+    for label, names in work.groups:
+        fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
+        table.add_row(label + fresh, str(len(names)), names[0])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

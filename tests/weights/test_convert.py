@@ -1,0 +1,219 @@
+"""Conversion: exact round trips, resumption, fresh drafters, and Megatron's own loader on the other side."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from moe_oracles import DEEPSEEK_V3, GLM4_MOE, checkpoint
+from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits
+
+from megatron_rlspec.weights import convert as module
+from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, write_hf
+from megatron_rlspec.weights.convert import convert, main, plan
+from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.torch_dist import TorchDistReader, checkpoint_directory
+
+IDS = torch.randint(0, 128, (1, 12), generator=torch.Generator().manual_seed(1))
+
+
+def hf_directory(tmp_path, model="mimo", **changes):
+    if model == "mimo":
+        config, tensors = mimo_checkpoint(**changes)
+    else:
+        config = {**(GLM4_MOE if model == "glm4_moe" else DEEPSEEK_V3), **changes}
+        tensors = checkpoint(config, tmp_path)
+    write_hf(tmp_path / "hf", config, tensors, shard_bytes=200_000)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    return config, tensors
+
+
+def same(tensors, directory) -> bool:
+    again = read_hf(directory)[1]
+    return set(again) == set(tensors) and all(
+        torch.equal(again[n], t) and again[n].dtype == t.dtype for n, t in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("model", ["mimo", "tied", "glm4_moe", "deepseek_v3"])
+def test_round_trip_is_exact(tmp_path, model, spec):
+    config, tensors = hf_directory(tmp_path, *(("mimo",) if model == "tied" else (model,)),
+                                   **({"tie_word_embeddings": True} if model == "tied" else {}))  # fmt: skip
+    convert(plan(tmp_path / "hf", tmp_path / "megatron", spec=spec))
+    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    assert same(tensors, tmp_path / "back")
+    assert read_hf(tmp_path / "back")[0] == config and (tmp_path / "back" / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bfloat16_keeps_its_bits(tmp_path):
+    config, tensors = mimo_checkpoint()
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    write_hf(tmp_path / "hf", config, tensors)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    assert same(tensors, tmp_path / "back")
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
+    _, tensors = hf_directory(tmp_path)
+    if to == "hf":
+        convert(plan(tmp_path / "hf", tmp_path / "source"))
+    source = tmp_path / ("hf" if to == "megatron" else "source")
+    done = []
+
+    def interrupted(label, size):
+        done.append((label, size))
+        if len(done) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan(source, tmp_path / "out"), interrupted)
+    assert not (tmp_path / "out").exists()
+    again = []
+    convert(plan(source, tmp_path / "out"), lambda label, size: again.append(size))
+    assert again[:4] == [0, 0, 0, 0] and all(size > 0 for size in again[4:])
+    if to == "megatron":
+        convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
+
+
+def test_another_source_starts_anew(tmp_path):
+    config, _ = hf_directory(tmp_path)
+    other = mimo_checkpoint(seed=5)[1]
+    write_hf(tmp_path / "other", config, other)
+
+    def interrupted(label, size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan(tmp_path / "hf", tmp_path / "out"), interrupted)
+    convert(plan(tmp_path / "other", tmp_path / "out"))
+    convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(other, tmp_path / "back")
+
+
+def test_a_fresh_drafter_starts_close_to_the_target(tmp_path):
+    """Qwen2 becomes a MiMo whose target is untouched, and whose drafter is the last layer behind identity halves."""
+    config, tensors = mimo_checkpoint(architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
+    write_hf(tmp_path / "hf", config, tensors)
+    convert(plan(tmp_path / "hf", tmp_path / "out", add_mtp=True, to="hf"))
+    new_config, lazy = read_hf(tmp_path / "out")
+    assert new_config == {**config, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
+    mtp = {n.removeprefix("model.mtp_layers.0."): lazy[n] for n in lazy if "mtp_layers" in n}
+    last = {n.removeprefix("model.layers.3."): t for n, t in tensors.items() if n.startswith("model.layers.3.")}
+    assert all(torch.equal(mtp[name], tensor) for name, tensor in last.items())
+    eye = torch.eye(64)
+    assert torch.equal(mtp["input_proj.weight"], torch.cat((eye, eye), 1))
+    assert torch.equal(mtp["final_layernorm.weight"], tensors["model.norm.weight"])
+    assert torch.equal(mtp["token_layernorm.weight"], torch.ones(64))
+    # The same by way of Megatron, and the check compares logits with Transformers'.
+    assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp", "--quiet"]) == 0
+    assert main([str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet", "--check"]) == 0
+    assert same(dict(lazy), tmp_path / "back")
+
+
+def test_check_sees_a_wrong_table(tmp_path, capsys, monkeypatch):
+    """Both directions wrong alike: the round trip is perfect, and only the logits tell."""
+    _, tensors = hf_directory(tmp_path)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check"]) == 0
+    report = capsys.readouterr().out
+    assert max(float(x) for x in re.findall(r"\d\.\de-\d+", report)) < 1e-4, report
+    row_class = type(next(iter(family_of(mimo_checkpoint()[0]).rows.values())))
+    real = module.family_of
+
+    def without_swap(*args, **kwargs):
+        family = real(*args, **kwargs)
+        name = "mtp.layers.0.eh_proj.weight"
+        if name in family.rows:
+            family.rows[name] = row_class(name, family.rows[name].hf)
+        return family
+
+    monkeypatch.setattr(module, "family_of", without_swap)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "bad"), "--quiet"]) == 0
+    assert main([str(tmp_path / "bad"), str(tmp_path / "back"), "--quiet"]) == 0
+    assert same(tensors, tmp_path / "back")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "bad2"), "--quiet", "--check"]) == 1
+    assert "the drafter's logits differ from Transformers'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["mimo", "glm4_moe", "deepseek_v3"])
+def test_megatron_loads_it_and_what_megatron_saves_is_read(tmp_path, model):
+    from moe_oracles import OPTIONS
+    from torch_dist_ranks import load, save
+
+    config, tensors = hf_directory(tmp_path, model)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron", spec="local"))
+    network = megatron_model(config, **OPTIONS.get(config["architectures"][0], {}))
+    load(network, checkpoint_directory(tmp_path / "megatron"))
+    save(network, tmp_path / "saved")
+    reader = TorchDistReader(tmp_path / "saved", family_of(config, "local"))
+    family = family_of(config)
+    for name, full in family.to_megatron(tensors):
+        assert torch.equal(reader[name], full), name
+    if model == "mimo":
+        expected = mimo_logits(config, tensors, IDS)
+        for ours, theirs in zip(megatron_logits(network, IDS, zero_first=True), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    hf_directory(tmp_path)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "decoder.layers.3" in text and "mtp.layers.0" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, capsys):
+    config, tensors = hf_directory(tmp_path)
+    hf = str(tmp_path / "hf")
+    plain = {n: t for n, t in tensors.items() if "mtp" not in n}
+    write_hf(tmp_path / "plain", config, plain)
+    write_hf(tmp_path / "quantised", {**config, "quantization_config": {"quant_method": "fp8"}}, tensors)
+    write_hf(tmp_path / "qwen3", {**config, "architectures": ["Qwen3ForCausalLM"], "num_nextn_predict_layers": 0}, {})
+    convert(plan(hf, tmp_path / "megatron"))
+    (tmp_path / "megatron" / "release" / "config.json").unlink()
+    for arguments, message in (
+        ([str(tmp_path / "none"), "x"], "none: no such directory"),
+        ([hf, hf], "exists already"),
+        ([hf, str(tmp_path / "x"), "--to", "hf"], "is a hf checkpoint already; nothing to do"),
+        ([hf, str(tmp_path / "x"), "--add-mtp"], "has a drafter already"),
+        ([str(tmp_path / "plain"), str(tmp_path / "x")], "lacks 16 of the drafter's 16 tensors"),
+        ([str(tmp_path / "quantised"), str(tmp_path / "x")], "quantised weights are not converted"),
+        ([str(tmp_path / "qwen3"), str(tmp_path / "x"), "--add-mtp"], "no engine runs a drafter for Qwen3ForCausalLM"),
+        ([str(tmp_path / "megatron"), str(tmp_path / "x")], "config.json: No such file"),
+    ):
+        assert main([*arguments, "--quiet"]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert main([str(tmp_path / "megatron"), str(tmp_path / "x"), "--hf", hf, "--quiet"]) == 0
+
+
+def test_a_foreign_pickle_is_not_opened(tmp_path):
+    hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+
+    class Evil:
+        def __reduce__(self):
+            return print, ("owned",)
+
+    index = tmp_path / "megatron" / "release" / ".metadata"
+    index.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="refers to builtins.print, which no checkpoint index needs"):
+        plan(tmp_path / "megatron", tmp_path / "x")
+    index.write_bytes(b"\x80\x04not a pickle")
+    with pytest.raises(CheckpointError, match="unreadable index"):
+        plan(tmp_path / "megatron", tmp_path / "x")
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    file = tmp_path / "megatron" / "release" / "__3_0.distcp"
+    file.write_bytes(file.read_bytes()[:-9000])
+    with pytest.raises(CheckpointError, match="__3_0.distcp: truncated; "):
+        convert(plan(tmp_path / "megatron", tmp_path / "x"))

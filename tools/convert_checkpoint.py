@@ -1,0 +1,8 @@
+"""`rlspec convert` as a script: python tools/convert_checkpoint.py --help"""
+
+import sys
+
+from megatron_rlspec.weights.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main())
