@@ -86,27 +86,23 @@ def test_draft_logits_are_the_naive_drafters_at_every_depth(model, monkeypatch, 
                 torch.testing.assert_close(steps[d][1][i], expected[d], rtol=0, atol=1e-10)
 
 
-def test_a_tree_node_is_drafted_as_the_chain_that_leads_to_it(model):
+def test_a_tree_node_is_drafted_as_the_chain_that_leads_to_it(monkeypatch):
     """Every candidate's score equals the naive drafter's log-probabilities along its path."""
-    grown = []
-    spied = draft.grow
-
-    def spy(*args):
-        grown.append(spied(*args))
-        return grown[-1]
-
-    draft.grow, naive = spy, oracle.Oracle(*model)
-    try:
-        engine = oracle.engine_of(*model, SpecConfig(3, 2, 7))
-        engine.generate(oracle.requests(PROMPTS[:1]), Sampling(max_new_tokens=1, ignore_eos=True))
-    finally:
-        draft.grow = spied
-    tree = grown[0]
+    grown, spied = [], draft.grow
+    monkeypatch.setattr(draft, "grow", lambda *args: grown.append(spied(*args)) or grown[-1])
+    config, tensors = oracle.tiny(seed=3, sharpness=0.5)
+    engine = oracle.engine_of(config, tensors, SpecConfig(4, 3))
+    engine.generate(oracle.requests([PROMPTS[0]]), Sampling(max_new_tokens=1, ignore_eos=True))
+    tree, naive = grown[0], oracle.Oracle(config, tensors)
+    assert tree.tokens.shape == (1, 3 + 9 + 9 + 9)
+    front = set((tree.parents[0, 12:21] - 3).tolist())
+    assert front != {0, 1, 2} and len({i // 3 for i in front}) > 1  # the expanded nodes mix branches
     for m in range(tree.tokens.shape[1]):
         path, node = [], m
         while node >= 0:
             path.insert(0, int(tree.tokens[0, node]))
             node = int(tree.parents[0, node])
+        assert len(path) == tree.depth[m]
         logits = naive.draft_logits(PROMPTS[0], path[:-1])
         score = sum(float(torch.log_softmax(row, 0)[t]) for row, t in zip(logits, path, strict=True))
         assert float(tree.scores[0, m]) == pytest.approx(score, abs=1e-10)
@@ -227,22 +223,26 @@ def test_broken_weights_leave_nothing_behind(model):
     assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == expected
 
 
-def test_pause_update_resume_recomputes_and_records_both_versions(model):
+@pytest.mark.parametrize("paused", [True, False])
+def test_an_update_in_the_middle_recomputes_and_records_both_versions(model, paused):
     config, tensors = model
     _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)
     engine = oracle.engine_of(config, tensors, SpecConfig(2))
     long = Sampling(max_new_tokens=200, ignore_eos=True)
     done = []
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(oracle.requests(PROMPTS[:1], group=3), long)))
+    thread = threading.Thread(
+        target=lambda: done.extend(engine.generate(oracle.requests(PROMPTS[:1], group=3), long)), daemon=True
+    )
     thread.start()
     while not any(len(run.response) > 10 for run in engine.running):
         time.sleep(0.001)
-    engine.pause()
-    assert not engine.running and len(engine.waiting) == 3
-    assert engine.cache.left == engine.cache.total
+    if paused:
+        engine.pause()
+        assert not engine.running and len(engine.waiting) == 3
+        assert engine.cache.left == engine.cache.total
     engine.update_weights(7, other.items())
     engine.resume()
-    thread.join(60)
+    thread.join(20)
     for s in done:
         (first, _, switch), (second, begin, end) = s.policy_versions
         assert (first, second) == (0, 7) and switch == begin and end == len(s.response) == 200
@@ -260,7 +260,7 @@ def test_abort_returns_what_there_is(model):
     done = []
     long = Sampling(max_new_tokens=240, ignore_eos=True)
     wanted = oracle.requests(PROMPTS, group=1)
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(wanted, long)))
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(wanted, long)), daemon=True)
     thread.start()
     while not any(len(run.response) > 5 for run in engine.running):
         time.sleep(0.001)
@@ -268,7 +268,7 @@ def test_abort_returns_what_there_is(model):
     while len(engine.running) + len(engine.waiting) > 2:
         time.sleep(0.001)
     engine.abort()
-    thread.join(60)
+    thread.join(20)
     assert [s.status for s in done] == ["aborted"] * 4
     assert len(done[0].response) > 0 and len(done[3].response) == 0
     assert engine.cache.left == engine.cache.total
@@ -285,14 +285,14 @@ def test_callers_share_rounds(model):
         wanted = [Request(f"{s}/{r.id}", r.prompt, r.seed) for r in oracle.requests(PROMPTS, seed=s)]
         results[s] = texts(engine.generate(wanted, FREE))
 
-    threads = [threading.Thread(target=call, args=(s,)) for s in range(4)]
+    threads = [threading.Thread(target=call, args=(s,), daemon=True) for s in range(4)]
     for thread in threads:
         thread.start()
     while len(engine.waiting) < 16:
         time.sleep(0.001)
     engine.resume()
     for thread in threads:
-        thread.join(60)
+        thread.join(20)
     assert results == alone
     assert max(r.batch for r in engine.stats()) == 16
 

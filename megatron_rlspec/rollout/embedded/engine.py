@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +124,7 @@ class EmbeddedEngine:
         self.waiting: list[Run] = []
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._lock = threading.Condition()
-        self._knocks, self._active, self._pausing, self._paused = 0, 0, False, False
+        self._active, self._pausing, self._paused = 0, False, False
         self._broken = "no weights"
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
         self.update_weights(version, tensors)
@@ -135,7 +134,7 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.arch.eos)
         runs = [Run(request, sampling, stops) for request in requests]
-        with self._between_rounds():
+        with self._lock:
             known = {run.request.id for run in (*self.running, *self.waiting)}
             for run in runs:
                 self._check(run.request, known)
@@ -143,10 +142,9 @@ class EmbeddedEngine:
             self._active += 1
         try:
             while any(run.sample is None for run in runs):
-                while self._knocks:  # locks are not fair: let whoever waits between two rounds in
-                    time.sleep(1e-4)
                 with self._lock:
                     self._serve()
+                time.sleep(0)  # locks are not fair: let whoever waits between two rounds in
         finally:
             with self._lock:
                 self._active -= 1
@@ -160,7 +158,7 @@ class EmbeddedEngine:
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == (".mtp_layers." in n)}
-        with self._between_rounds():
+        with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
             seen = set()
@@ -194,27 +192,27 @@ class EmbeddedEngine:
         self.schedule = schedule
 
     def pause(self) -> None:
-        with self._between_rounds():
+        with self._lock:
             self._pausing = True
-            if not self._active:
+            while self._pausing and self._active and not self._paused:
+                self._lock.wait()
+            if self._pausing and not self._paused:  # nobody is generating
                 self._retract()
                 self._paused = True
-            while not self._paused:
-                self._lock.wait()
 
     def resume(self) -> None:
-        with self._between_rounds():
+        with self._lock:
             self._pausing = self._paused = False
             self._lock.notify_all()
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        with self._between_rounds():
+        with self._lock:
             for run in (*self.running, *self.waiting):
                 run.abort |= request_ids is None or run.request.id in request_ids
             self._lock.notify_all()
 
     def stats(self) -> list[RoundStats]:
-        with self._between_rounds():
+        with self._lock:
             drained, self._stats = self._stats, {}
         return [
             RoundStats(config, batch, context // rounds, rounds, ms, tuple(accepted))
@@ -222,22 +220,15 @@ class EmbeddedEngine:
         ]
 
     def fingerprints(self) -> dict[str, int]:
-        with self._between_rounds():
+        with self._lock:
             return {name: fingerprint(tensor) for name, tensor in self.model.full_tensors()}
 
     def close(self) -> None:
         self.abort()
-        with self._between_rounds():
+        with self._lock:
             self._broken = "closed"
 
     # -- between rounds -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _between_rounds(self) -> Iterator[None]:
-        self._knocks += 1
-        with self._lock:
-            self._knocks -= 1
-            yield
 
     def _check(self, request: Request, known: set[str]) -> None:
         length = len(request.prompt.tokens)

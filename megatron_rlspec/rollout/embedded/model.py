@@ -157,6 +157,7 @@ class Decoder:
         full = self.comm.concat(F.linear(hidden, self.head), -1)
         return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
+    @torch.no_grad()
     def write(self, name: str, full: torch.Tensor) -> None:
         """Copy this rank's part of a full tensor in place."""
         shard = self.tensors[name]

@@ -46,8 +46,7 @@ class Rounds:
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set how a row is sampled; `draws` continues the noise of a sample that was put back."""
         self.temperature[row], self.top_p[row], self.top_k[row] = sampling.temperature, sampling.top_p, sampling.top_k
-        own = np.array([seed % (1 << 64)], np.uint64).astype(np.int64)
-        self.seeds[row] = [own[0], *(verify.stream(own, which)[0] for which in range(1, 5))]
+        self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
 
     def ready(self, row: int) -> bool:

@@ -23,12 +23,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _CHUNK = 1 << 16  # elements hashed at once: the passes over them stay within the processor's cache
 
 
-def stream(seeds: np.ndarray, which: int) -> np.ndarray:
-    """Seeds of another, independent stream: the finaliser of splitmix64, int64 in and out."""
-    x = seeds.astype(np.uint64) + np.uint64(which * _GOLDEN % (1 << 64))
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).astype(np.int64)
+def streams(seed: int) -> np.ndarray:
+    """int64 [5]: the seed itself, then seeds of the four independent streams, by the finaliser of splitmix64."""
+    x = np.uint64(seed % (1 << 64)) + np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
+    y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    y ^= y >> np.uint64(31)
+    y[0] = x[0]
+    return y.view(np.int64)
 
 
 def _i32(x: int) -> int:

@@ -1,0 +1,204 @@
+"""The verifiers as functions: the noise equals SGLang's own source, the filters and walks a plain re-statement."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.rollout.embedded import verify
+
+SEEDS = torch.tensor([0, 1, 42, 2**31 + 7, 2**62 + 12345, -5, -(2**63)])
+POSITIONS = torch.tensor([0, 7, 100_000, 3, 1, 2**20, 5])
+
+
+def murmur_reference(seed: int, position: int, column: int) -> int:
+    """MurmurHash3 (32 bit, seed 0) of the four little-endian words, on Python's integers."""
+    m, h = 0xFFFFFFFF, 0
+    for k in (seed & m, seed >> 32 & m, position & m, column & m):
+        k = k * 0xCC9E2D51 & m
+        k = (k << 15 | k >> 17) & m
+        h ^= k * 0x1B873593 & m
+        h = (h << 13 | h >> 19) & m
+        h = (h * 5 + 0xE6546B64) & m
+    h ^= 16
+    h = (h ^ h >> 16) * 0x85EBCA6B & m
+    h = (h ^ h >> 13) * 0xC2B2AE35 & m
+    return h ^ h >> 16
+
+
+def test_the_hash_is_murmur3():
+    ours = verify.murmur3(SEEDS, POSITIONS, 300).to(torch.int64) & 0xFFFFFFFF
+    for i, (seed, position) in enumerate(zip(SEEDS.tolist(), POSITIONS.tolist(), strict=True)):
+        assert ours[i].tolist() == [murmur_reference(seed, position, c) for c in range(300)]
+
+
+@pytest.fixture(scope="module")
+def sglang_sampler():
+    """`multinomial_with_seed` and the top-k/top-p sampler, executed from the installed source; Triton interprets."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs sglang and triton")
+    root = Path(spec.submodule_search_locations[0])
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_INTERPRET", "1")
+    source = importlib.util.spec_from_file_location("kernel", root / "kernels/ops/sampling/murmur_hash.py")
+    kernel = importlib.util.module_from_spec(source)
+    source.loader.exec_module(kernel)
+
+    def murmur_hash32(seed, positions, columns):
+        out = torch.empty((len(seed), len(columns)), dtype=torch.uint32)
+        kernel.murmur_hash32_kernel[(len(seed), 1)](seed, positions, columns, out, *out.shape, BLOCK_SIZE=1024)
+        return out
+
+    wanted = {"multinomial_with_seed", "top_k_top_p_min_p_sampling_from_probs_torch"}
+    tree = ast.parse((root / "srt/layers/sampler.py").read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    from typing import Optional
+
+    names = {"torch": torch, "Optional": Optional, "is_npu": lambda: True, "murmur_hash32": murmur_hash32}
+    exec(compile(tree, "sampler.py", "exec"), names)
+    yield names
+    patch.undo()
+
+
+def test_draws_are_sglangs(sglang_sampler):
+    g = torch.Generator().manual_seed(0)
+    n, v = 64, 700
+    probs = torch.softmax(3 * torch.randn(n, v, generator=g), -1)
+    seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
+    positions = torch.randint(0, 100_000, (n,), generator=g)
+    theirs = sglang_sampler["multinomial_with_seed"](torch.log(probs), seeds, positions)[:, 0]
+    assert verify.draw(torch.log(probs), seeds, positions).tolist() == theirs.tolist()
+    assert len(set(theirs.tolist())) > 20
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, -1), (1.0, 5), (0.7, 20)])
+def test_filtered_draws_are_sglangs(sglang_sampler, top_p, top_k):
+    g = torch.Generator().manual_seed(1)
+    n, v = 40, 300
+    logits = 3 * torch.randn(n, v, generator=g)
+    seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
+    positions = torch.randint(0, 100_000, (n,), generator=g)
+    theirs = sglang_sampler["top_k_top_p_min_p_sampling_from_probs_torch"](
+        torch.softmax(logits / 0.8, -1),
+        torch.full((n,), top_k if top_k > 0 else 1 << 30),
+        torch.full((n,), top_p),
+        torch.zeros(n),
+        False,
+        seeds,
+        positions,
+    )
+    temperature = torch.full((n,), 0.8)
+    knobs = temperature, torch.full((n,), top_p), torch.full((n,), top_k)
+    ours = verify.sample(verify.logprobs(logits, temperature), *knobs, seeds, positions)
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_extreme_hashes_never_win_by_themselves(monkeypatch):
+    """x = 1 must not give infinite noise, x = 0 must not lift a token of probability 0."""
+    x = torch.tensor([[1.0, 1.0 - 2.0**-32, 0.0]], dtype=torch.float64)
+    monkeypatch.setattr(verify, "uniform", lambda seeds, keys, width: x[:, :width].clone())
+    one = torch.zeros(1, dtype=torch.int64)
+    log = torch.log(torch.tensor([[0.1, 0.9, 0.0]], dtype=torch.float64))
+    assert verify.draw(log, one, one).tolist() == [1]
+    assert verify.draw(torch.tensor([[-torch.inf, -torch.inf, 0.0]]), one, one).tolist() == [2]
+
+
+def test_streams_differ_and_mixed_rows_are_sampled_as_alone():
+    seeds = [3, 4, -1, 2**64 - 1, 2**63]
+    assert [verify.streams(s)[0] for s in seeds] == [3, 4, -1, -1, -(2**63)]
+    assert len({int(x) for s in (3, 4, -1) for x in verify.streams(s)}) == 15
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 40, generator=g, dtype=torch.float64)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 2.0])
+    top_p, top_k = torch.tensor([1.0, 1.0, 0.6, 0.9, 0.5, 1.0]), torch.tensor([-1, -1, 3, -1, 4, 10])
+    logp, keys, seed = verify.logprobs(logits, temperature), torch.arange(6), torch.arange(6) * 7
+    together = verify.sample(logp, temperature, top_p, top_k, seed, keys)
+    for i in range(6):
+        one = slice(i, i + 1)
+        args = (x[one] for x in (logp, temperature, top_p, top_k, seed, keys))
+        assert verify.sample(*args).tolist() == together[one].tolist()
+    assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
+
+
+def test_support_is_the_plain_definition():
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(50, 9, generator=g, dtype=torch.float64)
+    top_p = torch.rand(50, generator=g, dtype=torch.float64)
+    top_k = torch.randint(1, 10, (50,), generator=g)
+    temperature = torch.ones(50)
+    temperature[7] = 0
+    ours = verify.support(verify.logprobs(logits, temperature), temperature, top_p, top_k)
+    for i in range(50):
+        p = torch.softmax(logits[i], 0).tolist()
+        kept, mass = {}, 0.0
+        for rank, token in enumerate(sorted(range(9), key=lambda t: -p[t])):
+            if rank < top_k[i] and mass <= top_p[i]:
+                kept[token] = p[token]
+            mass += p[token]
+        expected = [kept.get(t, 0.0) / sum(kept.values()) for t in range(9)]
+        if i == 7:
+            expected = [float(t == logits[i].argmax()) for t in range(9)]
+        np.testing.assert_allclose(ours[i].tolist(), expected, atol=1e-14)
+
+    halves = (
+        torch.tensor([[0.5, 0.25, 0.25]]).double().log()
+    )  # what lies above the second weighs exactly top_p: it stays
+    kept = verify.support(halves, torch.ones(1), torch.tensor([0.5]), torch.tensor([2]))
+    np.testing.assert_allclose(kept.tolist(), [[2 / 3, 1 / 3, 0]])
+
+
+def test_walk_follows_the_target_and_stops_at_padding():
+    #   0 -> 1(a) -> 3(c);  0 -> 2(b) -> 4(c) -> 5(d)
+    tokens = np.array([[9, 10, 11, 12, 12, 13]] * 4)
+    parents = np.array([[-1, 0, 0, 1, 2, 4]] * 4)
+    valid = np.ones((4, 6), bool)
+    valid[3, 3:] = False
+    targets = np.array(
+        [
+            [11, 0, 12, 0, 13, 7],  # b c d, bonus 7
+            [10, 12, 0, 5, 0, 0],  # a c, bonus 5
+            [8, 0, 0, 0, 0, 0],  # nothing, 8 instead
+            [11, 0, 12, 0, 13, 7],  # b, then c is padding: 12 is the bonus
+        ]
+    )
+    path, accepted = verify.walk(tokens, parents, valid, targets)
+    assert accepted.tolist() == [3, 2, 0, 1]
+    committed = [targets[i, path[i, : a + 1]].tolist() for i, a in enumerate(accepted)]
+    assert committed == [[11, 12, 13, 7], [10, 12, 5], [8], [11, 12]]
+
+
+def test_reject_commits_drafts_then_a_replacement(monkeypatch):
+    p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.5, 0.3]]]).double().repeat(3, 1, 1)
+    q = torch.tensor([[[0.4, 0.4, 0.2], [0.7, 0.2, 0.1]]]).double().repeat(3, 1, 1)
+    drafts = torch.tensor([[0, 0], [1, 2], [2, 1]])
+    asked = []
+
+    def coin(probability, seeds, keys):
+        asked.append(probability.view(3, 2))
+        return torch.tensor([1, 0, 0, 1, 1, 1]).bool()
+
+    def draw(logprobs, seeds, keys):
+        asked.append(logprobs.exp())
+        return logprobs.argmax(1)
+
+    monkeypatch.setattr(verify, "coin", coin)
+    monkeypatch.setattr(verify, "draw", draw)
+    zero = torch.zeros(3, dtype=torch.int64)
+    commit = verify.reject(drafts, q, p, zero, zero, torch.zeros((3, 3), dtype=torch.int64))
+    np.testing.assert_allclose(asked[0].tolist(), [[1.25, 1 / 7], [0.75, 8.0], [1.0, 0.5]])
+    np.testing.assert_allclose(asked[1].tolist(), [[0, 0, 0.7], [0.1, 0, 0], [0.2, 0.5, 0.3]], atol=1e-15)
+    assert commit.tolist() == [[0, 2, -1], [0, -1, -1], [2, 1, 1]]
+
+
+def test_reject_accepts_where_both_distributions_are_equal(monkeypatch):
+    monkeypatch.setattr(verify, "coin", lambda probability, seeds, keys: torch.zeros_like(probability).bool())
+    p = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).double()
+    one = torch.zeros(1, dtype=torch.int64)
+    commit = verify.reject(torch.tensor([[1]]), p[:, :1], p, one, one, torch.zeros((1, 2), dtype=torch.int64))
+    assert commit[0, 0] == 1 and commit[0, 1] in (0, 1)

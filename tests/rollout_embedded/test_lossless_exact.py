@@ -1,0 +1,93 @@
+"""Exact losslessness: every path of draft, accept and resample of the real engine, in float64, against the target.
+
+One round is enumerated to depth num_steps + 1 and continued by the target itself; if each round leaves the target's
+distribution intact, so do all. Whole samples over several rounds are enumerated as well, on two tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from lossless_tools import Enumeration, Target, total_variation
+
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.lossless
+PROMPT = (1, 2, 0, 1)
+PLAIN = Sampling(max_new_tokens=1, ignore_eos=True)
+NUCLEUS = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.8, top_p=0.75)
+GREEDY = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(vocab=3, hidden=8, layers=1, heads=2, kv_heads=1, seed=4, sharpness=0.6)
+
+
+def first_blocks(engine, enumeration, sampling, prompt=PROMPT) -> dict[tuple[int, ...], float]:
+    """Distribution of what the first round commits."""
+    committed, round_ = [], engine.rounds.round
+    engine.rounds.round = lambda *args: committed.append(round_(*args)) or committed[-1]
+    blocks = defaultdict(float)
+    for weight, _ in enumeration.paths(lambda: engine.generate(oracle.requests([prompt]), sampling)):
+        blocks[tuple(committed[-1][0].tokens.tolist())] += weight
+    return blocks
+
+
+def whole_samples(engine, enumeration, sampling, prompt=PROMPT) -> dict[tuple[int, ...], float]:
+    out = defaultdict(float)
+    for weight, samples in enumeration.paths(lambda: engine.generate(oracle.requests([prompt]), sampling)):
+        out[tuple(samples[0].response.tolist())] += weight
+    return out
+
+
+def check(model, blocks, sampling, depth, prompt=PROMPT):
+    target = Target(*model, sampling)
+    got, expected = target.complete(blocks, prompt, depth), target.sequences(prompt, depth)
+    assert sum(blocks.values()) == pytest.approx(1, abs=1e-12)
+    worst = max(abs(got[s] - expected[s]) for s in expected)
+    print(f"  {len(blocks)} blocks, worst |difference| {worst:.1e}, TV {total_variation(got, expected):.1e}")
+    assert worst < 1e-12
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, NUCLEUS, GREEDY], ids=["plain", "top_p", "greedy"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
+def test_chains_to_depth_three(model, monkeypatch, verifier, sampling):
+    engine = oracle.engine_of(*model, SpecConfig(3), verifier=verifier)
+    blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
+    assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
+    check(model, blocks, sampling, 4)
+
+
+def test_a_chain_with_the_noise_of_unreached_nodes_varied_too(model, monkeypatch):
+    engine = oracle.engine_of(*model, SpecConfig(2), verifier="target_only")
+    blocks = first_blocks(engine, Enumeration(monkeypatch, lazy=False), PLAIN)
+    check(model, blocks, PLAIN, 3)
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, NUCLEUS], ids=["plain", "top_p"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only"])
+def test_trees_to_depth_three(model, monkeypatch, verifier, sampling):
+    engine = oracle.engine_of(*model, SpecConfig(3, 2, 6), verifier=verifier)
+    blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
+    assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
+    check(model, blocks, sampling, 4)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "spec"),
+    [("position_keyed", OFF), ("position_keyed", SpecConfig(2)), ("target_only", SpecConfig(2, 2, 4)),
+     ("rejection", SpecConfig(1)), ("rejection", SpecConfig(0))],
+)  # fmt: skip
+def test_whole_samples_over_several_rounds(monkeypatch, verifier, spec):
+    model = oracle.tiny(vocab=2, hidden=8, layers=1, heads=2, kv_heads=1, seed=2, sharpness=0.6)
+    sampling = Sampling(max_new_tokens=3, ignore_eos=True, temperature=1.3)
+    engine = oracle.engine_of(*model, spec, verifier=verifier)
+    got = whole_samples(engine, Enumeration(monkeypatch), sampling, (1, 0, 1))
+    expected = Target(*model, sampling).sequences((1, 0, 1), 3)
+    np.testing.assert_allclose([got[s] for s in expected], list(expected.values()), rtol=0, atol=1e-12)
