@@ -279,7 +279,7 @@ class Session:
             return
         seconds = self.clock.drain()
         values = dict(metrics) | seconds
-        line = f"loss {metrics['policy/loss']:.3f}"
+        line = f"loss {metrics.get('policy/loss', metrics.get('drafter/objective')):.3f}"
         samples = [sample for group in groups for sample in group.samples]
         if samples:
             found = rollout_metrics(samples)
