@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("megatron_rlspec.spec.plan:main", "the best speculative config per batch, from a cost table"),
     "convert": ("megatron_rlspec.weights.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
+    "slime": ("megatron_rlspec.integrations.slime:main", "run a slime command line with a drafter that learns"),
     "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed engines have"),
 }
 TRAIN_NOTES = """\

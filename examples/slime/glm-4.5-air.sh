@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# GLM-4.5-Air (106B, 12B active) on 8 machines of 8 GPUs. Its drafter is a mixture of experts: depth 1 is trained with
+# Megatron's own attention, and engines may draft further from it at falling acceptance.
+# A verified token wakes its own experts: profile before allowing many steps. Routing replay must stay off.
+source "$(dirname "$0")/recipe.sh"
+source "$SLIME/scripts/models/glm4.5-106B-A12B.sh"
+launch --drafter.depth 1 --candidate-steps 0,1,2 --num-steps 1 -- \
+  --actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate \
+  --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512 --rollout-max-response-len 8192 \
+  --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --context-parallel-size 2 \
+  --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+  --attention-backend flash --rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 "$@"

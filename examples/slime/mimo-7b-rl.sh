@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# MiMo-7B-RL on one machine of 8 GPUs, training and engines in turn on the same ones. slime's own speculative recipe, with
+# `rlspec slime` in front. The checkpoint has its drafter; three steps are trained as the engine drafts them.
+# Profile first: rlspec profile, at the batch sizes of one engine (here up to 32 requests).
+# Leave speculation out where engines decode hundreds of requests at once: verification then costs more than it saves.
+source "$(dirname "$0")/recipe.sh"
+source "$SLIME/scripts/models/mimo-7B-rl.sh"
+launch --drafter.depth 3 --candidate-steps 0,1,2,3,5 -- \
+  --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
+  --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 \
+  --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 \
+  --attention-backend flash --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7 \
+  --sglang-attention-backend fa3 "$@"

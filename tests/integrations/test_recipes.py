@@ -1,0 +1,74 @@
+"""Every slime recipe: its completed command, and (where slime is at hand) that slime knows each of its flags."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rlspec.integrations import slime
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})
+SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
+
+
+def command(recipe, folder, checkout):
+    """What the recipe would run, with `rlspec` from these sources."""
+    rlspec = folder / "bin/rlspec"
+    rlspec.parent.mkdir()
+    code = "import sys; from megatron_rlspec.integrations.slime import main; sys.exit(main(sys.argv[2:]))"
+    rlspec.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    rlspec.chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{rlspec.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "SLIME": str(checkout),
+        "MODEL": "/model",
+        "LOAD": "/load",
+        "DATA": "/data.jsonl",
+        "RUN": str(folder / "run"),
+        "DRY_RUN": "1",
+    }
+    done = subprocess.run(["bash", str(recipe)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_recipe_completes(recipe, tmp_path):
+    models = tmp_path / "slime/scripts/models"
+    models.mkdir(parents=True)
+    name = next(line for line in recipe.read_text().splitlines() if line.startswith('source "$SLIME')).split("/")[-1]
+    (models / name.rstrip('"')).write_text("MODEL_ARGS=(--num-layers 2)\n")
+    words = command(recipe, tmp_path, tmp_path / "slime")
+    given = slime.flags(words)
+    assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
+    assert given["--sglang-speculative-algorithm"] == "EAGLE"
+    assert len([w for w in words if w.startswith("--")]) == len(given), "no flag twice"
+
+
+def test_no_recipe_kills_other_peoples_processes():
+    for recipe in [*RECIPES, ROOT / "examples/slime/recipe.sh"]:
+        assert "kill" not in recipe.read_text(), recipe
+
+
+@pytest.mark.slime
+@pytest.mark.skipif(not (SLIME and MEGATRON), reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts")
+def test_slime_knows_every_flag_of_every_recipe(tmp_path):
+    flags = set()
+    for recipe in RECIPES:
+        folder = tmp_path / recipe.stem
+        folder.mkdir()
+        flags |= set(slime.flags(command(recipe, folder, SLIME)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([MEGATRON, SLIME, str(ROOT)]), "SGLANG_USE_CPU_ENGINE": "1"}
+    script = str(Path(__file__).parent / "slime_flags.py")
+    asked = json.dumps(sorted(flags | {"--no-such-flag"}))
+    done = subprocess.run([PYTHON, "-W", "ignore", script, asked], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["--no-such-flag"]
