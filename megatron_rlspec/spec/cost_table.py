@@ -278,8 +278,7 @@ class CostTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
             try:
-                json.dump(self.to_json(), file, indent=1)
-                file.write("\n")
+                file.write(_one_row_a_line(self.to_json()))
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
@@ -377,6 +376,15 @@ def _weighted_median(pairs: Sequence[tuple[float, int]]) -> float:
         if half <= 0:
             return value
     return ordered[-1][0]
+
+
+def _one_row_a_line(data: Mapping[str, Any]) -> str:
+    """JSON that people can read and compare: each record of a list on a line of its own."""
+    parts = []
+    for key, value in data.items():
+        rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+        parts.append(f' "{key}": ' + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _cell_json(cell: RoundCost) -> dict[str, Any]:

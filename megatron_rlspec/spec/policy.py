@@ -21,7 +21,7 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
-PROBE_DRAWS = 4  # drafts that one probe wants to see, over as many rounds as the batch needs
+LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
@@ -32,7 +32,7 @@ class Policy:
 
     Switching: each round adds, for every other candidate, the share of the round that staying loses to it (or takes off
     what staying gains). It moves to the best candidate once that sum exceeds PATIENCE * margin rounds plus the table's
-    `switch_ms`: a clear gain is taken in a round or two, a small one when it has lasted, and a load that alternates
+    `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
     settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
     it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
     never exceeds `probe_share` of the time so far.
@@ -46,7 +46,7 @@ class Policy:
         *,
         start: SpecConfig | None = None,
         acceptance: Acceptance | None = None,
-        margin: float = 0.03,
+        margin: float = 0.01,
         probe_share: float = 0.01,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
@@ -205,10 +205,12 @@ class Policy:
     def _follow(self, rates: list[float], ms: list[float], best: int) -> None:
         """Add up what staying loses; switch when it has lost enough."""
         now, lag, mine = self._current, self._lag, rates[self._current]
+        enough = PATIENCE * max(self.margin, 1e-3) + self.cost.switch_ms / ms[now]
+        most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
-            lost = lag[i] + 1.0 - mine / rate
+            lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
             lag[i] = lost if lost > 0.0 else 0.0
-        if best != now and lag[best] > PATIENCE * self.margin + self.cost.switch_ms / ms[now]:
+        if best != now and lag[best] > enough:
             self._current = best
             self._lag = [0.0] * len(lag)
             self._probe_left = 0
@@ -227,11 +229,10 @@ class Policy:
             self._probe = self._worth_probing(rates[now], ms)
             if self._probe < 0:
                 return now
-            rounds = -(-PROBE_DRAWS // batch)
-            if rounds * (ms[self._probe] - per_token) > self._budget:
+            if -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) > self._budget:
                 self._wait = 1  # ask again when more has been earned
                 return now
-            self._probe_left = rounds
+            self._probe_left = -(-PROBE_DRAWS // batch)
             self._interval = min(2 * self._interval, LAST_PROBE)
         probe = self._probe
         worst = max(ms[probe] - per_token, 0.0)  # nothing accepted: one token each for a whole round
@@ -266,7 +267,7 @@ class Policy:
         self._probe_ms -= per_token * mean
         if 1.0 + mean >= needed:
             self._interval = FIRST_PROBE
-            self._wait = min(self._wait, PROBE_DRAWS)
+            self._wait = min(self._wait, LEAST_DRAWS)
 
     def _costs(self, batch: int, context_tokens: int) -> list[float]:
         row = self._rows.get(batch)

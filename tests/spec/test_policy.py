@@ -115,6 +115,16 @@ def test_a_clear_gain_is_taken_within_rounds_a_small_one_later():
     assert now[-1] == OFF
 
 
+def test_one_odd_round_moves_nothing_and_no_margin_still_switches():
+    engine = Engine(policy(), rates=(0.8,) * 5)
+    engine.run(300, batch=4)
+    engine.policy.report()
+    engine.run(1, batch=512, length=16)
+    engine.run(50, batch=4)
+    assert engine.policy.report()["switches"] == 0
+    assert Engine(policy(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
+
+
 def test_decisions_depend_on_nothing_but_what_was_shown():
     seen = []
     for delay in (0.0, 2e-4):

@@ -1,0 +1,296 @@
+"""Replay decode rounds over cost tables: decide on one profile, be scored on another, and compare with an oracle.
+
+    python benchmarks/adaptive_replay.py [--quick] [--json FILE] [--perturbation 0.01] [--tables DECIDE SCORE]
+
+Without --tables the machines are rooflines from vendors' figures (simulated): two profiles of each, independently
+perturbed. With --tables each pair holds two measured profiles of one engine. The oracle knows the true acceptance of
+every round and the scoring table, and switches for free; regret is 1 - (its time for the same tokens) / (ours).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rlspec.spec.cost_table import CostTable, Provenance
+from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.spec.roofline import HARDWARE, Roofline
+from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.types import OFF, SpecConfig
+
+STEPS = (0, 1, 2, 3, 5)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
+ROUNDS, DRIFT, PER = 2000, 0.02, 100  # acceptance moves by up to DRIFT every PER rounds
+SWITCH_MS = 0.1
+DECAY = 0.95  # a_d = a_1 * DECAY ** (d - 1)
+BAND = 0.02  # around break-even, where the sign of the decision is not judged
+WALKS = ("random", "rising", "falling")
+
+
+@dataclass
+class Run:
+    """One (machine, batch, first acceptance): what the policy lost, and what fixed choices lose on the same rounds."""
+
+    machine: str
+    batch: int
+    acceptance: float
+    walk: str
+    regret: float
+    known_acceptance_regret: float
+    fixed_regret: dict[str, float]
+    sign_right: int
+    sign_judged: int
+    switches: int
+    probe_share: float
+
+
+def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable, CostTable]:
+    roofline = Roofline.of_hardware(*HARDWARE[name])
+    provenance = Provenance("7B, one MTP layer", name, "bfloat16", "roofline", "-", "-", simulated=True)
+    tables = (
+        roofline.table(chains(STEPS), BATCHES, LENGTHS, provenance, systematic=perturbation, noise=perturbation, seed=s)
+        for s in (2 * seed, 2 * seed + 1)
+    )
+    return tuple(CostTable(t.provenance, t.rounds, t.prefill, switch_ms=SWITCH_MS) for t in tables)
+
+
+def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> np.ndarray:
+    """a_1 of every round, between 0 and 0.95."""
+    segments = -(-rounds // PER)
+    slopes = {"random": rng.uniform(-DRIFT, DRIFT, segments), "rising": [DRIFT] * segments}.get(
+        walk, [-DRIFT] * segments
+    )
+    value, path = first, []
+    for slope in slopes:
+        path.append(np.clip(value + slope * np.arange(PER) / PER, 0.0, 0.95))
+        value = float(np.clip(value + slope, 0.0, 0.95))
+    return np.concatenate(path)[:rounds]
+
+
+def replay(
+    machine: str, decide: CostTable, score: CostTable, batch: int, first: float, walk: str, rounds: int, seed: int
+) -> Run:
+    rng = np.random.default_rng([seed, batch, int(1000 * first)])
+    candidates = decide.configs()
+    deepest = max(c.num_steps for c in candidates)
+    rates = drifting(first, walk, rounds, rng)[:, None] * DECAY ** np.arange(deepest)
+    reach = np.cumprod(rates, axis=1)
+    tokens = np.stack([1 + reach[:, : c.num_steps].sum(axis=1) for c in candidates])
+    context = batch * (512 + 2 * np.arange(rounds))
+    ms = score.grid(candidates, np.array(batch), context)
+    best = (tokens / ms).max(axis=0)
+
+    policy = Policy(candidates, decide)
+    index = {config: i for i, config in enumerate(candidates)}
+    chosen = np.empty(rounds, int)
+    for t in range(rounds):
+        config = policy.choose(batch, int(context[t]))
+        chosen[t] = index[config]
+        if k := config.num_steps:
+            accepted = np.cumprod(rng.random((batch, k)) < rates[t, :k], axis=1).sum(axis=1)
+            policy.observe(config, accepted.tolist())
+
+    at = np.arange(rounds)
+
+    def regret(choice: np.ndarray, switches: int) -> float:
+        took = ms[choice, at].sum() + score.switch_ms * switches
+        return float(1 - (tokens[choice, at] / best).sum() / took)
+
+    known = (tokens / decide.grid(candidates, np.array(batch), context)).argmax(axis=0)
+    off = index[OFF]
+    gain = np.delete(tokens / ms, off, axis=0).max(axis=0) / (tokens / ms)[off] - 1
+    judged = np.abs(gain) > BAND
+    right = (chosen != off) == (gain > 0)
+    report = policy.report()
+    return Run(
+        machine,
+        batch,
+        first,
+        walk,
+        regret(chosen, int((np.diff(chosen) != 0).sum())),
+        regret(known, 0),
+        {str(c): regret(np.full(rounds, i), 0) for i, c in enumerate(candidates)},
+        int((right & judged).sum()),
+        int(judged.sum()),
+        report["switches"],
+        report["probe_share"],
+    )
+
+
+def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
+    """Median microseconds of `choose` and of `observe` at this batch."""
+    policy, rng = Policy(decide.configs(), decide), np.random.default_rng(0)
+    choosing, observing = [], []
+    for t in range(3000):
+        start = time.perf_counter()
+        policy.choose(batch, batch * (500 + t))
+        middle = time.perf_counter()
+        accepted = np.cumprod(rng.random((batch, 3)) < 0.7, axis=1).sum(axis=1).tolist()
+        again = time.perf_counter()
+        policy.observe(SpecConfig(3), accepted)
+        choosing.append(middle - start)
+        observing.append(time.perf_counter() - again)
+    return 1e6 * float(np.median(choosing)), 1e6 * float(np.median(observing))
+
+
+class Engine:
+    """Rounds whose acceptance is set from outside; what they cost is charged by the scoring table."""
+
+    def __init__(self, decide: CostTable, score: CostTable) -> None:
+        self.policy = Policy(decide.configs(), decide, start=SpecConfig(3))
+        self.score, self.rng = score, np.random.default_rng(0)
+
+    def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
+        configs, ms = [], 0.0
+        for _ in range(rounds):
+            config = self.policy.choose(batch, batch * length)
+            k = config.num_steps
+            accepted = np.cumprod(self.rng.random((batch, k)) < rate, axis=1).sum(axis=1).tolist() if k else []
+            self.policy.observe(config, accepted)
+            configs.append(config)
+            ms += self.score.ms(config, batch, batch * length)
+        return configs, ms
+
+
+def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
+    decide, score = simulated_pair("H100", perturbation, seed)
+    found: dict[str, dict[str, float | bool]] = {}
+    for batch in (1, 8, 64):
+        engine = Engine(decide, score)
+        configs, _ = engine.run(100, batch, 0.0)
+        off_after = 100 - next((i for i, c in enumerate(configs[::-1]) if c.num_steps > 1), 100)
+        engine.policy.report()
+        late, ms = engine.run(3000, batch, 0.0)
+        cost = ms / (3000 * score.ms(OFF, batch, batch * 1024)) - 1
+        configs, _ = engine.run(1000, batch, 0.85)
+        on_after = next((i for i in range(950) if all(c.num_steps >= 3 for c in configs[i : i + 40])), 1000)
+        found[f"zero acceptance, then recovery, batch {batch}"] = {
+            "off_after_rounds": off_after,
+            "probe_cost": cost,
+            "on_again_after_rounds": on_after,
+            "ok": off_after <= 60 and cost <= 0.01 and on_after <= 500,
+        }
+    decide, score = simulated_pair("H20", perturbation, seed)
+    engine = Engine(decide, score)
+    for _ in range(100):
+        engine.run(10, 4, 0.6)
+        engine.run(10, 256, 0.6, length=128)
+    switches = engine.policy.report()["switches"]
+    found["load alternating between batch 4 and 256 every 10 rounds"] = {
+        "rounds": 2000,
+        "switches": switches,
+        "ok": switches <= 202,
+    }
+    engine = Engine(decide, score)
+    for _ in range(1000):
+        engine.run(1, 4, 0.6)
+        engine.run(1, 256, 0.6, length=128)
+    switches = engine.policy.report()["switches"]
+    found["the same every round"] = {"rounds": 2000, "switches": switches, "ok": switches <= 10}
+    configs, _ = Engine(decide, score).run(1000, 192, 0.8, length=256)
+    share = sum(c == OFF for c in configs) / len(configs)
+    found["H20 at batch 192, acceptance 0.8"] = {"share_of_rounds_off": share, "ok": share >= 0.98}
+    return found
+
+
+def summary(runs: Sequence[Run]) -> dict[str, float | str]:
+    regret = np.array([r.regret for r in runs])
+    fixed = {name: float(np.mean([r.fixed_regret[name] for r in runs])) for name in runs[0].fixed_regret}
+    best = min(fixed, key=fixed.__getitem__)
+    return {
+        "mean": float(regret.mean()),
+        "worst": float(regret.max()),
+        "known_acceptance_mean": float(np.mean([r.known_acceptance_regret for r in runs])),
+        "best_fixed": best,
+        "best_fixed_mean": fixed[best],
+        "sign": sum(r.sign_right for r in runs) / max(sum(r.sign_judged for r in runs), 1),
+        "most_switches": max(r.switches for r in runs),
+        "most_probe_share": max(r.probe_share for r in runs),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer machines, batches and acceptances")
+    parser.add_argument("--json", type=Path, help="write every run to this file")
+    parser.add_argument("--tables", nargs=2, action="append", metavar=("DECIDE", "SCORE"), default=[])
+    parser.add_argument("--perturbation", type=float, default=0.01, help="how far two simulated profiles differ")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+
+    names = ("A100", "H20", "H200") if args.quick else tuple(HARDWARE)
+    pairs = {f"{name} (simulated)": simulated_pair(name, args.perturbation, args.seed) for name in names}
+    for decide, score in args.tables:
+        table = CostTable.load(decide)
+        pairs[f"{table.provenance.hardware}: {Path(decide).name}"] = (table, CostTable.load(score))
+    batches = (1, 4, 16, 64, 256) if args.quick else BATCHES
+    acceptances = np.linspace(0, 0.95, 6 if args.quick else 20)
+    print(f"{ROUNDS} rounds a run, acceptance 0..0.95 drifting by up to {DRIFT} per {PER} rounds, batch 1..256,")
+    print(
+        f"candidates {' '.join(map(str, chains(STEPS)))}; each simulated profile is off by {args.perturbation:.1%} per"
+    )
+    print(f"config, per batch size and per cell (standard deviations); a switch costs {SWITCH_MS} ms\n")
+    head = ("machine", "regret: mean", "worst", "known a", "best fixed", "sign right", "switches", "probes")
+    print(f"{head[0]:24}" + "".join(f"{h:>13}" for h in head[1:]))
+    runs: list[Run] = []
+    for machine, (decide, score) in pairs.items():
+        most = max(decide.batches())
+        own = [
+            replay(machine, decide, score, batch, float(a), WALKS[i % len(WALKS)], ROUNDS, args.seed)
+            for batch in batches
+            if batch <= most
+            for i, a in enumerate(acceptances)
+        ]
+        _print(machine, summary(own))
+        runs += own
+    total = summary(runs)
+    _print("all", total)
+
+    machine, (decide, _) = next(iter(pairs.items()))
+    times = {batch: decision_time(decide, batch) for batch in (1, 32, 256)}
+    print("\nmedian us per round, choose + observe: ", end="")
+    print(", ".join(f"batch {b}: {c:.1f} + {o:.1f}" for b, (c, o) in times.items()))
+    trapped = traps(args.perturbation, args.seed)
+    print()
+    for name, values in trapped.items():
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "ok")
+        print(f"{'ok' if values['ok'] else 'MISSED':7}{name}: {shown}")
+
+    aims = {
+        "mean regret <= 1 %": total["mean"] <= 0.01,
+        "worst regret <= 3 %": total["worst"] <= 0.03,
+        f"sign right >= 95 % outside {BAND:.0%}": total["sign"] >= 0.95,
+        "decision <= 20 us": max(c for c, _ in times.values()) <= 20,
+        "every trap": all(v["ok"] for v in trapped.values()),
+    }
+    print("\n" + "\n".join(f"{'ok' if met else 'MISSED':7}{aim}" for aim, met in aims.items()))
+    if args.json:
+        result = {
+            "aims": aims,
+            "all": total,
+            "decision_us": {b: {"choose": c, "observe": o} for b, (c, o) in times.items()},
+            "traps": trapped,
+            "runs": [vars(r) for r in runs],
+        }
+        args.json.write_text(json.dumps(result, indent=1, default=float) + "\n")
+    return 0 if all(aims.values()) else 1
+
+
+def _print(machine: str, s: dict[str, float | str]) -> None:
+    print(
+        f"{machine:24}{s['mean']:13.2%}{s['worst']:13.2%}{s['known_acceptance_mean']:13.2%}"
+        f"{s['best_fixed_mean']:8.1%} {s['best_fixed']!s:>4}{s['sign']:13.1%}{s['most_switches']:13}"
+        f"{s['most_probe_share']:13.2%}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
