@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,14 @@ class SGLangEngine:
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._post("control/set_schedule", json={"schedule": schedule.to_json()})
 
+    def set_policy(self, policy: Mapping[str, Any]) -> None:
+        """`spec.policy.Policy.from_json` data, as `{"table": "cost.json"}`; the engine's own candidates by default."""
+        self._post("control/set_policy", json={"policy": dict(policy)})
+
+    def policy_report(self) -> dict[str, Any]:
+        """`Policy.report` of the engine's policy since the last call; empty without speculation."""
+        return self._post("control/policy_report")["report"]
+
     def pause(self) -> None:
         self._paused = True
         self._post("pause")
@@ -145,11 +153,16 @@ class SGLangEngine:
             RoundStats(**{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}) for r in rounds
         ]
 
+    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
+        rounds = self._post("control/recent_rounds")["rounds"]
+        return [(SpecConfig(**config), *rest) for config, *rest in rounds]
+
     def fingerprints(self) -> dict[str, int]:
         return self._post("control/fingerprints")["fingerprints"]
 
     def describe(self) -> dict[str, Any]:
-        """What the engine says of itself: verifier, candidate_steps, sizes."""
+        """What the engine says of itself: verifier, configurations it can run, sizes."""
         return self._post("control/describe")
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {
         "verifier": settings.verifier,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
-        "candidate_steps": controller.switch.candidates or [],
+        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in controller.decider.candidates],
         "speculative": worker is not None,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
@@ -68,12 +68,26 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
-    controller.switch.set_schedule(SpecSchedule.from_json(schedule))
+    controller.decider.set_schedule(SpecSchedule.from_json(schedule))
     return {}
+
+
+def _set_policy(settings: Settings, scheduler: Any, policy: dict[str, Any]) -> dict[str, Any]:
+    controller.decider.replace(policy)
+    return {}
+
+
+def _policy_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    policy = controller.decider.policy
+    return {"report": {} if policy is None else policy.report()}
 
 
 def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"rounds": [asdict(s) for s in _rounds.drain()]}
+
+
+def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.drain_singly()]}
 
 
 def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -87,7 +101,10 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": _describe,
     "set_schedule": _set_schedule,
+    "set_policy": _set_policy,
+    "policy_report": _policy_report,
     "stats": _stats,
+    "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
     "shapes": _shapes,
 }
@@ -100,8 +117,12 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
         accepted = result.num_correct_drafts_per_req_cpu
         if accepted is None or batch.spec_algorithm.is_none():
             config, accepted = OFF, [0] * len(batch.reqs)
+        elif getattr(result, "rlspec_off", False):
+            config = OFF
         else:
             config = SpecConfig(result.speculative_num_draft_tokens - 1)
+        if controller.decider.policy is not None:
+            controller.decider.policy.observe(config, accepted)
         _rounds.observe(config, context, accepted, last=all(r.finished() for r in batch.reqs))
     return returned
 

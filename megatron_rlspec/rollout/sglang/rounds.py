@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from megatron_rlspec.types import RoundStats, SpecConfig
@@ -12,11 +13,13 @@ class RoundLog:
     """Sums per (config, batch). A round lasts from the end of the one before to its own end.
 
     Rounds after a prefill, a pause or an empty engine have no such beginning: they count for acceptance, not for time.
+    The latest ones are also kept singly, for medians: (config, batch, context tokens, ms or None).
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
         self._last_end: float | None = None
+        self._singly: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=8192)
 
     def interrupt(self) -> None:
         """Something else than a decode round ran, or nothing did."""
@@ -30,6 +33,7 @@ class RoundLog:
         now = time.perf_counter()
         ms = None if self._last_end is None else 1000 * (now - self._last_end)
         self._last_end = None if last else now
+        self._singly.append((config, len(accepted), context_tokens, ms))
         total = self._sums.setdefault((config, len(accepted)), _Sum())
         if ms is not None:
             total.rounds += 1
@@ -39,6 +43,11 @@ class RoundLog:
             total.accepted.extend([0] * (count + 1 - len(total.accepted)))
             total.accepted[count] += 1
         return ms
+
+    def drain_singly(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        rounds = list(self._singly)
+        self._singly.clear()
+        return rounds
 
     def drain(self) -> list[RoundStats]:
         sums, self._sums = self._sums, {}
