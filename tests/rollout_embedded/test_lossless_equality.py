@@ -1,0 +1,132 @@
+"""Under the position-keyed verifier a sample's text is a function of seed, prompt and weights: nothing else may show.
+
+float64, so that ties do not occur. Every variation must give the text of plain decoding, one sample at a time.
+"""
+
+from __future__ import annotations
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from lossless_tools import Target
+
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.lossless
+# by batch and by context: what a sample runs under changes many times in its life
+SWITCHING = SpecSchedule(
+    (1, 4, 9, 14),
+    (0, 60, 120, 180, 240, 300),
+    tuple(
+        tuple(
+            (OFF, SpecConfig(3), SpecConfig(2, 3, 7), SpecConfig(1), OFF, SpecConfig(5))[(i + j) % 6] for j in range(6)
+        )
+        for i in range(4)
+    ),
+)
+VARIATIONS = {
+    "k0": SpecConfig(0),
+    "k1": SpecConfig(1),
+    "k2": SpecConfig(2),
+    "k3": SpecConfig(3),
+    "k5": SpecConfig(5),
+    "tree": SpecConfig(3, 3, 8),
+    "wide tree": SpecConfig(4, 4, 20),
+    "switching": SWITCHING,
+    "no shared prefix": (SpecConfig(3), {"share_prefix": False}),
+    "few rows": (SpecConfig(2, 2), {"max_running_requests": 3}),
+    "put back": (SpecConfig(3), {"max_total_tokens": 400}),
+    "small chunks": (SWITCHING, {"prefill_chunk": 5}),
+}
+SAMPLINGS = {
+    "plain": Sampling(max_new_tokens=24, ignore_eos=True),
+    "filtered": Sampling(max_new_tokens=24, temperature=0.9, top_p=0.8, top_k=12),
+    "greedy": Sampling(max_new_tokens=24, temperature=0.0),
+}
+THOUSAND: dict[str, dict[str, list[int]]] = {}  # plain texts, drawn once
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=9)
+
+
+def wanted(count, seed=0) -> list[Request]:
+    """Requests in groups of one to four per prompt, prompts of 1 to 24 tokens."""
+    rng, out = np.random.default_rng(seed), []
+    while len(out) < count:
+        prompt = Prompt(len(out), rng.integers(1, 48, rng.integers(1, 25)))
+        out += [Request(f"{prompt.id}-{j}.", prompt, int(rng.integers(2**40))) for j in range(rng.integers(1, 5))]
+    return out[:count]
+
+
+def texts(engine, requests, sampling):
+    return {s.request_id: s.response.tolist() for s in engine.generate(requests, sampling)}
+
+
+def plain(model, requests, sampling):
+    return texts(oracle.engine_of(*model, OFF, max_running_requests=1), requests, sampling)
+
+
+def vary(model, name, requests, sampling):
+    spec = VARIATIONS[name]
+    spec, options = spec if isinstance(spec, tuple) else (spec, {})
+    engine = oracle.engine_of(*model, spec, **options)
+    got = texts(engine, requests, sampling)
+    accepted = np.zeros(8)
+    for stat in engine.stats():
+        accepted[: len(stat.accepted)] += stat.accepted
+    return got, accepted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_no_schedule_shows_in_the_text(model, sampling):
+    requests = wanted(60 if sampling == "plain" else 24)
+    expected = plain(model, requests, SAMPLINGS[sampling])
+    assert len({tuple(text) for text in expected.values()}) > (20 if sampling != "greedy" else 8)
+    for name in VARIATIONS:
+        got, accepted = vary(model, name, requests, SAMPLINGS[sampling])
+        assert got == expected, name
+        assert name == "k0" or accepted[1:].sum() > 0.2 * accepted.sum(), f"{name}: hardly anything was accepted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_no_schedule_shows_in_a_thousand_texts(model, name, sampling):
+    requests = wanted(1000, seed=1)
+    if sampling not in THOUSAND:
+        THOUSAND[sampling] = plain(model, requests, SAMPLINGS[sampling])
+    assert vary(model, name, requests, SAMPLINGS[sampling])[0] == THOUSAND[sampling]
+
+
+def test_neighbours_do_not_show_in_the_text(model):
+    requests = wanted(30, seed=2)
+    expected = plain(model, requests, SAMPLINGS["plain"])
+    engine = oracle.engine_of(*model, SpecConfig(2, 2, 6))
+    for seed in (3, 4):
+        crowd = [Request("n" + r.id, r.prompt, r.seed) for r in wanted(20, seed=seed)]
+        mixed = [x for pair in zip(requests, crowd, strict=False) for x in pair] + requests[20:]
+        got = texts(engine, mixed, SAMPLINGS["plain"])
+        assert {k: v for k, v in got.items() if not k.startswith("n")} == expected
+
+
+def test_greedy_text_is_the_naive_decoders(model):
+    requests = wanted(4, seed=5)
+    target = Target(*model, SAMPLINGS["greedy"])
+    got, _ = vary(model, "wide tree", requests, SAMPLINGS["greedy"])
+    for request in requests:
+        tokens = request.prompt.tokens.tolist()
+        for token in got[request.id]:
+            assert token == int(np.argmax(target.next(tuple(tokens))))
+            tokens.append(token)
+
+
+def test_the_equality_can_fail(model):
+    """The same comparison under target-only verification, whose noise is not keyed by position, finds differences."""
+    requests = wanted(20)
+    expected = plain(model, requests, SAMPLINGS["plain"])
+    engine = oracle.engine_of(*model, SpecConfig(3), verifier="target_only")
+    assert texts(engine, requests, SAMPLINGS["plain"]) != expected
