@@ -6,72 +6,99 @@ lengths and accepted counts, never on a local clock.
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.plugin import Settings
-from megatron_rlspec.types import SpecConfig, SpecSchedule
-
-logger = logging.getLogger(__name__)
-
-
-class Policy(Protocol):
-    def choose(self, batch: int, context: int) -> SpecConfig: ...
+from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
-class Switch:
-    """The policy in force, and the configurations for which the engine holds runtime state."""
+class Decider:
+    """The policy in force, limited to the configurations for which the engine holds runtime state."""
 
     def __init__(self, settings: Settings) -> None:
-        self.policy: Policy | None = settings.schedule
-        self.candidates: list[int] | None = None
+        self._settings = settings.policy
+        self.candidates: list[SpecConfig] = []
+        self.policy: Policy | None = None
+
+    def start(self, candidate_steps: Sequence[int], start: int) -> None:
+        """Step 0 stands for two configurations: with the drafter kept up to date, and off."""
+        self.candidates = [OFF] * (0 in candidate_steps) + [SpecConfig(n) for n in candidate_steps]
+        if self._settings:
+            self.replace(self._settings)
+        else:
+            self.policy = Policy(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
+
+    def replace(self, data: Mapping[str, Any]) -> None:
+        """`Policy.from_json` data; without `candidates` it may choose from all that the engine has."""
+        everything = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        policy = Policy.from_json({"candidates": everything, **data})
+        self._check(policy.candidates)
+        if policy.schedule is not None:
+            self._check({config for row in policy.schedule.configs for config in row})
+        self.policy = policy
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        wanted = {config for row in schedule.configs for config in row}
-        if self.candidates is None:
-            refused = [config for config in wanted if not config.off]
-            known = "off: it was launched without adaptive speculation"
-        else:
-            refused = [c for c in wanted if not c.off and (c.topk != 1 or c.num_steps not in self.candidates)]
-            known = f"candidate_steps {self.candidates}"
+        self._check({config for row in schedule.configs for config in row})
+        if self.policy is not None:
+            self.policy.update(schedule=schedule)
+
+    def _check(self, wanted: Sequence[SpecConfig] | set[SpecConfig]) -> None:
+        allowed = self.candidates or [OFF]
+        refused = [str(config) for config in sorted(wanted) if config not in allowed]
         if refused:
-            raise ValueError(f"schedule asks for {refused[0]}, but this engine only has {known}")
-        self.policy = schedule
+            has = ", ".join(str(config) for config in allowed)
+            raise ValueError(f"this engine cannot run {', '.join(refused)}; it was launched with {has}")
 
 
-switch: Switch | None = None
+decider: Decider | None = None
 
 
 def controller_class(settings: Settings) -> type:
     """SGLang's AdaptiveController with our decision; its own policy keeps listing candidates and graph sizes."""
     from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 
-    global switch
-    switch = Switch(settings)
+    global decider
+    decider = Decider(settings)
 
     class ScheduleController(AdaptiveController):
         def __init__(self, worker: Any, policy: Any) -> None:
             super().__init__(worker, policy)
-            switch.candidates = list(policy.candidate_steps)
-            if switch.policy is None:
-                switch.policy = SpecSchedule.fixed(SpecConfig(worker.speculative_num_steps))
-            switch.set_schedule(switch.policy)
+            decider.start(policy.candidate_steps, worker.speculative_num_steps)
+            self._config = SpecConfig(worker.speculative_num_steps)
+            self._gap = DrafterGap(worker)
             self._batch: Any = None
-            inner = worker.forward_batch_generation
-
-            def remember_batch(batch: Any, *args: Any, **kwargs: Any) -> Any:
-                self._batch = batch
-                return inner(batch, *args, **kwargs)
-
-            worker.forward_batch_generation = remember_batch
+            self._forward = worker.forward_batch_generation
+            worker.forward_batch_generation = self._remember_batch
+            self._extend = worker.draft_worker._draft_extend_for_decode
+            worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
 
         def activate_step_by_batch(self, batch_size: int) -> None:
             reqs = self._batch.reqs
-            config = switch.policy.choose(batch_size, sum(r.seqlen for r in reqs))
-            if config.num_steps != self.worker.speculative_num_steps:
-                self._activate(config.num_steps)
+            if reqs:
+                self._config = decider.policy.choose(batch_size, sum(r.seqlen for r in reqs))
+                if self._gap.rounds and (not self._config.off or self._gap.rounds >= self._gap.limit):
+                    self._gap.close(self._batch)
+            if self._config.num_steps != self.worker.speculative_num_steps:
+                self._activate(self._config.num_steps)
 
         def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
             """Nothing is decided here: under overlap the worker may already run another configuration."""
+
+        def _remember_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batch = batch
+            if self._gap.rounds and batch.forward_mode.is_extend():
+                self._gap.forget(batch.reqs)
+            return self._forward(batch, *args, **kwargs)
+
+        def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
+            if not self._config.off or not batch.reqs:
+                self._extend(batch, result, **kwargs)
+                return
+            self._gap.record(batch.reqs, result.logits_output.hidden_states, batch.spec_info.draft_token)
+            self.worker._stub_skipped_draft_extend(batch, result)
+            result.rlspec_off = True
 
     return ScheduleController

@@ -70,7 +70,7 @@ def standing_in(package: str) -> bool:
 
 
 def install() -> list[str]:
-    """Make SGLang's CPU engine importable in this process and, by the environment, in its children.
+    """Make SGLang's CPU engine importable in this process and in those forked from it.
 
     Returns the names of the packages that stand-ins now take the place of; empty when all are really there.
     """

@@ -1,7 +1,8 @@
 """The SGLang plugin: inert unless the environment variable `RLSPEC_SGLANG` is set, as `rlspec serve` sets it.
 
 SGLang calls `register` in its main process and in every scheduler process. The variable holds JSON:
-`{"verifier": "position_keyed", "schedule": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults.
+`{"verifier": "position_keyed", "policy": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults. `policy`
+is what `spec.policy.Policy.from_json` takes, candidates optional; without it the startup configuration stays.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Literal
-
-from megatron_rlspec.types import SpecSchedule
+from typing import Any, Literal
 
 VARIABLE = "RLSPEC_SGLANG"
 Verifier = Literal["position_keyed", "target_only", "rejection"]
@@ -20,20 +19,17 @@ Verifier = Literal["position_keyed", "target_only", "rejection"]
 @dataclass(frozen=True)
 class Settings:
     verifier: Verifier = "position_keyed"
-    schedule: SpecSchedule | None = None
+    policy: dict[str, Any] | None = None
 
     @classmethod
     def from_environment(cls) -> Settings | None:
         text = os.environ.get(VARIABLE)
         if text is None:
             return None
-        data = json.loads(text or "{}")
-        schedule = data.get("schedule")
-        return cls(data.get("verifier", cls.verifier), SpecSchedule.from_json(schedule) if schedule else None)
+        return cls(**json.loads(text or "{}"))
 
     def to_environment(self) -> dict[str, str]:
-        schedule = self.schedule.to_json() if self.schedule else None
-        return {VARIABLE: json.dumps({"verifier": self.verifier, "schedule": schedule})}
+        return {VARIABLE: json.dumps({"verifier": self.verifier, "policy": self.policy})}
 
 
 def register() -> None:

@@ -1,15 +1,17 @@
 """`rlspec serve`: SGLang's own HTTP server with our plugin, our routes and, without a GPU, our CPU operators.
 
-Run it as a process of its own, `python -m megatron_rlspec.rollout.sglang.serve`: SGLang spawns children that import
-this module again, and what they need (the stand-ins) is installed at import. Options that are not listed go to SGLang.
+Run it as a process of its own, `python -m megatron_rlspec.rollout.sglang.serve`: SGLang takes over the main thread, the
+environment and the signal handlers. Options that are not listed go to SGLang.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import ipaddress
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -20,7 +22,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from megatron_rlspec.rollout.sglang.plugin import VARIABLE, Settings
+from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 # What torchrun and cluster launchers leave behind; SGLang would take it for its own process group.
@@ -43,6 +45,8 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
+# Architecture -> SGLang's files with its target and draft classes.
+_MODEL_FILES = {"MiMoForCausalLM": ("mimo", "mimo_mtp")}
 
 
 class ServeError(ValueError):
@@ -65,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default="adaptive", help="use of the drafter")
     p.add_argument("--num-steps", type=int, default=3, help="drafter passes per round, at the start if adaptive")
     p.add_argument("--candidate-steps", default="0,1,2,3,5", help="what adaptive may choose from")
+    p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
     p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
     p.add_argument(
         "--verifier",
@@ -101,7 +106,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
             del os.environ[name]
     os.environ.update(settings.to_environment())
     if device == "cpu":
-        _install_stand_ins(announce=True)
+        _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
 
 
@@ -116,7 +121,6 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         f"--max-running-requests={options.max_running_requests}",
         "--weight-version=0",
         "--log-level=warning",
-        "--skip-server-warmup",
     ]
     if options.api_key:
         arguments.append(f"--api-key={options.api_key}")
@@ -133,6 +137,10 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         return arguments, Settings(options.verifier)
 
     schedule = _schedule(options.schedule)
+    if options.cost_table and (schedule or options.spec == "fixed"):
+        raise ServeError("--cost-table is for --spec adaptive without --schedule")
+    if options.cost_table and not Path(options.cost_table).is_file():
+        raise ServeError(f"--cost-table {options.cost_table}: no such file")
     steps = {options.num_steps}
     if options.spec == "adaptive":
         try:
@@ -159,7 +167,10 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     ]
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
-    return arguments, Settings(options.verifier, schedule or SpecSchedule.fixed(SpecConfig(options.num_steps)))
+    if options.cost_table:
+        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())})
+    schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
+    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()})
 
 
 def _schedule(text: str) -> SpecSchedule | None:
@@ -205,19 +216,20 @@ def _device(asked: str) -> str:
     return ("cuda" if found else "cpu") if asked == "auto" else asked
 
 
-def _install_stand_ins(announce: bool = False) -> None:
+def _install_stand_ins() -> None:
     from megatron_rlspec.rollout.sglang import cpu_stand_ins
 
     names = cpu_stand_ins.install()
-    if names and announce:
+    if names:
         print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
 
 
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     try:
-        from sglang.srt.arg_groups import attention_hook
+        _register_models(options.model)
     except ImportError as error:
         raise ServeError(f"SGLang cannot be imported here: {error}") from None
+    from sglang.srt.arg_groups import attention_hook
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -228,9 +240,55 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
         # SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate.
         attention_hook._attention_backend_platform_fallbacks = lambda view: {}
+    if device == "cpu":
+        _fork_children()
     load_plugins()
     add_routes(http_server.app)
-    http_server.launch_server(prepare_server_args(arguments), launch_callback=lambda: _confirm(options))
+    http_server.launch_server(
+        prepare_server_args(arguments),
+        execute_warmup_func=lambda _: _listening(options),
+        launch_callback=lambda: _confirm(options),
+    )
+
+
+def _fork_children() -> None:
+    """Without CUDA nothing forbids to fork, and each spawned child would import SGLang anew: half of the start-up."""
+    from sglang.srt.entrypoints import engine
+
+    inner = engine._set_envs_and_config
+
+    def then_fork(server_args: object) -> None:
+        inner(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork
+
+
+def _register_models(path: str) -> None:
+    """Spare SGLang the import of its 250 model files, of which it needs two."""
+    # Asked for models of some other package, SGLang looks at its own only when an architecture is unknown.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
+    from sglang.srt.models.registry import ModelRegistry
+
+    for architecture in json.loads((Path(path) / "config.json").read_text()).get("architectures") or ():
+        for name in _MODEL_FILES.get(architecture, ()):
+            entry = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+            ModelRegistry.models[entry.__name__] = entry
+
+
+def _listening(options: argparse.Namespace) -> bool:
+    """In place of SGLang's warm-up, whose generation a CPU engine does not need: wait until the server listens."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    while True:
+        try:
+            socket.create_connection((options.host, options.port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.05)
+    http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
+    return True
 
 
 def _confirm(options: argparse.Namespace) -> None:
@@ -239,6 +297,12 @@ def _confirm(options: argparse.Namespace) -> None:
     request.add_header("Authorization", f"Bearer {options.api_key}")
     problem = ""
     try:
+        # Without a warm-up request SGLang calls this as soon as the server's thread exists, which may be too soon.
+        for _ in range(120):
+            with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+                if probe.connect_ex((options.host, options.port)) == 0:
+                    break
+            time.sleep(0.5)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=60) as response:
             answer = json.load(response)
@@ -266,5 +330,3 @@ def _end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     main()
-elif VARIABLE in os.environ and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    _install_stand_ins()

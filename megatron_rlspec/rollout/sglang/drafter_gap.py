@@ -1,0 +1,94 @@
+"""A real off: rounds without any drafter pass, and one pass that catches up when drafting starts again.
+
+At SGLang's step 0 the drafter still extends its cache every round. While off we keep what that pass would have read,
+the target's hidden state h_t and the token x_t of every new position, and feed the whole gap in one extend on
+re-enabling (ReSpec, section 5.2).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+class DrafterGap:
+    """What the drafter of one `EAGLEWorkerV2` has not seen. Rounds that are off add one position per request."""
+
+    def __init__(self, worker: Any, limit: int = 128) -> None:
+        """limit: rounds after which the gap is closed even while off, so that what is kept stays bounded."""
+        self.worker = worker
+        self.limit = limit
+        self.rounds = 0
+        self._hidden: list[torch.Tensor] = []
+        self._tokens: list[torch.Tensor] = []
+        self._rows: dict[str, list[int]] = {}
+        self._size = 0
+
+    def record(self, reqs: list[Any], hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        """hidden [B, H] of the position that each request just passed, tokens [B] at that position."""
+        self._hidden.append(hidden.clone())  # CUDA graphs write into the same buffer every round.
+        self._tokens.append(tokens.clone())
+        for i, req in enumerate(reqs):
+            self._rows.setdefault(req.rid, []).append(self._size + i)
+        self._size += len(reqs)
+        self.rounds += 1
+
+    def forget(self, reqs: list[Any]) -> None:
+        """A prefill rebuilds the drafter's cache from the prompt on."""
+        for req in reqs:
+            self._rows.pop(req.rid, None)
+
+    def close(self, batch: Any) -> None:
+        """Feed the gap of every request of this decode batch, and put the drafts' first step into `batch.spec_info`."""
+        rows = [self._rows.get(req.rid) for req in batch.reqs]
+        behind = [i for i, r in enumerate(rows) if r]
+        if behind:
+            counts = [len(rows[i]) for i in behind]
+            device = batch.seq_lens.device
+            flat = torch.tensor([row for i in behind for row in rows[i]], device=device)
+            hidden, tokens = torch.cat(self._hidden)[flat], torch.cat(self._tokens)[flat]
+            self._extend(batch, behind, counts, hidden, tokens.to(torch.int64))
+        self._hidden, self._tokens, self._rows, self._size, self.rounds = [], [], {}, 0, 0
+
+    def _extend(
+        self, batch: Any, behind: list[int], counts: list[int], hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """One prefill of the drafter over `counts[j]` positions of request `behind[j]`, flat in `hidden`, `tokens`."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative import eagle_worker_v2 as eagle
+
+        index = torch.tensor(behind, device=batch.seq_lens.device)
+        seq_lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        ends = [seq_lens.tolist()[i] for i in behind]
+        starts = [end - count for end, count in zip(ends, counts, strict=True)]
+        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]).to(index.device)
+        slots = batch.req_pool_indices[index]
+        owner = slots.repeat_interleave(torch.tensor(counts, device=index.device))
+        spec = batch.spec_info
+
+        part = copy.copy(batch)  # Shallow: the scheduler's batch must not notice this forward pass.
+        part.forward_mode = ForwardMode.EXTEND
+        part.reqs = [batch.reqs[i] for i in behind]
+        part.input_ids = tokens
+        part.out_cache_loc = batch.req_to_token_pool.req_to_token[owner, positions].to(torch.int64)
+        part.req_pool_indices = slots
+        part.seq_lens, part.seq_lens_cpu, part.seq_lens_sum = batch.seq_lens[index], torch.tensor(ends), sum(ends)
+        part.orig_seq_lens = part.seq_lens.to(torch.int32)
+        part.prefix_lens, part.extend_lens, part.extend_num_tokens = starts, counts, sum(counts)
+        part.extend_logprob_start_lens = counts
+        part.return_logprob = False
+        part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
+
+        drafter = self.worker.draft_worker
+        with (
+            eagle.draft_tp_context(drafter.parallel_layout),
+            eagle.speculative_moe_backend_context(),
+            eagle.speculative_moe_a2a_backend_context(),
+        ):
+            caught_up = drafter._draft_extend_for_prefill(part, hidden, spec.bonus_tokens[index])
+        for name in ("topk_p", "topk_index", "hidden_states"):
+            values = getattr(spec, name).clone()
+            values[index] = getattr(caught_up, name).to(values.dtype)
+            setattr(spec, name, values)
