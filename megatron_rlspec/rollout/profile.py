@@ -1,0 +1,308 @@
+"""`rlspec profile`: measure on a real engine what decode rounds cost, and write a cost table."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, has_real_off, sweep
+from megatron_rlspec.spec.acceptance import expected_tokens
+from megatron_rlspec.spec.cost_table import CostTable, CostTableError, Provenance, RoundCost
+from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.types import OFF
+
+NOTES = """\
+Without --url two engines are started, one with the drafter and one without, unless the first can decode plainly.
+Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu --max-total-tokens 16384.
+An interrupted sweep leaves OUT.part beside the table and goes on from there; another --tp is added to a table of the
+same model, hardware and engine."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, serve = _parser().parse_known_args(argv)
+    try:
+        if args.plot_only:
+            plot(CostTable.load(args.out), args.plot_only, args.acceptance)
+            print(f"wrote {args.plot_only}")
+            return 0
+        run(args, serve)
+    except (SweepError, EngineError, CostTableError) as error:
+        print(f"rlspec profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
+    """Start or attach engines, sweep, write, and whatever else was asked; returns the table written."""
+    provenance = Provenance(
+        model=args.model_name or Path(args.model or args.url[0]).resolve().name,
+        hardware=args.hardware or hardware(),
+        dtype=args.dtype,
+        engine="sglang",
+        engine_version=importlib.metadata.version("sglang"),
+        date=datetime.date.today().isoformat(),
+        note=args.note,
+    )
+    earlier = _earlier(args, provenance)
+    part = args.out.with_name(args.out.name + ".part")
+    known = CostTable.load(part) if part.exists() and not args.fresh else None
+    if known is not None:
+        _same(known.provenance, provenance, part)
+    with ExitStack() as closing:
+        benches = _benches(args, serve, closing)
+        sweeping = Sweep(benches, provenance, tp=args.tp, samples=args.samples, known=known)
+        if known is not None:
+            print(f"going on after {len(sweeping.cells)} points in {part}")
+        with _progress() as bar:
+            task = bar.add_task("profile")
+
+            def progress(text: str, done: int, total: int) -> None:
+                bar.update(task, description=text, completed=done, total=total)
+
+            end = sweep(
+                sweeping,
+                args.batches,
+                args.lengths,
+                seconds=args.seconds,
+                tolerance=args.tolerance,
+                progress=progress,
+                keep=lambda table: table.save(part),
+            )
+        table = sweeping.table()
+        if earlier is not None:
+            rounds, prefill = (*earlier.rounds, *table.rounds), (*earlier.prefill, *table.prefill)
+            table = CostTable(provenance, rounds, prefill, earlier.links, max(table.switch_ms, earlier.switch_ms))
+        table.save(args.out)
+        part.unlink(missing_ok=True)
+        print(summary(table, args.tp))
+        print(f"wrote {args.out}: {len(sweeping.cells)} points, {end}")
+        if args.validate:
+            print("\n" + validation(sweeping.validate(sweeping.off_grid(args.validate))))
+    if args.plot:
+        plot(table.at(args.tp), args.plot, args.acceptance)
+        print(f"wrote {args.plot}")
+    return table
+
+
+def hardware() -> str:
+    """The name a table is bound to: the GPU's, or the processor's with its cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass  # not Linux: the platform's own word for the processor
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def summary(table: CostTable, tp: int) -> str:
+    """Medians at the longest measured context, a row per batch, and what the table says of itself."""
+    table = table.at(tp)
+    configs, length = table.configs(), table.lengths()[-1]
+    lines = [f"ms per round at {length:.0f} tokens of context each (tp={tp})"]
+    lines.append(f"{'batch':>8}" + "".join(f"{config!s:>9}" for config in configs))
+    for batch in table.batches():
+        row = [table.ms(config, batch, batch * length) for config in configs]
+        lines.append(f"{batch:8}" + "".join(f"{ms:9.3f}" for ms in row))
+    spread = np.median([c.spread_ms / c.ms for c in table.rounds])
+    lines.append(
+        f"median spread {spread:.1%} (half the interquartile range), a switch costs {table.switch_ms:.3f} ms, "
+        f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
+    )
+    return "\n".join(lines)
+
+
+def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
+    """Predicted against measured again at points off the grid."""
+    if not again:
+        return "no point off the grid fits into this engine: nothing validated"
+    lines = [f"{'batch':>8}{'context':>9}{'config':>8}{'measured':>10}{'predicted':>10}{'error':>8}"]
+    errors = []
+    for cell, predicted in again:
+        errors.append(abs(predicted / cell.ms - 1))
+        context = cell.context_tokens // cell.batch
+        change = predicted / cell.ms - 1
+        lines.append(f"{cell.batch:8}{context:9}{cell.config!s:>8}{cell.ms:10.3f}{predicted:10.3f}{change:+8.1%}")
+    lines.append(f"error off the grid: median {np.median(errors):.1%}, worst {np.max(errors):.1%}")
+    return "\n".join(lines)
+
+
+def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
+    """Speedup over plain decoding per configuration and batch, a panel per context length (ReSpec, Figure 7)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    configs = [c for c in table.configs() if not c.off]
+    lengths = table.lengths()
+    lengths = [lengths[i] for i in sorted({0, len(lengths) // 2, len(lengths) - 1})]
+    batches = table.batches()
+    figure, axes = pyplot.subplots(
+        1, len(lengths), figsize=(1.6 + 0.75 * len(batches) * len(lengths), 1.6 + 0.5 * len(configs)), squeeze=False
+    )
+    for axis, length in zip(axes[0], lengths, strict=True):
+        batch = np.array(batches)
+        ms = table.grid([OFF, *configs], batch, batch * length)
+        tokens = np.array([expected_tokens(c, rates) for c in configs])
+        speedup = tokens[:, None] * ms[0] / ms[1:]
+        reach = max(abs(math.log2(value)) for value in speedup.flat) or 1.0
+        axis.imshow(np.log2(speedup), cmap="RdYlGn", vmin=-reach, vmax=reach, aspect="auto")
+        for (i, j), value in np.ndenumerate(speedup):
+            best = value == speedup[:, j].max() and value > 1
+            axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, weight="bold" if best else "normal")
+        axis.set_xticks(range(len(batches)), [str(b) for b in batches])
+        axis.set_yticks(range(len(configs)), [str(c) for c in configs])
+        axis.set_xlabel("running requests")
+        axis.set_title(f"{length:.0f} tokens of context each", fontsize=9)
+    p = table.provenance
+    kind = "simulated" if p.simulated else "measured"
+    accepted = " ".join(f"{rate:.2f}" for rate in rates)
+    figure.suptitle(f"x plain decoding at acceptance {accepted}; costs {kind}: {p.model}, {p.hardware}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
+    """One bench per engine; together they run every configuration, OFF once."""
+    steps = sorted({0, *args.steps})
+    if args.url:
+        engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
+    else:
+        if not args.model:
+            raise SweepError("give --model to start an engine, or --url of a running one")
+        speculating = ["--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
+        speculating += ["--num-steps", str(steps[-1])]
+        engines = [_start(args, serve, "speculating", speculating, closing)]
+        if not has_real_off(engines[0]):
+            engines.append(_start(args, serve, "plain", ["--spec", "off"], closing))
+    vocabulary = _vocabulary(args.model)
+    benches, plain = [], False
+    for seed, engine in enumerate(engines):
+        said = engine.describe()
+        configs = [] if plain or not has_real_off(engine) else [OFF]
+        plain = plain or bool(configs)
+        if said["speculative"]:
+            refused = sorted(set(args.steps) - set(said["candidate_steps"]))
+            if refused:
+                raise SweepError(
+                    f"{engine}: num_steps={refused[0]} is not in its candidate_steps {said['candidate_steps']}"
+                )
+            configs += chains(args.steps, real_off=False)
+        if not configs:
+            raise SweepError(f"{engine}: a second engine without a drafter has nothing left to measure")
+        benches.append(Bench(engine, configs, vocabulary, seed))
+    if not plain:
+        raise SweepError("no engine decodes plainly; add the --url of one started with `rlspec serve --spec off`")
+    return benches
+
+
+def _start(
+    args: argparse.Namespace, serve: Sequence[str], name: str, options: Sequence[str], closing: ExitStack
+) -> SGLangEngine:
+    given = ["--dtype", args.dtype, *(["--tp", str(args.tp)] if args.tp > 1 else []), *options, *serve]
+    log = args.out.with_name(f"{args.out.stem}-{name}.log")
+    process = closing.enter_context(launch(args.model, log, arguments=given))
+    with _progress() as bar:
+        task = bar.add_task("", total=None)
+        process.wait(progress=lambda line: bar.update(task, description=line))
+    return SGLangEngine.of(process)
+
+
+def _earlier(args: argparse.Namespace, provenance: Provenance) -> CostTable | None:
+    """A finished table of the same engine at other TPs, to which this sweep adds."""
+    if not args.out.exists() or args.fresh:
+        return None
+    table = CostTable.load(args.out)
+    if args.tp in table.tps:
+        raise SweepError(f"{args.out} already holds tp={args.tp}; measure again with --fresh, or name another file")
+    _same(table.provenance, provenance, args.out)
+    return table
+
+
+def _same(known: Provenance, now: Provenance, path: Path) -> None:
+    if replace(known, date="", note="") != replace(now, date="", note=""):
+        raise SweepError(f"{path} was measured on {known}, not on {now}; start afresh with --fresh")
+
+
+def _vocabulary(model: str) -> int:
+    """Prompts are random tokens; of an engine known by its address only, the lowest ids."""
+    path = Path(model or "") / "config.json"
+    return int(json.loads(path.read_text())["vocab_size"]) if model and path.is_file() else 128
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, transient=True)
+
+
+def _integers(text: str, least: int = 1) -> list[int]:
+    values = sorted({int(part) for part in text.split(",") if part})
+    if not values or values[0] < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: want integers from {least} on, and commas")
+    return values
+
+
+def _steps(text: str) -> list[int]:
+    return _integers(text, least=0)
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlspec profile",
+        description=__doc__.partition(": ")[2],
+        epilog=NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("out", type=Path, help="cost table to write (JSON)")
+    add("--model", default="", help="Hugging Face directory; starts the engines")
+    add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
+    add("--api-key", default="", help="key of the engines at --url")
+    add("--tp", type=int, default=1, help="tensor parallel size of the engines")
+    add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
+    add("--steps", type=_steps, default=[0, 1, 2, 3, 5], help="num_steps to measure; 0 is SGLang's step 0")
+    add("--batches", type=_integers, default=[1, 4, 16, 64], help="running requests of the coarse grid")
+    add("--lengths", type=_integers, default=[64, 512], help="prompt tokens of each request on the coarse grid")
+    add("--samples", type=int, default=12, help="rounds wanted of each configuration at each point")
+    add("--seconds", type=float, default=900.0, help="time budget of the sweep")
+    add("--tolerance", type=float, default=0.03, help="bend of the cost over batch that is worth a further point")
+    add("--validate", type=int, default=0, metavar="N", help="measure N random points off the grid and print the error")
+    add("--plot", type=Path, help="draw speedup maps to this file (png, pdf, svg)")
+    add("--plot-only", type=Path, help="draw an existing table and measure nothing")
+    add("--acceptance", type=_rates, default=[0.8, 0.75, 0.7], help="a_1,a_2,... assumed in the maps")
+    add("--model-name", default="", help="name recorded in the table; default: the directory's")
+    add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
+    add("--note", default="", help="free text recorded in the table")
+    add("--fresh", action="store_true", help="forget an interrupted sweep and an existing table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""Measuring decode rounds on running engines: one point of a cost table, a grid of them, and where to look closer."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rlspec.spec.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+
+SEGMENT = 12  # tokens that each request emits under one configuration before the next takes its turn
+CYCLES = 3  # turns of each configuration in one generation
+TRIES = 4  # generations at a point until every configuration showed enough rounds
+Point = tuple[int, int]  # running requests, prompt tokens of each
+
+
+class Engine(Protocol):
+    """The part of `SGLangEngine` that measuring needs."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]: ...
+
+    def set_schedule(self, schedule: SpecSchedule) -> None: ...
+
+    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class SweepError(RuntimeError):
+    """The engines cannot be measured as asked. One line."""
+
+
+@dataclass
+class Measured:
+    """Durations in ms of steady rounds by configuration, and of the first rounds after a change of configuration."""
+
+    steady: dict[SpecConfig, list[float]] = field(default_factory=dict)
+    switched: list[tuple[SpecConfig, float]] = field(default_factory=list)
+
+    def add(self, rounds: Iterable[tuple[SpecConfig, int, int, float | None]], batch: int) -> None:
+        previous: tuple[SpecConfig, int] | None = None
+        for config, size, _, ms in rounds:
+            if size == batch and ms is not None and previous is not None and previous[1] == batch:
+                if previous[0] == config:
+                    self.steady.setdefault(config, []).append(ms)
+                else:
+                    self.switched.append((config, ms))
+            previous = (config, size)
+
+
+class Bench:
+    """One engine and the configurations it can run, measured in turns within one generation.
+
+    A schedule over the batch's growing context lets every configuration take its turn several times, so that a slow
+    minute of the machine slows all of them alike. The first round of each turn is kept apart: it holds the switch.
+    """
+
+    def __init__(self, engine: Engine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0) -> None:
+        self.engine, self.configs = engine, list(configs)
+        self._vocabulary, self._rng = vocabulary, np.random.default_rng(seed)
+        self._serial = itertools.count()
+        said = engine.describe()
+        self._most_tokens, self._most_requests = said["max_total_tokens"], said["max_running_requests"]
+
+    def fits(self, point: Point, new_tokens: int) -> bool:
+        batch, length = point
+        return batch <= self._most_requests and batch * (length + new_tokens + 16) <= self._most_tokens
+
+    def measure(self, point: Point, new_tokens: int, samples: int) -> Measured:
+        """Rounds at this point, from prompts of random tokens that no cache holds."""
+        batch, length = point
+        found = Measured()
+        if self.configs != [OFF] or self.engine.describe()["speculative"]:
+            self.engine.set_schedule(self._turns(point, new_tokens))
+        for _ in range(TRIES):
+            self.engine.recent_rounds()
+            self.engine.generate(self._requests(batch, length), Sampling(max_new_tokens=new_tokens, ignore_eos=True))
+            found.add(self.engine.recent_rounds(), batch)
+            if all(len(found.steady.get(config, ())) >= samples for config in self.configs):
+                return found
+        missing = [str(c) for c in self.configs if c not in found.steady]
+        if missing:
+            raise SweepError(f"batch {batch}, prompt {length}: the engine ran no round of {', '.join(missing)}")
+        return found
+
+    def prefill(self, tokens: int, repeats: int = 5) -> list[float]:
+        """ms from request to first token, HTTP included."""
+        took = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            self.engine.generate(self._requests(1, tokens), Sampling(max_new_tokens=1, ignore_eos=True))
+            took.append(1000 * (time.perf_counter() - start))
+        return took[1:]
+
+    def _turns(self, point: Point, new_tokens: int) -> SpecSchedule:
+        batch, length = point
+        turns = -(-new_tokens // SEGMENT)
+        edges = (0, *(batch * (length + SEGMENT * i) for i in range(1, turns)))
+        return SpecSchedule((1,), edges, (tuple(self.configs[i % len(self.configs)] for i in range(turns)),))
+
+    def _requests(self, batch: int, length: int) -> list[Request]:
+        serial = next(self._serial)
+        prompts = self._rng.integers(3, self._vocabulary, (batch, length))
+        return [Request(f"profile-{serial}-{i:04d}.", Prompt(i, p), seed=serial) for i, p in enumerate(prompts)]
+
+
+def has_real_off(engine: Engine) -> bool:
+    """Whether a speculating engine runs plain rounds when told OFF, rather than SGLang's step 0."""
+    said = engine.describe()
+    if not said["speculative"]:
+        return True
+    if 0 not in said["candidate_steps"]:
+        return False
+    bench = Bench(engine, [OFF], vocabulary=100)
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.recent_rounds()
+    engine.generate(bench._requests(1, 8), Sampling(max_new_tokens=8, ignore_eos=True))
+    return any(config.off for config, *_ in engine.recent_rounds())
+
+
+class Sweep:
+    """A growing cost table over points, every configuration at every point."""
+
+    def __init__(
+        self,
+        benches: Sequence[Bench],
+        provenance: Provenance,
+        *,
+        tp: int = 1,
+        samples: int = 12,
+        known: CostTable | None = None,
+    ) -> None:
+        self.benches, self.provenance, self.tp, self.samples = list(benches), provenance, tp, samples
+        configs = sorted(config for bench in benches for config in bench.configs)
+        if OFF not in configs:
+            raise SweepError("no engine here decodes without a drafter, so nothing would say what off costs")
+        if len(configs) != len(set(configs)):
+            raise SweepError(f"two engines run the same configuration: {', '.join(map(str, configs))}")
+        self.new_tokens = max(len(b.configs) for b in benches) * SEGMENT * CYCLES
+        self.cells: dict[Point, list[RoundCost]] = {}
+        self.prefill: list[PrefillCost] = []
+        self.switches: list[float] = []
+        if known is not None:
+            self._resume(known, configs)
+
+    def fits(self, point: Point) -> bool:
+        return all(bench.fits(point, self.new_tokens) for bench in self.benches)
+
+    def measure(self, point: Point) -> list[RoundCost]:
+        """Every configuration at this point, in the table's terms: context is the middle of what was generated."""
+        batch, length = point
+        cells = []
+        for bench in self.benches:
+            found = bench.measure(point, self.new_tokens, self.samples)
+            for config in bench.configs:
+                ms = found.steady[config]
+                low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
+                context = batch * (length + self.new_tokens // 2)
+                spread = float(high - low) / 2
+                cells.append(RoundCost(self.tp, batch, context, config, float(middle), spread, len(ms)))
+            medians = {config: statistics.median(ms) for config, ms in found.steady.items()}
+            self.switches += [ms - medians[config] for config, ms in found.switched if config in medians]
+        return cells
+
+    def add(self, point: Point) -> None:
+        self.cells[point] = self.measure(point)
+
+    def add_prefill(self, lengths: Sequence[int]) -> None:
+        for tokens in lengths:
+            ms = self.benches[0].prefill(tokens)
+            low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
+            self.prefill.append(PrefillCost(self.tp, 1, tokens, float(middle), float(high - low) / 2, len(ms)))
+
+    def table(self) -> CostTable:
+        rounds = [cell for cells in self.cells.values() for cell in cells]
+        switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
+        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch)
+
+    def closer(self, tolerance: float) -> list[Point]:
+        """Points to measure next, the most doubtful first: where a batch's cost leaves the line of its neighbours.
+
+        What is left of such a bend once its neighbours are halved is about a quarter; that quarter is compared.
+        """
+        cost = {(c.config, point): c.ms for point, cells in self.cells.items() for c in cells}
+        configs = {config for config, _ in cost}
+        doubts: dict[Point, float] = {}
+        for length in {length for _, length in self.cells}:
+            batches = sorted(b for b, n in self.cells if n == length)
+            for left, here, right in zip(batches, batches[1:], batches[2:], strict=False):
+                share = (here - left) / (right - left)
+                bend = 0.0
+                for config in configs:
+                    low, middle, high = (cost[config, (b, length)] for b in (left, here, right))
+                    bend = max(bend, abs((low + share * (high - low)) / middle - 1) / 4)
+                if bend <= tolerance:
+                    continue
+                for a, b in ((left, here), (here, right)):
+                    between = round((a * b) ** 0.5)
+                    if a < between < b and self.fits((between, length)):
+                        doubts[between, length] = max(doubts.get((between, length), 0.0), bend)
+        return sorted(doubts, key=lambda point: (-doubts[point], point))
+
+    def validate(self, points: Sequence[Point]) -> list[tuple[RoundCost, float]]:
+        """(measured again, predicted ms) at points off the grid, every configuration."""
+        table = self.table()
+        cells = [cell for point in points for cell in self.measure(point)]
+        return [(c, table.ms(c.config, c.batch, c.context_tokens, self.tp)) for c in cells]
+
+    def off_grid(self, count: int, seed: int = 0) -> list[Point]:
+        """Random points inside the measured rectangle, none of them measured."""
+        rng = np.random.default_rng(seed)
+        batches, lengths = ([p[axis] for p in self.cells] for axis in (0, 1))
+        points: set[Point] = set()
+        for _ in range(100 * count):
+            point = (
+                int(rng.integers(min(batches), max(batches) + 1)),
+                int(rng.integers(min(lengths), max(lengths) + 1)),
+            )
+            if point not in self.cells and self.fits(point) and len(points) < count:
+                points.add(point)
+        return sorted(points)
+
+    def _resume(self, known: CostTable, configs: Sequence[SpecConfig]) -> None:
+        """Take up the points of an interrupted sweep of the same engine."""
+        if list(known.configs(self.tp)) != list(configs):
+            raise SweepError(
+                f"the interrupted sweep measured {', '.join(map(str, known.configs(self.tp)))}, not "
+                f"{', '.join(map(str, configs))}; start afresh with --fresh"
+            )
+        for cell in known.rounds:
+            length = cell.context_tokens // cell.batch - self.new_tokens // 2
+            self.cells.setdefault((cell.batch, length), []).append(cell)
+        self.prefill = list(known.prefill)
+        self.switches = [known.switch_ms]
+
+
+def sweep(
+    run: Sweep,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    seconds: float,
+    tolerance: float,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+    keep: Callable[[CostTable], None] = lambda _: None,
+) -> str:
+    """Measure the coarse grid, then where it bends, until it is smooth or `seconds` are over; says which.
+
+    `keep` receives the table after every point: an interrupted sweep loses at most one.
+    """
+    start, slowest = time.monotonic(), 0.0
+    coarse = [(b, n) for n in sorted(lengths) for b in sorted(batches)]
+    left = [point for point in coarse if point not in run.cells and run.fits(point)]
+    if not left and not run.cells:
+        raise SweepError(f"no point of batches {list(batches)} x lengths {list(lengths)} fits into this engine")
+    if not run.prefill:
+        run.add_prefill([n for n in sorted(lengths) if run.fits((1, n))])
+    done = len(run.cells)
+    while left:
+        if time.monotonic() - start + slowest > seconds and run.cells:
+            return f"stopped by the time budget with {len(left)} points of the grid unmeasured"
+        began = time.monotonic()
+        batch, length = left[0]
+        progress(f"batch {batch}, context {length}", done, done + len(left))
+        run.add(left[0])
+        slowest = max(slowest, time.monotonic() - began)
+        keep(run.table())
+        done += 1
+        coarse_left = [p for p in left[1:] if p in coarse]
+        left = coarse_left or [p for p in run.closer(tolerance) if p not in run.cells]
+    progress("done", done, done)
+    return "smooth to the tolerance"
