@@ -9,6 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rlspec*"]),
+    package_data={"megatron_rlspec": ["*.j2"]},
     install_requires=[
         "torch>=2.6",
         "numpy>=1.26",
