@@ -7,11 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-for room in ("rollout", "train"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / room))
 import tiny_mimo
+import torch
 import train_ranks
 
 from megatron_rlspec.config import load
