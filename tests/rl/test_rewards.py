@@ -106,13 +106,13 @@ def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
     texts = ["fine", "raise", "ok", "hang", "exit", "fine", "die", "nan", "none", "fine"]
     samples = [sample(text, number=i) for i, text in enumerate(texts)]
     start = time.monotonic()
-    rewards, failures = score("my_rewards:awkward", samples, workers=1, timeout_seconds=0.5)
-    assert time.monotonic() - start < 20
+    rewards, failures = score("my_rewards:awkward", samples, workers=1, timeout_seconds=1.5)
+    assert time.monotonic() - start < 60
     assert rewards == [1, 0, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [i for i, s in enumerate(samples) if failed(s)] == [1, 3, 4, 6, 7, 8]
     assert failures == [
         "r1: RuntimeError: no such luck",
-        "r3: no answer within 0.5 s",
+        "r3: no answer within 1.5 s",
         "r4: the reward's process ended with exit code 3",
         "r6: the reward's process ended with exit code 4",
         "r7: ValueError: reward is nan, expected a finite number",
@@ -143,7 +143,7 @@ class Service(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if body["response"] == "slow":
-            time.sleep(2)
+            time.sleep(4)
         self.send_response(500 if body["response"] == "broken" else 200)
         self.end_headers()
         answer = {"reward": len(body["label"])} if body["metadata"] else len(body["prompt"])
@@ -159,7 +159,7 @@ def test_http():
     url = f"http://127.0.0.1:{server.server_port}/reward"
     samples = [sample("a"), sample("b", label="four", number=1, any=1), sample("broken", number=2)]
     samples += [sample("nonsense", number=3), sample("slow", number=4)]
-    rewards, failures = score(url, samples, workers=1, timeout_seconds=1)
+    rewards, failures = score(url, samples, workers=1, timeout_seconds=2)
     server.shutdown()
     server.server_close()
     assert rewards == [6, 4, 0, 0, 0]
