@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, saved
-from weight_oracles import megatron_logits, megatron_model
+from weight_oracles import megatron_logits, megatron_model, one_rank
 
 from megatron_rlspec.weights.names import canonical, family_of
 
@@ -46,19 +46,22 @@ def test_target_names_and_shapes_are_those_that_transformers_writes(model, tmp_p
     assert set(family_of(config).target_names) == set(theirs)
 
 
-@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
-def test_policy_and_drafter_logits_equal_transformers(model, tmp_path):
-    config = FAMILIES[model]
-    tensors = checkpoint(config, tmp_path)
-    family = family_of(config)
+def logits_in_megatron(config, tensors):
     megatron = megatron_model(config, **OPTIONS[config["architectures"][0]])
-    full = dict(family.to_megatron(tensors))
+    full = dict(family_of(config).to_megatron(tensors))
     held = {n: t for n, t in megatron.state_dict().items() if t is not None and "local_tokens_per_expert" not in n}
     assert set(full) == set(held)
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(full[name])
-    target, draft = megatron_logits(megatron, IDS, zero_first=False)
+    return megatron_logits(megatron, IDS, zero_first=False)
+
+
+@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
+def test_policy_and_drafter_logits_equal_transformers(model, tmp_path):
+    config = FAMILIES[model]
+    tensors = checkpoint(config, tmp_path)
+    target, draft = one_rank(logits_in_megatron, config, tensors)
     expected_target, expected_draft = logits(config, tensors, IDS, tmp_path)
     torch.testing.assert_close(target, expected_target, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft, expected_draft, rtol=1e-4, atol=1e-4)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits
+from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, one_rank
 
 from megatron_rlspec.weights.names import canonical, family_of
 
 IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def loaded(config, tensors):
+def logits_in_megatron(config, tensors):
     model = megatron_model(config)
     full = dict(family_of(config).to_megatron(tensors))
     parameters = dict(model.named_parameters())
@@ -17,13 +17,13 @@ def loaded(config, tensors):
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(full[name])
-    return model
+    return megatron_logits(model, IDS, zero_first=True)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_policy_and_drafter_logits_equal_transformers(tied):
     config, tensors = mimo_checkpoint(tie_word_embeddings=tied)
-    target, draft = megatron_logits(loaded(config, tensors), IDS, zero_first=True)
+    target, draft = one_rank(logits_in_megatron, config, tensors)
     expected_target, expected_draft = mimo_logits(config, tensors, IDS)
     torch.testing.assert_close(target, expected_target, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft, expected_draft, rtol=1e-4, atol=1e-4)
@@ -34,7 +34,7 @@ def test_a_wrong_half_swap_shows_in_the_draft_logits_only():
     config, tensors = mimo_checkpoint()
     name = "model.mtp_layers.0.input_proj.weight"
     swapped = {**tensors, name: tensors[name].roll(config["hidden_size"], dims=1)}
-    target, draft = megatron_logits(loaded(config, swapped), IDS, zero_first=True)
+    target, draft = one_rank(logits_in_megatron, config, swapped)
     expected_target, expected_draft = mimo_logits(config, tensors, IDS)
     torch.testing.assert_close(target, expected_target, rtol=1e-4, atol=1e-4)
     assert (draft - expected_draft).abs().max() > 0.1

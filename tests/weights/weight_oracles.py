@@ -180,18 +180,28 @@ def _latent_core_attention() -> type:
 
 
 @torch.no_grad()
-def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tuple[Tensor, Tensor]:
-    """Target logits [B, L, V], and draft logits [B, L - 1, V] of megatron's MTP layer 0, one pipeline stage.
+def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tuple[Tensor, Tensor] | None:
+    """Target logits [B, L, V], and draft logits [B, L - 1, V] of megatron's MTP layer 0; None but on the last stage.
 
     `zero_first`: MiMo's rule, which megatron does not know, that the first embedding a drafter sees is 0.
     """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    model.mtp_process, depth, model.config.mtp_num_layers = False, model.config.mtp_num_layers, None
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
-    model.post_process = False
+    config, group = model.config, parallel_state.get_pipeline_model_parallel_group()
+    if not parallel_state.is_pipeline_first_stage():
+        arrived = torch.empty(ids.shape[1], ids.shape[0], config.hidden_size)
+        dist.recv(arrived, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
+        model.set_input_tensor(arrived)
+    last, mtp, depth = model.post_process, model.mtp_process, config.mtp_num_layers
+    model.post_process, model.mtp_process, config.mtp_num_layers = False, False, None
     hidden = model(ids, position_ids, None)
-    model.post_process, model.config.mtp_num_layers = True, depth
+    model.post_process, model.mtp_process, config.mtp_num_layers = last, mtp, depth
+    if not last:
+        dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+        return None
 
     def embed(input_ids: Tensor, position_ids: Tensor) -> Tensor:
         out = model.embedding(input_ids=input_ids, position_ids=position_ids)
@@ -199,7 +209,7 @@ def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tu
             out[0] = 0
         return out
 
-    rotary = None if model.config.multi_latent_attention else model.rotary_pos_emb(ids.shape[1])
+    rotary = None if config.multi_latent_attention else model.rotary_pos_emb(ids.shape[1])
     both = model.mtp(input_ids=ids, position_ids=position_ids, hidden_states=hidden, attention_mask=None,
                      rotary_pos_emb=rotary, embedding=embed)  # fmt: skip
     drafted = both.chunk(depth + 1)[1]
@@ -207,6 +217,14 @@ def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tu
     logits = [model.output_layer(h, weight=weight)[0] for h in (hidden, drafted)]
     target, draft = (gather_from_tensor_model_parallel_region(x).transpose(0, 1) for x in logits)
     return target, draft[:, :-1]
+
+
+def one_rank(function: Any, *args: Any) -> Any:
+    """What a function that uses megatron returns, from a process of its own: a job leaves traces in its process."""
+    from train_ranks import on_ranks
+
+    (result,) = on_ranks(1, function, *args)
+    return result
 
 
 def echo_checkpoint(version: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
