@@ -19,7 +19,7 @@ def train(config: Config) -> None:
                 metrics = run.trainer.train_step(batches, objective="grpo")  # policy and drafter, one step each
             with run.clock("push"):
                 run.push()  # target and drafter, one versioned session, every fingerprint compared
-            run.adapt()  # the next rollout's schedule, from what the engines observed
+            run.adapt()  # what the engines' policies did, and what was accepted
             run.record(step, metrics, groups)
             run.checkpoint(step)
         run.evaluate("last")

@@ -29,6 +29,7 @@ from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rl.packing import pack
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Prompt, Request, Sample, Sampling
@@ -79,15 +80,14 @@ class Session:
         engines = starting.wait()
         self.engines = EnginePool(list(engines.values()))
         self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
-        self.adapter = Adapter(
-            config.spec.mode,
-            config.spec.num_steps,
-            config.spec.candidate_steps,
-            config.spec.cost_table,
-            target_layers=self.hf_config["num_hidden_layers"],
-            max_batch=config.rollout.max_running_requests,
-        )
-        self.adapter.restore(resumed.get("adapter"))
+        spec = config.spec
+        layers = self.hf_config["num_hidden_layers"]
+        self.adapter = Adapter(spec.candidate_steps, spec.cost_table, layers, spec.switching_margin, spec.probe_share)
+        if "acceptance" in resumed:
+            self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
+        if spec.mode == "adaptive":
+            for engine in self.engines.engines:
+                engine.set_policy(self.adapter.policy())
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
 
@@ -181,17 +181,18 @@ class Session:
         self.version += 1
         with exporting(self.trainer.export) as source:
             if source is not None:
-                report = self.health.push(self.version, source, schedule=self.adapter.schedule)
+                report = self.health.push(self.version, source)
                 self._pushed = report.metrics()
                 for record in report.records:
                     self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
 
     def adapt(self) -> None:
-        """The next rollout's schedule, by cost and by what was accepted."""
+        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given."""
         if self.main:
-            self._adapted = self.adapter.observe(self.engines.stats())
-            self.engines.set_schedule(self.adapter.schedule)
-            write_atomically(self.run_dir / "schedule.json", json.dumps(self.adapter.schedule.to_json()))
+            adaptive = self.config.spec.mode == "adaptive"
+            reports = [engine.policy_report() for engine in self.engines.engines] if adaptive else []
+            self._adapted = self.adapter.observe(self.engines.stats(), reports)
+            write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
@@ -210,7 +211,7 @@ class Session:
         if self.main:
             state = {"step": step + 1, "version": self.version, "data": self.data.order.state()}
             if self.generates:
-                state["adapter"] = self.adapter.state()
+                state["acceptance"] = self.adapter.acceptance.to_json()
             write_atomically(folder / f"step-{step + 1:06d}.json", json.dumps(state))
         self.trainer.save(folder / f"step-{step + 1:06d}")
         if self.main:

@@ -86,6 +86,14 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
+def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
+    """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
+    finish(train(start, tmp_path, train__steps=1, rollout__engine="embedded", spec__mode="fixed"))
+    ours, theirs = (read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path, whole))
+    for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
+        assert ours[name] == theirs[name]
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_reaches_the_same_bytes(whole, start, tmp_path):
     """SIGKILL at three moments; `train.resume` goes on from the last checkpoint each time."""

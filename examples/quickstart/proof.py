@@ -57,8 +57,7 @@ def main() -> None:
         summary = rewards(run) | times(run)
         with CONSOLE.status("accept length of three drafters on the final policy's rollouts"):
             summary |= accept_lengths(run, engines["spec"], prompts[: args.prompts], sampling)
-        schedule = SpecSchedule.from_json(json.loads((run / "rl/schedule.json").read_text()))
-        engines["spec"].set_schedule(schedule)
+        engines["spec"].set_policy(json.loads((run / "rl/policy.json").read_text()))
         with CONSOLE.status("tokens per second, engines in turn"):
             batch = prompts[: args.prompts]
             summary |= speeds("rollout", engines, batch, sampling, args.repeats)

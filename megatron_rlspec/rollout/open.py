@@ -2,51 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rlspec.config import Config
+import torch
+
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.engine import RolloutEngine
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import read_hf
 
 
 class StartingEngines:
-    """SGLang engines that start while the trainer is built. `wait` returns them by name, once all answer."""
+    """Engines that start while the trainer is built. `wait` returns them by name, once all answer."""
 
-    def __init__(self, config: Config, run_dir: Path, spec: str | None = None, prefix: str = "engine") -> None:
-        """`spec` overrides `config.spec.mode`; `prefix` names the engines and their logs."""
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
         self._timeout = config.rollout.timeout_seconds
         self._processes: dict[str, EngineProcess] = {}
-        self._attached = {url: SGLangEngine(url, timeout=self._timeout) for url in config.rollout.urls}
-        if self._attached:
-            return
-        for index in range(config.rollout.engines):
-            name = f"{prefix}-{index}"
-            log = run_dir / "logs" / f"{name}.log"
-            self._processes[name] = launch(config.model.path, log, arguments=_arguments(config, spec))
+        if config.rollout.engine == "embedded":
+            if config.spec.mode == "adaptive":
+                raise ConfigError("rollout.engine=embedded, but spec.mode=adaptive decides inside SGLang; take fixed")
+        elif not config.rollout.urls:
+            for index in range(config.rollout.engines):
+                log = run_dir / "logs" / f"engine-{index}.log"
+                self._processes[f"engine-{index}"] = launch(config.model.path, log, arguments=_arguments(config))
 
-    def wait(self) -> dict[str, SGLangEngine]:
+    def wait(self) -> Mapping[str, RolloutEngine]:
         """Raises EngineError, with the log's own last word, if one of them does not come up; the others are ended."""
+        if self._config.rollout.engine == "embedded":
+            return {"embedded": _embedded(self._config)}
         try:
             started = {name: process.wait() for name, process in self._processes.items()}
         except BaseException:
             self.close()
             raise
-        return self._attached | {n: SGLangEngine.of(p, timeout=self._timeout) for n, p in started.items()}
+        attached = {url: SGLangEngine(url, timeout=self._timeout) for url in self._config.rollout.urls}
+        return attached | {name: SGLangEngine.of(p, timeout=self._timeout) for name, p in started.items()}
 
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
 
 
-def _arguments(config: Config, spec: str | None) -> list[str]:
+def _embedded(config: Config) -> EmbeddedEngine:
+    """In this process: rank 0's."""
+    hf_config, tensors = read_hf(config.model.path)
+    steps = config.spec.num_steps if config.spec.mode == "fixed" else 0
+    return EmbeddedEngine(
+        hf_config,
+        tensors.items(),
+        dtype=getattr(torch, config.model.dtype),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        verifier=config.spec.verifier,
+        schedule=SpecSchedule.fixed(SpecConfig(steps) if steps else OFF),
+        max_running_requests=config.rollout.max_running_requests,
+        max_total_tokens=config.rollout.max_total_tokens,
+        max_length=config.model.max_length,
+    )
+
+
+def _arguments(config: Config) -> list[str]:
     """Options of `rlspec serve` for this run."""
     options = {
         "dtype": config.model.dtype,
-        "spec": spec or config.spec.mode,
+        "spec": config.spec.mode,
         "num-steps": config.spec.num_steps,
         "candidate-steps": ",".join(map(str, config.spec.candidate_steps)),
         "verifier": config.spec.verifier,
         "max-running-requests": config.rollout.max_running_requests,
         "max-total-tokens": config.rollout.max_total_tokens,
     }
+    if torch.cuda.is_available():
+        options["mem-fraction-static"] = config.rollout.mem_fraction
     return [text for name, value in options.items() for text in (f"--{name}", str(value))]

@@ -1,4 +1,4 @@
-"""Between rollouts: what the engines observed becomes the next rollout's schedule."""
+"""The loop's side of adaptive speculation: the policy that engines start with, and what is kept of what they did."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from typing import Any
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.spec.roofline import Roofline
-from megatron_rlspec.spec.solver import chains, compile_schedule
-from megatron_rlspec.types import RoundStats, SpecConfig, SpecSchedule
+from megatron_rlspec.types import RoundStats, SpecConfig
 
 
 class Adapter:
-    """Keeps `schedule`, the one to run next.
+    """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, so that a resumed run knows it.
 
-    mode              "adaptive", "fixed" or "off"; only the first ever changes the schedule
-    num_steps         of a fixed schedule, and of an adaptive one before anything was observed
-    candidate_steps   what an adaptive one chooses from
-    cost_table        path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
+    cost_table     path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
+    target_layers  of the model, for that rule
     """
 
     def __init__(
         self,
-        mode: str,
-        num_steps: int,
         candidate_steps: Sequence[int],
         cost_table: str,
         target_layers: int,
-        max_batch: int,
+        margin: float,
+        probe_share: float,
     ) -> None:
-        self.mode, self.max_batch = mode, max_batch
-        self.candidates = chains(candidate_steps)
-        self.cost = CostTable.load(Path(cost_table)).at(1) if cost_table else Roofline.of_layers(target_layers)
-        self.acceptance = Acceptance(max(max(candidate_steps), 1))
-        self.schedule = SpecSchedule.fixed(SpecConfig(0 if mode == "off" else num_steps))
+        if cost_table:
+            CostTable.load(Path(cost_table))  # a table that cannot be used is told before engines have started
+        self.cost = {"table": cost_table} if cost_table else {"roofline": Roofline.of_layers(target_layers).to_json()}
+        self.margin, self.probe_share = margin, probe_share
+        self.acceptance = Acceptance(max(*candidate_steps, 1))
 
-    def observe(self, stats: Sequence[RoundStats]) -> dict[str, float]:
-        """Take one rollout's statistics in; returns what the records keep of it."""
+    def policy(self) -> dict[str, Any]:
+        learnt = {"acceptance": self.acceptance.to_json()}
+        return self.cost | learnt | {"margin": self.margin, "probe_share": self.probe_share}
+
+    def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds
             if found.config.num_steps:
                 self.acceptance.observe_histogram(found.config.num_steps, found.accepted, found.rounds)
-        if self.mode == "adaptive":
-            self.schedule = compile_schedule(
-                self.cost, self.acceptance.rates, self.candidates, max_batch=self.max_batch
-            )
         total = sum(rounds.values())
-        shares = {f"spec/share_{config}": n / total for config, n in sorted(rounds.items())}
-        rates = {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
-        return shares | rates | {"spec/rounds": float(total), "spec/ms_per_round": _ms(stats, total)}
+        ms = sum(found.ms for found in stats)
+        values = {f"spec/share_{config}": n / total for config, n in sorted(rounds.items())}
+        values |= {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
+        values |= {"spec/rounds": float(total), "spec/ms_per_round": ms / total if total else math.nan}
+        decided = [report for report in reports if report.get("predicted_ms")]
+        if decided:
+            sums = {name: sum(report[name] for report in decided) for name in _ADDED}
+            values["spec/estimated_regret"] = (
+                sum(r["estimated_regret"] * r["predicted_ms"] for r in decided) / sums["predicted_ms"]
+            )
+            values["spec/switches"] = float(sums["switches"])
+            values["spec/probes"] = float(sums["probes"])
+            # Both per decode time: what the table and the acceptance promised, and what came of it.
+            values["spec/predicted_tokens_per_second"] = 1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
+            values["spec/observed_tokens_per_second"] = 1e3 * sums["emitted_tokens"] / ms if ms else math.nan
+        return values
 
-    def state(self) -> dict[str, Any]:
-        return {"acceptance": self.acceptance.to_json(), "schedule": self.schedule.to_json()}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            self.acceptance = Acceptance.from_json(state["acceptance"])
-            self.schedule = SpecSchedule.from_json(state["schedule"])
-
-
-def _ms(stats: Sequence[RoundStats], total: int) -> float:
-    return sum(found.ms for found in stats) / total if total else math.nan
+_ADDED = ("predicted_ms", "predicted_tokens", "emitted_tokens", "switches", "probes")
