@@ -58,17 +58,18 @@ def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return w / scale
 
 
-def isotonic(values: Sequence[float]) -> np.ndarray:
-    """The nondecreasing sequence nearest in least squares: pool adjacent violators."""
-    blocks: list[list[float]] = []  # [mean, count]
-    for value in values:
-        blocks.append([float(value), 1.0])
+def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:
+    """The nondecreasing sequence nearest in (weighted) least squares: pool adjacent violators."""
+    blocks: list[list[float]] = []  # [mean, weight, count]
+    for value, weight in zip(values, np.ones(len(values)) if weights is None else weights, strict=True):
+        blocks.append([float(value), float(weight), 1])
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            mean, count = blocks.pop()
+            mean, weight, count = blocks.pop()
             last = blocks[-1]
-            last[0] = (last[0] * last[1] + mean * count) / (last[1] + count)
-            last[1] += count
-    return np.repeat([b[0] for b in blocks], [int(b[1]) for b in blocks])
+            last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
+            last[1] += weight
+            last[2] += count
+    return np.repeat([b[0] for b in blocks], [int(b[2]) for b in blocks])
 
 
 def monotone(points: Points) -> dict[tuple[int, int], float]:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.spec.tree import TreeBudget
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -111,7 +112,9 @@ def test_a_tree_node_is_drafted_as_the_chain_that_leads_to_it(monkeypatch):
 def test_samples_are_complete_and_the_cache_is_empty_afterwards(model):
     engine = oracle.engine_of(*model, SpecConfig(3), max_total_tokens=330, max_running_requests=5)
     stop = Sampling(max_new_tokens=12, stop_token_ids=(3, 4, 5, 6), ignore_eos=False)
-    samples = engine.generate(oracle.requests(PROMPTS, group=4), stop)
+    told = []
+    samples = engine.generate(oracle.requests(PROMPTS, group=4), stop, on_sample=told.append)
+    assert sorted(map(id, told)) == sorted(map(id, samples))
     assert [s.request_id for s in samples] == [r.id for r in oracle.requests(PROMPTS, group=4)]
     for s in samples:
         ended = s.tokens[-1] in (0, 3, 4, 5, 6)
@@ -297,11 +300,27 @@ def test_callers_share_rounds(model):
     assert max(r.batch for r in engine.stats()) == 16
 
 
+def test_a_budget_verifies_what_pays_and_learns_from_it(model):
+    """Ragged trees: where tokens are dear from 24 on, a round verifies no more; F moves to what is accepted."""
+    budget, widths = TreeBudget(lambda b, c, v: 1.0 + 0.001 * v + 1.0 * (v > 24)), []
+    before = budget.acceptance(np.linspace(-4, 0, 20))
+    engine = oracle.engine_of(*model, SpecConfig(4, 3), budget=budget)
+    inner = engine.model.target
+    engine.model.target = lambda tokens, plan, kv: widths.append(len(tokens)) or inner(tokens, plan, kv)
+    engine.generate(oracle.requests(PROMPTS[3:], group=8), Sampling(max_new_tokens=40, ignore_eos=True))
+    rounds = widths[1:]  # the first pass is the prefill
+    assert max(rounds) == 24 and min(rounds) >= 1
+    assert not np.allclose(budget.acceptance(np.linspace(-4, 0, 20)), before, atol=0.05)
+    assert budget.acceptance.seen.sum() > 100
+
+
 def test_what_the_engine_refuses(model):
     config, tensors = model
     engine = oracle.engine_of(config, tensors, verifier="rejection")
     with pytest.raises(EngineError, match="is a tree; verifier=rejection takes chains only"):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 2)))
+    with pytest.raises(ValueError, match="a tree budget is not lossless with verifier=rejection"):
+        oracle.engine_of(config, tensors, verifier="rejection", budget=TreeBudget(lambda b, c, v: 1.0))
     with pytest.raises(EngineError, match="max_draft_tokens >= 101"):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
     plain = {k: v for k, v in tensors.items() if "mtp" not in k}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lossless_tools import Enumeration, Target, total_variation
 
+from megatron_rlspec.spec.tree import TreeBudget
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 torch.set_num_threads(1)
@@ -77,6 +78,16 @@ def test_trees_to_depth_three(model, monkeypatch, verifier, sampling):
     blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
     assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
     check(model, blocks, sampling, 4)
+
+
+@pytest.mark.parametrize("share", ["sample", "batch"])
+def test_trees_cut_by_a_budget(model, monkeypatch, share):
+    """Chosen by the drafter's scores, and differently in every round; F learns from round to round."""
+    budget = TreeBudget(lambda samples, context, verified: 1.0 + 0.12 * verified, share=share)
+    engine = oracle.engine_of(*model, SpecConfig(3, 2), verifier="target_only", budget=budget)
+    blocks = first_blocks(engine, Enumeration(monkeypatch), PLAIN)
+    assert 2 <= max(len(b) for b in blocks) <= 4
+    check(model, blocks, PLAIN, 4)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expa
     return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), depth)
 
 
-def best(scores: np.ndarray, count: int) -> np.ndarray:
-    """Mask [B, M] of each sample's `count` best candidates; of equals the earlier, so that parents come first."""
-    keep = np.zeros(scores.shape, bool)
-    np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
-    return keep
-
-
 def roots(pending: np.ndarray) -> Tree:
     """No drafts: the pending tokens [B] alone."""
     zeros = np.zeros((len(pending), 1), np.int64)

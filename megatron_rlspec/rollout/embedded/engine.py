@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,9 @@ class EmbeddedEngine:
 
     # -- RolloutEngine ------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
         stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.arch.eos)
         runs = [Run(request, sampling, stops) for request in requests]
         with self._lock:
@@ -141,10 +143,15 @@ class EmbeddedEngine:
             self.waiting += runs
             self._active += 1
         try:
-            while any(run.sample is None for run in runs):
+            open_runs = runs
+            while open_runs:
                 with self._lock:
                     self._serve()
                 time.sleep(0)  # locks are not fair: let whoever waits between two rounds in
+                done = [run for run in open_runs if run.sample is not None]
+                open_runs = [run for run in open_runs if run.sample is None]
+                for run in done if on_sample is not None else ():
+                    on_sample(run.sample)
         finally:
             with self._lock:
                 self._active -= 1

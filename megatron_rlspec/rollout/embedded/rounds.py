@@ -9,6 +9,7 @@ import torch
 
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.spec.tree import top
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 Verifier = Literal["position_keyed", "target_only", "rejection"]
@@ -17,8 +18,8 @@ Verifier = Literal["position_keyed", "target_only", "rejection"]
 class Budget(Protocol):
     """Which drafted candidates to verify; `spec/tree.py` has the policies."""
 
-    def keep(self, scores: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
-        """Mask [B, M], closed under parents and at most `limit` a row, of candidates with these `scores [B, M]`."""
+    def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
+        """Mask [B, M], closed under parents and at most `limit` a row, of candidates with these scores and depths."""
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         """Verified nodes' scores and whether each was accepted, both [N]."""
@@ -146,7 +147,8 @@ class Rounds:
             keep = np.ones(candidates.tokens.shape, bool)
         else:
             scores, limit = candidates.scores.float().cpu().numpy(), config.num_draft_tokens - 1
-            keep = self.budget.keep(scores, int(length.sum()), limit) if self.budget else draft.best(scores, limit)
+            context = int(length.sum())
+            keep = self.budget.keep(scores, candidates.depth, context, limit) if self.budget else top(scores, limit)
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
