@@ -18,11 +18,15 @@ part "a task, and a random model of MiMo's shape"
 part "warm start: policy and drafter on written answers"
 [ -e "$run/warm/hf" ] || rlspec sft "${config[@]}" --model.path "$run/model" --sft.path "$run/task/train.jsonl" \
     --train.run_dir "$run/warm" --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 \
-    --optimizer.decay_steps 700
+    --optimizer.decay_steps 600
+
+part "cost table: what a decode round costs on this machine, by batch and number of drafts"
+[ -e "$run/cost.json" ] || .venv/bin/rlspec profile "$run/cost.json" --model "$run/warm/hf" --dtype float32 \
+    --batches 1,8,32,128 --lengths 32 --samples 6 --seconds 40 --max-total-tokens 49152
 
 part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --train.run_dir "$run/rl"
+    --spec.cost_table "$run/cost.json" --train.run_dir "$run/rl"
 
 part "control: the warm-start drafter, as many more steps on the warm start's answers"
 [ -e "$run/control/hf" ] || rlspec sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/task/train.jsonl" \

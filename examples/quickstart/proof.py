@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="directory of examples/quickstart.sh")
     parser.add_argument("--prompts", type=int, default=96, help="prompts of one comparison")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved repetitions of the speed comparison")
+    parser.add_argument("--repeats", type=int, default=4, help="interleaved repetitions of the speed comparison")
     args = parser.parse_args()
     run = args.run
     settings = configuration.Config.model_validate_json((run / "rl/config.json").read_text())
