@@ -156,6 +156,34 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
     assert random < 1.3 and trained > 2
 
 
+def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
+    """Drafting after a stretch of off is drafting after as long a stretch of step 0, which keeps the drafter current.
+
+    Both draw one token a round, so the rounds that follow start at the same tokens and must accept the same drafts.
+    The drafter attends to its cache, and the stretch is longer than what one catching up may leave open.
+    """
+    engine = engines["adaptive"]
+    drafter = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+    drafter["model.mtp_layers.0.self_attn.o_proj.weight"] = 10 * WEIGHTS["model.mtp_layers.0.self_attn.o_proj.weight"]
+    prompts = [np.arange(10, 14), np.arange(20, 60), np.arange(5, 12)]
+    asked = [Request(f"off-{i}.", Prompt(i, tokens), seed=i) for i, tokens in enumerate(prompts)]
+    sampling = Sampling(temperature=0.3, max_new_tokens=220, ignore_eos=True)
+    accepted = {}
+    try:
+        engine.update_weights(1, drafter.items())
+        for resting in (SpecConfig(0), OFF):
+            then = SpecSchedule((1,), (0, 3 * 150 + 51), ((resting, SpecConfig(3)),))
+            engine.set_schedule(then)
+            engine.stats()
+            accepted[resting] = [s.accepted for s in engine.generate(asked, sampling)]
+            assert {s.config for s in engine.stats()} == {resting, SpecConfig(3)}
+    finally:
+        engine.update_weights(0, WEIGHTS.items())
+    assert accepted[OFF] == accepted[SpecConfig(0)]
+    drafted = np.sum([np.pad(a, (0, 4 - len(a))) for a in accepted[OFF]], axis=0)
+    assert min(drafted[0] - 3 * 150, drafted[1:].sum()) > 10, drafted  # accepting neither nothing nor everything
+
+
 def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}

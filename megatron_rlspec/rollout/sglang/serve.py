@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.types import SpecConfig, SpecSchedule
@@ -283,32 +284,32 @@ def _listening(options: argparse.Namespace) -> bool:
 
     while True:
         try:
-            socket.create_connection((options.host, options.port), timeout=1).close()
-            break
+            _ask(options, "nothing")
+        except urllib.error.HTTPError:
+            break  # Not found, but answered.
         except OSError:
             time.sleep(0.05)
     http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
     return True
 
 
+def _ask(options: argparse.Namespace, path: str) -> Any:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    request = urllib.request.Request(f"http://{host}:{options.port}/{path}", b"{}")
+    request.add_header("Authorization", f"Bearer {options.api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        return json.load(response)
+
+
 def _confirm(options: argparse.Namespace) -> None:
     """SGLang only logs a plugin that failed. An engine without our hooks would answer, but not as asked: end it."""
-    request = urllib.request.Request(f"http://{options.host}:{options.port}/rlspec/control/describe", b"{}")
-    request.add_header("Authorization", f"Bearer {options.api_key}")
     problem = ""
     try:
-        # Without a warm-up request SGLang calls this as soon as the server's thread exists, which may be too soon.
-        for _ in range(120):
-            with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
-                if probe.connect_ex((options.host, options.port)) == 0:
-                    break
-            time.sleep(0.5)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=60) as response:
-            answer = json.load(response)
+        answer = _ask(options, "rlspec/control/describe")
         if options.spec != "off" and answer["controller"] != "ScheduleController":
             problem = f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
-    except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         problem = (
             f"the scheduler does not answer our commands ({error}); is the package installed with its entry point?"
         )
