@@ -25,17 +25,18 @@ class AcceptanceMap:
     """F: a candidate's score -> the probability that it is accepted, monotone (RLHFSpec section 5.2 and figure 7).
 
     Counts per bin of score, pooled until they do not decrease, interpolated between the bins' mean scores. Without
-    data a drafter is believed: F = exp(score), as if `prior` candidates of every bin had been seen. `window` bounds a
-    bin's count, so that what was seen before a policy update fades.
+    data a drafter is believed: F = exp(score), as if `prior` candidates of every bin had been seen. Of what was
+    observed, about the last `window` candidates count, so that what was seen before a policy update fades.
     """
 
-    def __init__(self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 4000.0) -> None:
+    def __init__(self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 20_000.0) -> None:
         borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0, where most of the value lies
         self.edges, centre = borders[1:-1], (borders[1:] + borders[:-1]) / 2
         self.window = window
-        self.seen = np.full(bins, prior)
-        self.hits = prior * np.exp(centre)
-        self.mass = prior * centre  # summed scores: a bin stands at its mean score
+        self.prior = prior * np.stack([np.ones(bins), np.exp(centre), centre])
+        self.counts = np.zeros(
+            (3, bins)
+        )  # candidates seen, accepted, and their summed scores: a bin stands at its mean
         self._refit()
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
@@ -45,29 +46,26 @@ class AcceptanceMap:
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         """Candidates that were verified, [N] each; all of them, whether or not their parents were accepted."""
         scores = np.maximum(np.asarray(scores, float), 2 * self.edges[0])
-        where, bins = np.searchsorted(self.edges, scores), len(self.seen)
-        self.seen += np.bincount(where, minlength=bins)
-        self.hits += np.bincount(where, np.asarray(accepted, float), bins)
-        self.mass += np.bincount(where, scores, bins)
-        shrink = np.minimum(1.0, self.window / self.seen)
-        self.seen, self.hits, self.mass = self.seen * shrink, self.hits * shrink, self.mass * shrink
+        where, bins = np.searchsorted(self.edges, scores), self.counts.shape[1]
+        columns = (None, np.asarray(accepted, float), scores)
+        self.counts += np.stack([np.bincount(where, column, bins) for column in columns])
+        self.counts *= min(1.0, self.window / max(self.counts[0].sum(), 1.0))
         self._refit()
 
     def to_json(self) -> dict[str, Any]:
-        columns = {"seen": self.seen, "hits": self.hits, "mass": self.mass, "edges": self.edges}
-        return {"window": self.window, **{name: column.tolist() for name, column in columns.items()}}
+        return {k: np.asarray(getattr(self, k)).tolist() for k in ("window", "edges", "prior", "counts")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AcceptanceMap:
-        made = cls(bins=len(data["seen"]), window=data["window"])
-        made.seen, made.hits, made.mass, made.edges = (np.array(data[k]) for k in ("seen", "hits", "mass", "edges"))
+        made = cls(window=data["window"])
+        made.edges, made.prior, made.counts = (np.array(data[k]) for k in ("edges", "prior", "counts"))
         made._refit()
         return made
 
     def _refit(self) -> None:
-        self.at = np.append(self.mass / self.seen, 0.0)
-        rate = isotonic(self.hits / self.seen, self.seen)
-        self.rate = np.append(rate, rate[-1])
+        seen, hits, mass = self.counts + self.prior
+        rate = isotonic(hits / seen, seen)
+        self.at, self.rate = np.append(mass / seen, 0.0), np.append(rate, rate[-1])
 
 
 class VerifyCost:

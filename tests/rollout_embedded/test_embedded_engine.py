@@ -307,11 +307,13 @@ def test_a_budget_verifies_what_pays_and_learns_from_it(model):
     engine = oracle.engine_of(*model, SpecConfig(4, 3), budget=budget)
     inner = engine.model.target
     engine.model.target = lambda tokens, plan, kv: widths.append(len(tokens)) or inner(tokens, plan, kv)
-    engine.generate(oracle.requests(PROMPTS[3:], group=8), Sampling(max_new_tokens=40, ignore_eos=True))
+    samples = engine.generate(oracle.requests(PROMPTS[3:], group=8), Sampling(max_new_tokens=40, ignore_eos=True))
+    accepted = sum(i * n for s in samples for i, n in enumerate(s.accepted))
     rounds = widths[1:]  # the first pass is the prefill
     assert max(rounds) == 24 and min(rounds) >= 1
     assert not np.allclose(budget.acceptance(np.linspace(-4, 0, 20)), before, atol=0.05)
-    assert budget.acceptance.seen.sum() > 100
+    assert budget.acceptance.counts[1].sum() == accepted
+    assert budget.acceptance.counts[0].sum() > 100
 
 
 def test_what_the_engine_refuses(model):

@@ -49,11 +49,11 @@ def test_f_is_monotone_calibrated_and_forgets():
     np.testing.assert_allclose(f(grid), 0.8 * np.exp(0.7 * grid), atol=0.04)
     again = AcceptanceMap.from_json(f.to_json())
     np.testing.assert_array_equal(again(grid), f(grid))
-    moved = AcceptanceMap(window=500)
+    moved = AcceptanceMap(window=4000)
     for accepted, expected in ((1.0, 1.0), (0.0, 0.0)):
-        for _ in range(40):
+        for _ in range(8):
             moved.observe(scores[:4000], np.full(4000, accepted))
-        assert moved(np.array([-1.0]))[0] == pytest.approx(expected, abs=0.02)
+        assert moved(np.array([-1.0]))[0] == pytest.approx(expected, abs=0.03)
 
 
 def test_f_pools_what_decreases():
