@@ -57,13 +57,17 @@ def launch_env() -> None:
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
-    """Join the job, lay out Megatron's groups, seed its random streams. Does nothing where groups exist already.
+    """Join the job and lay out Megatron's groups, unless that is done already, and seed its random streams.
 
     Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context.
     """
     install()
-    if parallel_state.model_parallel_is_initialized():
-        return
+    if not parallel_state.model_parallel_is_initialized():
+        _create_groups(parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _create_groups(parallel: ParallelConfig) -> None:
     launch_env()
     world, shards = int(os.environ["WORLD_SIZE"]), parallel.tensor * parallel.pipeline * parallel.context
     if world % shards:
@@ -78,7 +82,6 @@ def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def shut_down() -> None:

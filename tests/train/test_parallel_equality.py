@@ -64,8 +64,13 @@ def single(cell):
 
 def build(cell, weights=None, *, drafter=True, clip=0.0):
     """A trainer of this layout in the running job."""
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
+    sizes = {
+        "tensor": ps.get_tensor_model_parallel_world_size,
+        "pipeline": ps.get_pipeline_model_parallel_world_size,
+        "context": ps.get_context_parallel_world_size,
+    }
+    if ps.model_parallel_is_initialized() and any(cell[name] != size() for name, size in sizes.items()):
+        ps.destroy_model_parallel()  # else the groups serve again: making them is the slow part of a cell
     separate = cell["unrolling"] == "separate"
     options = config(
         model={"dtype": cell["dtype"]},
@@ -164,6 +169,7 @@ def measure_all(cells, weights):
 def compare(cells):
     # Megatron's distributed optimizer holds its gradients in float32.
     cells = [{"dtype": "float32" if cell["distributed"] else "float64"} | cell for cell in cells]
+    cells.sort(key=lambda cell: (cell["tensor"], cell["pipeline"], cell["context"]))
     references = [single(cell) for cell in cells]
     unique = [dict(items) for items in {tuple(sorted(cell.items())) for cell in references}]
     (weights,) = on_ranks(1, make_weights, unique)

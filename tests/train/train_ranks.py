@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, and what the tests of this room train on.
 
-Ranks are forked from the test process, which has imported megatron already but never joins a job itself.
+Ranks are forked from a server that has imported megatron but never joins a job: a test process that has once joined one
+(or whose libraries started threads) must not be forked itself.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_rlspec.train.step"])
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    payload = _pack(args)
     ranks = [
-        context.Process(target=_rank, args=(rank, size, port, pipes[rank][1], function, args)) for rank in range(size)
+        context.Process(target=_rank, args=(rank, size, port, pipes[rank][1], function, payload))
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
@@ -57,9 +61,9 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
         results = []
         for rank, (receive, _) in enumerate(pipes):
             assert receive.poll(timeout), f"rank {rank} said nothing for {timeout} s"
-            ok, payload = receive.recv()
-            assert ok, f"rank {rank}:\n{payload}"
-            results.append(torch.load(io.BytesIO(payload), weights_only=False))
+            ok, answer = receive.recv()
+            assert ok, f"rank {rank}:\n{answer}"
+            results.append(_unpack(answer))
         return results
     finally:
         for process in ranks:
@@ -69,19 +73,27 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
             process.join()
 
 
-def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], args: tuple) -> None:
+def _pack(x: Any) -> bytes:
+    """Tensors included, without shared memory."""
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(x: bytes) -> Any:
+    return torch.load(io.BytesIO(x), weights_only=False)
+
+
+def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], args: bytes) -> None:
     alone = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in alone.items()})
     torch.set_num_threads(1)
     try:
-        buffer = io.BytesIO()
-        torch.save(function(*args), buffer)
-        pipe.send((True, buffer.getvalue()))
+        pipe.send((True, _pack(function(*_unpack(args)))))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
-        # Neither atexit handlers nor destructors of the test process must run here.
-        os._exit(0)
+        os._exit(0)  # the groups of a job that ended, or failed, are not worth taking down
 
 
 def config(**sections: dict[str, Any]) -> Config:
