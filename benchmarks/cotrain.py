@@ -173,7 +173,7 @@ def main() -> None:
     for row in found["overhead"]:
         low, high = row["interval_95"]
         print(
-            f"depth {row['depth']}: {row['seconds_off']:.2f} s a step without, {row['seconds_on']:.2f} s with the drafter; "
+            f"depth {row['depth']}: {row['seconds_off']:.2f} s without, {row['seconds_on']:.2f} s with the drafter; "
             f"FLOP share {row['flop_share']:.3f}; overhead over FLOP share "
             f"{row['overhead_over_flop_share']:.2f} [{low:.2f}, {high:.2f}]"
         )
