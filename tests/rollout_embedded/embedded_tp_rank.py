@@ -1,0 +1,55 @@
+"""One rank of the tensor-parallel tests: `python embedded_tp_rank.py RANK SIZE MEETING_FILE OUTPUT_FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import embedded_oracle as oracle
+import torch
+import torch.distributed as dist
+from test_lossless_equality import SWITCHING, wanted
+
+from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+
+
+def main(rank: int, size: int, meeting: str, output: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    config, tensors = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=9)
+    _, other = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=10)
+    engine = oracle.engine_of(config, tensors, SpecConfig(3), group=dist.group.WORLD)
+    answer = {"shards": [list(engine.model.tensors[n].view.shape) for n in ("lm_head.weight", "model.norm.weight")]}
+    plain = Sampling(max_new_tokens=24, ignore_eos=True)
+    requests = wanted(24)
+    for name, schedule in (("chain", SpecSchedule.fixed(SpecConfig(3))), ("switching", SWITCHING)):
+        engine.set_schedule(schedule)
+        answer[name] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
+    engine.update_weights(1, other.items())
+    answer["fingerprints"] = {name: str(value) for name, value in engine.fingerprints().items()}
+    answer["updated"] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    if rank == 0:  # an abort on one rank ends the sample on both, after the same round
+        done = []
+        long = Sampling(max_new_tokens=220, ignore_eos=True)
+        thread = threading.Thread(target=lambda: done.extend(engine.generate(requests[:2], long)), daemon=True)
+        thread.start()
+        while not any(len(run.response) > 10 for run in engine.running):
+            time.sleep(0.001)
+        engine.abort([requests[0].id])
+        thread.join(60)
+    else:
+        done = engine.generate(requests[:2], Sampling(max_new_tokens=220, ignore_eos=True))
+    answer["aborted"] = [[s.status, s.response.tolist()] for s in done]
+    with open(output, "w") as file:
+        json.dump(answer, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,81 @@
+"""Two tensor-parallel ranks on gloo against one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import embedded_oracle as oracle
+import pytest
+from test_lossless_equality import plain, wanted
+
+from megatron_rlspec.types import Sampling
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tp")
+    script = Path(__file__).with_name("embedded_tp_rank.py")
+    outputs = [folder / f"rank{rank}.json" for rank in range(SIZE)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(SIZE), folder / "meeting", output],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        logs = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, log in zip(ranks, logs, strict=True):
+        assert rank.returncode == 0, log
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+@pytest.mark.lossless
+def test_texts_are_those_of_one_rank(answers):
+    model = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=9)
+    other = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=10)
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+    expected = plain(model, wanted(24), sampling)
+    updated = plain(other, wanted(24), sampling)
+    for answer in answers:
+        assert answer["shards"] == [[24, 16], [16]]
+        assert answer["chain"] == expected
+        assert answer["switching"] == expected
+        assert answer["updated"] == updated != expected
+
+
+def test_fingerprints_are_of_the_full_tensors(answers):
+    _, other = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=10)
+    expected = {name: str(fingerprint(tensor)) for name, tensor in other.items()}
+    assert [answer["fingerprints"] for answer in answers] == [expected] * SIZE
+
+
+def test_an_abort_on_one_rank_ends_the_sample_on_all(answers):
+    (status, tokens), (rest, whole) = answers[0]["aborted"]
+    assert answers[1]["aborted"] == answers[0]["aborted"]
+    assert status == "aborted" and 0 < len(tokens) < 220
+    assert rest == "truncated" and len(whole) == 220
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused(monkeypatch):
+    from megatron_rlspec.rollout.embedded import engine
+
+    class Three:
+        rank, size = 0, 3
+
+        def __init__(self, group):
+            pass
+
+    monkeypatch.setattr(engine, "TensorParallel", Three)
+    with pytest.raises(ValueError, match="tensor parallel size 3 does not divide heads=4"):
+        oracle.engine_of(*oracle.tiny(), group=object())
