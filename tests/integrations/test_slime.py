@@ -122,6 +122,16 @@ def test_drafter_gradient_is_that_of_our_own_loop():
             )
 
 
+def test_depth_one_runs_through_megatrons_own_layer(tmp_path):
+    """The path of latent attention and mixtures of experts, on a dense layer: the same function at depth 1."""
+    settings = tmp_path / "depth.yaml"
+    settings.write_text("rlspec_depth: 1\n")
+    inside = run("one_step", 1, *OURS, *UNCLIPPED, "--custom-config-path", str(settings))
+    assert "drafter_loss_2" not in inside["losses"]
+    assert inside["losses"]["drafter_loss_1"] == pytest.approx(run("own_loop", 1)["losses"]["drafter/loss_1"], rel=1e-5)
+    assert all(bool(g.isfinite().all()) for g in drafter(inside["gradients"]).values())
+
+
 def test_rank_without_response_tokens():
     """Twelve response tokens of 64 lie on one of two ranks: 0/0 in slime alone."""
     with pytest.raises(AssertionError, match="found NaN in local grad norm"):
