@@ -104,7 +104,8 @@ def where(cell: RoundCost) -> str:
 class CostTable:
     """Immutable. Raises `CostTableError` on NaN, on a hole, or without a plain-decoding row.
 
-    `switch_ms` is the measured price of changing the configuration between two rounds.
+    `switch_ms` is the measured price of changing the configuration between two rounds, `catch_up_ms` that of each token
+    which the drafter missed while off and has to read when drafting starts again.
     """
 
     def __init__(
@@ -114,12 +115,13 @@ class CostTable:
         prefill: Iterable[PrefillCost] = (),
         links: Iterable[Link] = (),
         switch_ms: float = 0.0,
+        catch_up_ms: float = 0.0,
     ) -> None:
         self.provenance = provenance
         self.rounds = tuple(sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens)))
         self.prefill = tuple(sorted(prefill, key=lambda c: (c.tp, c.batch, c.tokens)))
         self.links = tuple(links)
-        self.switch_ms = switch_ms
+        self.switch_ms, self.catch_up_ms = switch_ms, catch_up_ms
         _check_numbers(self)
         _check_holes(self.rounds)
 
@@ -130,9 +132,7 @@ class CostTable:
     def at(self, tp: int) -> CostTable:
         """The table of this TP alone."""
         self.check(tp=tp)
-        rounds = (c for c in self.rounds if c.tp == tp)
-        prefill = (c for c in self.prefill if c.tp == tp)
-        return CostTable(self.provenance, rounds, prefill, self.links, self.switch_ms)
+        return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
 
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
         """What was measured at this TP, OFF first."""
@@ -223,7 +223,7 @@ class CostTable:
             replace(c, ms=c.ms * factor[c.config], spread_ms=c.spread_ms * factor[c.config]) if c.tp == tp else c
             for c in self.rounds
         )
-        return CostTable(self.provenance, scaled, self.prefill, self.links, self.switch_ms)
+        return self._with(scaled)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -232,6 +232,7 @@ class CostTable:
             "units": dict(UNITS),
             "provenance": asdict(self.provenance),
             "switch_ms": self.switch_ms,
+            "catch_up_ms": self.catch_up_ms,
             "rounds": [_cell_json(c) for c in self.rounds],
             "prefill": [asdict(c) for c in self.prefill],
             "links": [asdict(c) for c in self.links],
@@ -254,6 +255,7 @@ class CostTable:
                 [_record(PrefillCost, c) for c in data.get("prefill", ())],
                 [_record(Link, c) for c in data.get("links", ())],
                 float(data.get("switch_ms", 0.0)),
+                float(data.get("catch_up_ms", 0.0)),
             )
         except CostTableError as error:
             raise CostTableError(f"{source}: {error}") from None
@@ -286,6 +288,10 @@ class CostTable:
                 raise
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)
+
+    def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None) -> CostTable:
+        prefill = self.prefill if prefill is None else prefill
+        return CostTable(self.provenance, rounds, prefill, self.links, self.switch_ms, self.catch_up_ms)
 
     def _tp(self, tp: int | None) -> int:
         if tp is None:
@@ -343,8 +349,9 @@ def _check_numbers(table: CostTable) -> None:
             raise CostTableError(
                 f"link {link.source} -> {link.target}: {link.gigabytes_per_second} GB/s, expected positive"
             )
-    if not (math.isfinite(table.switch_ms) and table.switch_ms >= 0):
-        raise CostTableError(f"switch_ms={table.switch_ms}, expected finite and not negative")
+    for name in ("switch_ms", "catch_up_ms"):
+        if not (math.isfinite(getattr(table, name)) and getattr(table, name) >= 0):
+            raise CostTableError(f"{name}={getattr(table, name)}, expected finite and not negative")
 
 
 def _check_holes(rounds: Sequence[RoundCost]) -> None:

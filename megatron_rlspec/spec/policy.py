@@ -8,6 +8,7 @@ ReSpec section 5.2 (Solver and Scheduler), with acceptance estimated live and th
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
+GAP_ROUNDS = 128  # an engine that is off lets its drafter catch up at least this often
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
@@ -35,7 +37,7 @@ class Policy:
     `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
     settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
     it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
-    never exceeds `probe_share` of the time so far.
+    never exceeds `probe_share` of the time so far. Leaving `OFF` costs what the drafter has to catch up on.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Policy:
         self._current = self.candidates.index(start) if start is not None else -1
         self._lag = [0.0] * len(self.candidates)
         self._unseen = 0  # rounds since acceptance was last observed
+        self._gap: deque[int] = deque(maxlen=GAP_ROUNDS)  # requests of each round since the drafter last ran
         self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
         self._probe_left = 0
@@ -115,6 +118,10 @@ class Policy:
         self._budget += self.probe_share * ms[self._current]
         chosen = self._probing(batch, rates, ms)
         config = self.candidates[chosen]
+        if config.off:
+            self._gap.append(batch)
+        elif self._gap:
+            self._gap.clear()
         self._rounds[config] = self._rounds.get(config, 0) + 1
         self._ms += ms[chosen]
         self._lost_ms += ms[chosen] * (1.0 - rates[chosen] / rates[best])
@@ -205,7 +212,7 @@ class Policy:
     def _follow(self, rates: list[float], ms: list[float], best: int) -> None:
         """Add up what staying loses; switch when it has lost enough."""
         now, lag, mine = self._current, self._lag, rates[self._current]
-        enough = PATIENCE * max(self.margin, 1e-3) + self.cost.switch_ms / ms[now]
+        enough = PATIENCE * max(self.margin, 1e-3) + (self.cost.switch_ms + self._catch_up(best)) / ms[now]
         most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
             lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
@@ -229,13 +236,15 @@ class Policy:
             self._probe = self._worth_probing(rates[now], ms)
             if self._probe < 0:
                 return now
-            if -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) > self._budget:
+            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + self._catch_up(self._probe)
+            if least > self._budget:
                 self._wait = 1  # ask again when more has been earned
                 return now
             self._probe_left = -(-PROBE_DRAWS // batch)
             self._interval = min(2 * self._interval, LAST_PROBE)
         probe = self._probe
-        worst = max(ms[probe] - per_token, 0.0)  # nothing accepted: one token each for a whole round
+        # Nothing accepted: one token each for a whole round.
+        worst = max(ms[probe] - per_token, 0.0) + self._catch_up(probe)
         if worst > self._budget:
             self._probe_left = 0
             return now
@@ -245,6 +254,12 @@ class Policy:
         self._probes += 1
         self._bills.setdefault(self.candidates[probe], []).append((per_token, ms[probe] / per_token))
         return probe
+
+    def _catch_up(self, candidate: int) -> float:
+        """ms that the drafter needs to read what it missed while off, if this candidate starts it again."""
+        if not self._gap or self.candidates[candidate].off:
+            return 0.0
+        return self.cost.catch_up_ms * sum(self._gap)
 
     def _worth_probing(self, rate: float, ms: list[float]) -> int:
         """The next deeper candidate, if some deeper one would win by accepting as well as the depth above; else -1."""

@@ -42,6 +42,11 @@ class Roofline:
     pass_ms: float = 0.0
     switch_ms: float = 0.0
 
+    @property
+    def catch_up_ms(self) -> float:
+        """Computing one token through the drafter."""
+        return self.drafter * self.token_ms
+
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not (np.isfinite(value) and value >= 0):
@@ -137,10 +142,10 @@ class Roofline:
         batch, length = np.array(batches)[:, None], np.array(lengths)[None, :]
         ms = self.grid(configs, batch, batch * length) * by_config * by_batch * cells
         rounds = [
-            RoundCost(1, b, b * n, config, float(ms[i, j, k]), float(ms[i, j, k] * noise), 20)
+            RoundCost(1, b, b * n, config, round(float(ms[i, j, k]), 6), float(ms[i, j, k] * noise), 20)
             for i, config in enumerate(configs)
             for j, b in enumerate(batches)
             for k, n in enumerate(lengths)
         ]
         prefill = [PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(n, n))) for n in sorted(set(lengths))]
-        return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms)
+        return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms, catch_up_ms=self.catch_up_ms)

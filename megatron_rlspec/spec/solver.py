@@ -16,6 +16,7 @@ class RoundCosts(Protocol):
     """What the solver asks of a `CostTable` (one TP of it: `table.at(tp)`) or of a `Roofline`."""
 
     switch_ms: float
+    catch_up_ms: float
 
     def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray: ...
 
