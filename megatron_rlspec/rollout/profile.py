@@ -21,14 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, has_real_off, sweep
+from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, configs_of, sweep
 from megatron_rlspec.spec.acceptance import expected_tokens
 from megatron_rlspec.spec.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.spec.solver import chains
 from megatron_rlspec.types import OFF
 
 NOTES = """\
-Without --url two engines are started, one with the drafter and one without, unless the first can decode plainly.
+Without --url an engine is started. With several, each configuration is measured on the first that runs it.
 Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu --max-total-tokens 16384.
 An interrupted sweep leaves OUT.part beside the table and goes on from there; another --tp is added to a table of the
 same model, hardware and engine."""
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         table = sweeping.table()
         if earlier is not None:
             rounds, prefill = (*earlier.rounds, *table.rounds), (*earlier.prefill, *table.prefill)
-            table = CostTable(provenance, rounds, prefill, earlier.links, max(table.switch_ms, earlier.switch_ms))
+            dearer = (max(getattr(table, name), getattr(earlier, name)) for name in ("switch_ms", "catch_up_ms"))
+            table = CostTable(provenance, rounds, prefill, earlier.links, *dearer)
         table.save(args.out)
         part.unlink(missing_ok=True)
         print(summary(table, args.tp))
@@ -126,7 +127,8 @@ def summary(table: CostTable, tp: int) -> str:
         lines.append(f"{batch:8}" + "".join(f"{ms:9.3f}" for ms in row))
     spread = np.median([c.spread_ms / c.ms for c in table.rounds])
     lines.append(
-        f"median spread {spread:.1%} (half the interquartile range), a switch costs {table.switch_ms:.3f} ms, "
+        f"median spread {spread:.1%} (half the interquartile range), a switch costs {table.switch_ms:.3f} ms and "
+        f"{1e3 * table.catch_up_ms:.3f} us per token missed while off, "
         f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
     )
     return "\n".join(lines)
@@ -185,45 +187,31 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
-    """One bench per engine; together they run every configuration, OFF once."""
-    steps = sorted({0, *args.steps})
+    """One bench per engine; each configuration is measured on the first that runs it."""
     if args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
+    elif args.model:
+        engines = [_start(args, serve, closing)]
     else:
-        if not args.model:
-            raise SweepError("give --model to start an engine, or --url of a running one")
-        speculating = ["--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
-        speculating += ["--num-steps", str(steps[-1])]
-        engines = [_start(args, serve, "speculating", speculating, closing)]
-        if not has_real_off(engines[0]):
-            engines.append(_start(args, serve, "plain", ["--spec", "off"], closing))
-    vocabulary = _vocabulary(args.model)
-    benches, plain = [], False
+        raise SweepError("give --model to start an engine, or --url of a running one")
+    wanted = {OFF, *chains(args.steps, real_off=False)}
+    vocabulary, benches = _vocabulary(args.model), []
     for seed, engine in enumerate(engines):
-        said = engine.describe()
-        configs = [] if plain or not has_real_off(engine) else [OFF]
-        plain = plain or bool(configs)
-        if said["speculative"]:
-            refused = sorted(set(args.steps) - set(said["candidate_steps"]))
-            if refused:
-                raise SweepError(
-                    f"{engine}: num_steps={refused[0]} is not in its candidate_steps {said['candidate_steps']}"
-                )
-            configs += chains(args.steps, real_off=False)
-        if not configs:
-            raise SweepError(f"{engine}: a second engine without a drafter has nothing left to measure")
-        benches.append(Bench(engine, configs, vocabulary, seed))
-    if not plain:
-        raise SweepError("no engine decodes plainly; add the --url of one started with `rlspec serve --spec off`")
+        configs = [config for config in configs_of(engine) if config in wanted]
+        wanted -= set(configs)
+        if configs:
+            benches.append(Bench(engine, configs, vocabulary, seed))
+    if wanted:
+        has = ", ".join(str(config) for engine in engines for config in configs_of(engine)) or "nothing to choose from"
+        raise SweepError(f"no engine here runs {', '.join(map(str, sorted(wanted)))}: there is {has}")
     return benches
 
 
-def _start(
-    args: argparse.Namespace, serve: Sequence[str], name: str, options: Sequence[str], closing: ExitStack
-) -> SGLangEngine:
-    given = ["--dtype", args.dtype, *(["--tp", str(args.tp)] if args.tp > 1 else []), *options, *serve]
-    log = args.out.with_name(f"{args.out.stem}-{name}.log")
-    process = closing.enter_context(launch(args.model, log, arguments=given))
+def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> SGLangEngine:
+    steps = sorted({0, *args.steps})  # off is step 0 without the drafter
+    given = ["--dtype", args.dtype, "--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
+    given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else []), *serve]
+    process = closing.enter_context(launch(args.model, args.out.with_name(f"{args.out.stem}.log"), arguments=given))
     with _progress() as bar:
         task = bar.add_task("", total=None)
         process.wait(progress=lambda line: bar.update(task, description=line))

@@ -38,10 +38,10 @@ class SweepError(RuntimeError):
 
 @dataclass
 class Measured:
-    """Durations in ms of steady rounds by configuration, and of the first rounds after a change of configuration."""
+    """Durations in ms of steady rounds by configuration, and (from, to, ms) of first rounds after a change."""
 
     steady: dict[SpecConfig, list[float]] = field(default_factory=dict)
-    switched: list[tuple[SpecConfig, float]] = field(default_factory=list)
+    switched: list[tuple[SpecConfig, SpecConfig, float]] = field(default_factory=list)
 
     def add(self, rounds: Iterable[tuple[SpecConfig, int, int, float | None]], batch: int) -> None:
         previous: tuple[SpecConfig, int] | None = None
@@ -50,7 +50,7 @@ class Measured:
                 if previous[0] == config:
                     self.steady.setdefault(config, []).append(ms)
                 else:
-                    self.switched.append((config, ms))
+                    self.switched.append((previous[0], config, ms))
             previous = (config, size)
 
 
@@ -67,6 +67,7 @@ class Bench:
         self._serial = itertools.count()
         said = engine.describe()
         self._most_tokens, self._most_requests = said["max_total_tokens"], said["max_running_requests"]
+        self._told = said["speculative"]
 
     def fits(self, point: Point, new_tokens: int) -> bool:
         batch, length = point
@@ -76,7 +77,7 @@ class Bench:
         """Rounds at this point, from prompts of random tokens that no cache holds."""
         batch, length = point
         found = Measured()
-        if self.configs != [OFF] or self.engine.describe()["speculative"]:
+        if self._told:
             self.engine.set_schedule(self._turns(point, new_tokens))
         for _ in range(TRIES):
             self.engine.recent_rounds()
@@ -110,18 +111,10 @@ class Bench:
         return [Request(f"profile-{serial}-{i:04d}.", Prompt(i, p), seed=serial) for i, p in enumerate(prompts)]
 
 
-def has_real_off(engine: Engine) -> bool:
-    """Whether a speculating engine runs plain rounds when told OFF, rather than SGLang's step 0."""
+def configs_of(engine: Engine) -> list[SpecConfig]:
+    """What this engine can be told to run; one started without a drafter decodes plainly whatever it is told."""
     said = engine.describe()
-    if not said["speculative"]:
-        return True
-    if 0 not in said["candidate_steps"]:
-        return False
-    bench = Bench(engine, [OFF], vocabulary=100)
-    engine.set_schedule(SpecSchedule.fixed(OFF))
-    engine.recent_rounds()
-    engine.generate(bench._requests(1, 8), Sampling(max_new_tokens=8, ignore_eos=True))
-    return any(config.off for config, *_ in engine.recent_rounds())
+    return [SpecConfig(*config) for config in said["configs"]] if said["speculative"] else [OFF]
 
 
 class Sweep:
@@ -145,7 +138,8 @@ class Sweep:
         self.new_tokens = max(len(b.configs) for b in benches) * SEGMENT * CYCLES
         self.cells: dict[Point, list[RoundCost]] = {}
         self.prefill: list[PrefillCost] = []
-        self.switches: list[float] = []
+        self.switches: list[float] = []  # extra ms of a change between configurations that both draft
+        self.catch_ups: list[tuple[int, float]] = []  # tokens that the drafter missed while off, extra ms to read them
         if known is not None:
             self._resume(known, configs)
 
@@ -165,7 +159,12 @@ class Sweep:
                 spread = float(high - low) / 2
                 cells.append(RoundCost(self.tp, batch, context, config, float(middle), spread, len(ms)))
             medians = {config: statistics.median(ms) for config, ms in found.steady.items()}
-            self.switches += [ms - medians[config] for config, ms in found.switched if config in medians]
+            for before, after, ms in found.switched:
+                extra = ms - medians.get(after, ms)
+                if before.off:
+                    self.catch_ups.append((batch * SEGMENT, extra))
+                elif not after.off:
+                    self.switches.append(extra)
         return cells
 
     def add(self, point: Point) -> None:
@@ -180,7 +179,12 @@ class Sweep:
     def table(self) -> CostTable:
         rounds = [cell for cells in self.cells.values() for cell in cells]
         switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
-        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch)
+        per_token = [(ms - switch) / tokens for tokens, ms in self.catch_ups]
+        # Of large gaps alone: a small one is lost in the noise of a round.
+        large = max((tokens for tokens, _ in self.catch_ups), default=0) / 2
+        per_token = [p for p, (tokens, _) in zip(per_token, self.catch_ups, strict=True) if tokens >= large]
+        catch_up = max(statistics.median(per_token), 0.0) if per_token else 0.0
+        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up)
 
     def closer(self, tolerance: float) -> list[Point]:
         """Points to measure next, the most doubtful first: where a batch's cost leaves the line of its neighbours.
@@ -238,6 +242,7 @@ class Sweep:
             self.cells.setdefault((cell.batch, length), []).append(cell)
         self.prefill = list(known.prefill)
         self.switches = [known.switch_ms]
+        self.catch_ups = [(1, known.switch_ms + known.catch_up_ms)]
 
 
 def sweep(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.rollout.profile import plot, summary, validation
-from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, has_real_off, sweep
+from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, configs_of, sweep
 from megatron_rlspec.spec.cost_table import CostTable, Provenance
 from megatron_rlspec.spec.roofline import Roofline
 from megatron_rlspec.types import OFF, Sample, SpecConfig, SpecSchedule
@@ -19,9 +19,10 @@ class Known:
     """Rounds at a roofline's cost; every third draft depth is refused, first rounds after a switch cost 0.5 ms more."""
 
     def __init__(self, cost, speculative=True, real_off=False, most_tokens=200_000, noise=0.02):
-        self.cost, self.real_off, self.noise = cost, real_off, noise
+        self.cost, self.noise = cost, noise
         self.said = {"speculative": speculative, "max_total_tokens": most_tokens, "max_running_requests": 256}
-        self.said["candidate_steps"] = [c.num_steps for c in STEPS] if speculative else []
+        runs = [OFF] * real_off + list(STEPS)
+        self.said["configs"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in runs] if speculative else []
         self.schedule = SpecSchedule.fixed(OFF if not speculative else SpecConfig(1))
         self.rng, self.rounds, self.points = np.random.default_rng(0), [], []
 
@@ -40,10 +41,10 @@ class Known:
         while done < sampling.max_new_tokens:
             context = batch * (length + done)
             config = self.schedule.choose(batch, context) if self.said["speculative"] else OFF
-            if config.off and self.said["speculative"] and not self.real_off:
-                config = SpecConfig(0)
             ms = float(self.cost.grid([config], np.array(batch), np.array(context))[0])
-            ms *= 1 + self.noise * self.rng.standard_normal() + (0.5 / ms if previous not in (None, config) else 0)
+            ms *= 1 + self.noise * self.rng.standard_normal()
+            if previous not in (None, config):
+                ms += 0.5 + (0.01 * 12 * batch if previous.off else 0)
             self.rounds.append((config, batch, context, None if previous is None else ms))
             previous = config
             done += 1 + min(config.num_steps, 2)
@@ -134,10 +135,15 @@ def test_points_beyond_the_engine_are_left_out():
         sweep(Sweep(small, PROVENANCE), (64,), (512,), seconds=1e9, tolerance=0.5)
 
 
-def test_real_off_is_recognised():
-    assert not has_real_off(Known(SMOOTH))
-    assert has_real_off(Known(SMOOTH, real_off=True))
-    assert has_real_off(Known(SMOOTH, speculative=False))
+def test_one_engine_is_enough_if_it_has_a_real_off():
+    assert configs_of(Known(SMOOTH)) == list(STEPS)
+    assert configs_of(Known(SMOOTH, speculative=False)) == [OFF]
+    engine = Known(SMOOTH, real_off=True)
+    run = Sweep([Bench(engine, configs_of(engine), 100)], PROVENANCE)
+    sweep(run, (1, 16, 64), (64,), seconds=1e9, tolerance=0.5)
+    assert run.table().configs() == (OFF, *STEPS)
+    assert run.table().switch_ms == pytest.approx(0.5, abs=0.15)
+    assert run.table().catch_up_ms == pytest.approx(0.01, rel=0.3)
 
 
 def test_what_cannot_be_a_table_is_refused():
