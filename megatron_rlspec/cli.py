@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn
 
 from megatron_rlspec.config import Config, ConfigError, load, options
 
@@ -20,6 +23,23 @@ COMMANDS = {
     "slime": ("megatron_rlspec.integrations.slime:main", "run a slime command line with a drafter that learns"),
     "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed engines have"),
 }
+# What went wrong, told in one line -> exit code: 2 for what the user can put right before the next start, 1 for what a
+# run met. By name, since whoever could raise one has imported its module by then.
+ERRORS = {
+    "megatron_rlspec.config:ConfigError": 2,
+    "megatron_rlspec.data:DataError": 2,
+    "megatron_rlspec.weights.checkpoint:CheckpointError": 2,
+    "megatron_rlspec.spec.cost_table:CostTableError": 2,
+    "megatron_rlspec.rollout.sglang.serve:ServeError": 2,
+    "megatron_rlspec.integrations.patches:PatchError": 2,
+    "megatron_rlspec.metrics:RecordError": 2,
+    "megatron_rlspec.rollout.sweep:SweepError": 1,
+    "megatron_rlspec.rollout.engine:EngineError": 1,
+    "megatron_rlspec.weights.push:PushError": 1,
+    "megatron_rlspec.weights.health:HealthError": 1,
+    "megatron_rlspec.session:RunStopped": 1,
+}
+MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
 TRAIN_NOTES = """\
 Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
 
@@ -38,31 +58,49 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"  {name:9} {text}")
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
-        sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}"))
+        sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     command: Callable[[list[str]], int | None] = getattr(importlib.import_module(module), function)
     try:
         sys.exit(command(argv[1:]) or 0)
-    except ConfigError as error:
-        sys.exit(_complain(str(error)))
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        sys.exit(_complain(str(error), code))
+
+
+def exit_code(error: Exception) -> int | None:
+    """2: a mistake in what was asked; 1: a run that met its end; None: a defect, whose traceback is worth seeing."""
+    for name, code in ERRORS.items():
+        module, _, kind = name.partition(":")
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
+            return code
+    return 1 if isinstance(error, OSError) and error.errno in MACHINE else None
 
 
 def train(argv: list[str]) -> None:
-    config = _config("train", argv)  # before the heavy imports: a mistake is told at once
+    config = parse("train", argv)  # before the heavy imports: a mistake is told at once
     from megatron_rlspec import loop
 
     loop.train(config)
 
 
 def sft(argv: list[str]) -> None:
-    config = _config("sft", argv)
+    config = parse("sft", argv)
     from megatron_rlspec import loop
 
     loop.warm_start(config)
 
 
-def _config(command: str, argv: list[str]) -> Config:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(command: Literal["train", "sft"], argv: list[str]) -> Config:
+    """The run that a command line asks for. Raises ConfigError."""
+    parser = _Parser(
         prog=f"rlspec {command}",
         usage=f"rlspec {command} [--config FILE] [--section.key value ...]",
         description=COMMANDS[command][1],
@@ -84,12 +122,16 @@ def _config(command: str, argv: list[str]) -> Config:
         dotted = unknown[0].removeprefix("--").partition("=")[0]
         load(None, {dotted: ""})  # raises, and names the nearest option
         raise ConfigError(f"unknown argument {unknown[0]!r}")
-    return load(known.config, overrides)
+    config = load(known.config, overrides)
+    config.check_run(command, int(os.environ.get("WORLD_SIZE", "1")))
+    return config
 
 
-def _complain(message: str) -> int:
-    print(f"rlspec: {message}", file=sys.stderr)
-    return 2
+def _complain(message: str, code: int) -> int:
+    """Every rank meets the same mistake; the first one tells it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"rlspec: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

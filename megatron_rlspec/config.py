@@ -64,6 +64,22 @@ class RolloutConfig(Section):
     timeout_seconds: float = Field(1800.0, gt=0, description="a longer silence counts as an engine failure")
     staleness: Count = Field(0, description="steps that generation may run ahead of training")
 
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutConfig:
+        if self.top_k < -1 or self.top_k == 0:
+            raise ValueError(f"top_k={self.top_k} leaves no token; expected 1 or more, or -1 to filter nothing")
+        if self.urls and self.engines > 1:
+            raise ValueError(
+                f"engines={self.engines} asks to launch, but urls={','.join(self.urls)} to attach; take one"
+            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls={url}, expected http://HOST:PORT")
+        if self.engine == "embedded" and (self.urls or self.engines > 1):
+            asked = f"urls={','.join(self.urls)}" if self.urls else f"engines={self.engines}"
+            raise ValueError(f"engine=embedded runs once, inside this process, but {asked}")
+        return self
+
 
 class SpecSection(Section):
     mode: Literal["adaptive", "fixed", "off"] = Field("adaptive", description="how the speculative config is chosen")
@@ -78,6 +94,10 @@ class SpecSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SpecSection:
+        if not self.candidate_steps or min(self.candidate_steps) < 0:
+            raise ValueError(f"candidate_steps={list(self.candidate_steps)}, expected numbers of steps from 0 on")
+        if self.cost_table and self.mode != "adaptive":
+            raise ValueError(f"cost_table={self.cost_table} is what mode=adaptive decides by, but mode={self.mode}")
         if self.mode == "adaptive" and self.num_steps not in self.candidate_steps:
             raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(self.candidate_steps)}")
         return self
@@ -117,6 +137,12 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: none")
     distributed: bool = Field(False, description="Megatron's distributed optimizer (ZeRO-1)")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerConfig:
+        if 0 < self.decay_steps < self.warmup_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} end before warmup_steps={self.warmup_steps} do")
+        return self
 
 
 class DrafterConfig(Section):
@@ -198,7 +224,59 @@ class Config(Section):
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
+        if self.rollout.engine == "embedded" and self.spec.mode == "adaptive":
+            raise ValueError("rollout.engine=embedded, but spec.mode=adaptive decides inside SGLang; take fixed or off")
+        if self.algorithm.dynamic_sampling and self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
+                "and rollout.samples_per_prompt=1 makes only such"
+            )
+        if self.algorithm.dynamic_sampling and self.rollout.temperature == 0:
+            raise ValueError(
+                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
+                "and rollout.temperature=0 draws every sample of a group alike"
+            )
+        if self.sft.drafter_only and not self.drafter.train:
+            raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
+        if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
+            raise ValueError(
+                "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too"
+            )
         return self
+
+    def check_run(self, command: Literal["train", "sft"], world_size: int) -> None:
+        """What a run of this command needs beyond a consistent file. Raises ConfigError; nothing heavy is imported."""
+        source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
+        evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
+        parallel, longest = self.parallel, self.model.max_length
+        shards = parallel.tensor * parallel.pipeline * parallel.context
+        sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
+        spoilt = "hf/ is there already, the result of an ended run; take another directory"
+        run_dir = Path(self.train.run_dir)
+        problems = (
+            (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
+            (not what, f"{source} is empty; expected a .jsonl or .parquet file to train on"),
+            (
+                evaluates and not self.data.eval_path,
+                f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty",
+            ),
+            (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but torchrun started {world_size}"),
+            (
+                self.train.tokens_per_micro_batch < longest,
+                f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
+                f"model.max_length={longest}",
+            ),
+            (
+                self.rollout.max_total_tokens < longest,
+                f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
+                f"model.max_length={longest}",
+            ),
+            (run_dir.exists() and not run_dir.is_dir(), f"train.run_dir={run_dir}: a file; expected a directory"),
+            ((run_dir / "hf").exists(), f"train.run_dir={run_dir}: {spoilt}"),
+        )
+        for wrong, message in problems:
+            if wrong:
+                raise ConfigError(message)
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = None) -> Config:
@@ -211,9 +289,14 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
             raise ConfigError(f"{path}: {error.strerror}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
     for dotted, value in (overrides or {}).items():
         section, _, key = dotted.partition(".")
-        tree.setdefault(section, {})[key] = _list_or_scalar(value, section, key)
+        table = tree.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} is {table!r}, expected a table [{section}]")
+        table[key] = _list_or_scalar(value, section, key)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -243,5 +326,7 @@ def _one_line(error: ValidationError, path: str | Path | None) -> str:
         near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
         return f"{where}unknown option {dotted}" + (f"; did you mean {near[0]}?" if near else "")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        message = f"expected a table [{dotted}]"
     got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
     return f"{where}{dotted}: {message}{got}" if dotted else f"{where}{message}"

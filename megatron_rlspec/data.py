@@ -119,6 +119,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(f"{path}: no tokenizer that Transformers can load ({_first_line(error)})") from None
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise DataError if the tokenizer can write ids that the model's embedding has no row for."""
+    if len(tokenizer) > vocab_size:
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens, but config.json says "
+            f"vocab_size={vocab_size}; expected the tokenizer of this model"
+        )
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of every row; `where` is "file:line" (JSONL; empty lines count but are no rows) or "file: row n".
 

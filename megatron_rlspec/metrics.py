@@ -14,6 +14,10 @@ from typing import Any
 from megatron_rlspec.types import Sample
 
 
+class RecordError(ValueError):
+    """A run's records that cannot be read, told in one line with file and line number."""
+
+
 def write_atomically(path: str | Path, text: str) -> None:
     """All of the file or nothing of it: a reader never sees half."""
     path = Path(path)
@@ -96,5 +100,5 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             records.append(json.loads(line))
         except json.JSONDecodeError:
             if number < len(lines):
-                raise ValueError(f"{path}:{number}: not a JSON object") from None
+                raise RecordError(f"{path}:{number}: not a JSON object") from None
     return records

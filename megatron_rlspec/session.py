@@ -23,7 +23,7 @@ from megatron.core import parallel_state as ps
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlspec import data, wire
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.metrics import Clock, Recorder, write_atomically
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rl.packing import pack
@@ -31,9 +31,10 @@ from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.train import model
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Prompt, Request, Sample, Sampling
-from megatron_rlspec.weights.checkpoint import check, read_hf, write_hf
+from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
 from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, exporting
@@ -41,19 +42,47 @@ from megatron_rlspec.weights.push import Pusher, exporting
 EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
 
 
+class RunStopped(RuntimeError):
+    """The run ended itself, with a checkpoint; the message is one line: why, and where the checkpoint is."""
+
+
 class Session:
     """A context manager: on exit engines are closed and records flushed, whatever happened."""
 
     def __init__(self, config: Config, data_path: str, supervised: bool = False) -> None:
+        with ExitStack() as closing:
+            self._closing = closing
+            self._open(config, data_path, supervised)
+            self._closing = closing.pop_all()
+
+    def _open(self, config: Config, data_path: str, supervised: bool) -> None:
         self.config, self.clock, self.run_dir = config, Clock(), Path(config.train.run_dir)
         self.main = os.environ.get("RANK", "0") == "0"
-        self._closing = ExitStack()
+        self._check_machine()
         self.hf_config, tensors = read_hf(config.model.path)
-        check(family_of(self.hf_config), tensors, drafter=config.drafter.train)
+        try:
+            family = family_of(self.hf_config)
+        except ValueError as error:
+            raise CheckpointError(f"{config.model.path}: {error}") from None
+        check(family, tensors, drafter=config.drafter.train)
+        model.check(self.hf_config, config)
+        context, longest = self.hf_config.get("max_position_embeddings"), config.model.max_length
+        if context and context < longest:
+            raise ConfigError(
+                f"model.max_length={longest}, but config.json of {config.model.path} "
+                f"says max_position_embeddings={context}"
+            )
         self.tokenizer = data.load_tokenizer(config.model.path)
+        data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
         self.generates = not supervised or config.sft.eval_every > 0
+        if self.main and self.generates:
+            held_out = config.data.eval_path
+            self.held_out = data.Prompts(held_out, self.tokenizer, config).rows if held_out else []
+            spec, layers = config.spec, self.hf_config["num_hidden_layers"]
+            steps, table = spec.candidate_steps, spec.cost_table
+            self.adapter = Adapter(steps, table, layers, spec.switching_margin, spec.probe_share)
         # Engines start while the trainer is built.
         starting = StartingEngines(config, self.run_dir) if self.main and self.generates else None
         if starting:
@@ -62,6 +91,7 @@ class Session:
         self.trainer.load_hf(tensors)
         self.first_step, self.version = 0, 0
         self._last_accept_length = 0.0
+        self._bad_steps = 0
         resumed = self._resume() if config.train.resume else {}
         if self.main:
             self._open_main(starting, resumed)
@@ -75,21 +105,28 @@ class Session:
             return
         self.scorer = rewards.Scorer(config.reward)
         self._closing.callback(self.scorer.close)
-        held_out = config.data.eval_path
-        self.held_out = data.Prompts(held_out, self.tokenizer, config).rows if held_out else []
         engines = starting.wait()
         self.engines = EnginePool(list(engines.values()))
         self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
-        spec = config.spec
-        layers = self.hf_config["num_hidden_layers"]
-        self.adapter = Adapter(spec.candidate_steps, spec.cost_table, layers, spec.switching_margin, spec.probe_share)
         if "acceptance" in resumed:
             self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
-        if spec.mode == "adaptive":
+        if config.spec.mode == "adaptive":
             for engine in self.engines.engines:
                 engine.set_policy(self.adapter.policy())
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+
+    def _check_machine(self) -> None:
+        """Raise ConfigError for what this machine cannot do, before anything starts."""
+        rollout, spec, gpus = self.config.rollout, self.config.spec, torch.cuda.device_count()
+        if not gpus and rollout.engine == "sglang" and not rollout.urls and spec.verifier == "rejection":
+            raise ConfigError(
+                "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
+                "take position_keyed or target_only"
+            )
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if gpus and ranks > gpus:
+            raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
 
     def __enter__(self) -> Session:
         return self
@@ -203,10 +240,20 @@ class Session:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> None:
+        """Every `train.save_every` steps; and when `train.max_bad_steps` in a row went wrong, before RunStopped."""
+        options = self.config.train
+        stop = 0 < options.max_bad_steps <= self._bad_steps
+        if stop or (options.save_every and (step + 1) % options.save_every == 0):
+            self._save(step)
+        if stop:
+            raise RunStopped(
+                f"step {step}: loss or gradient norm was not finite {self._bad_steps} steps in a row "
+                f"(train.max_bad_steps={options.max_bad_steps}); the last good parameters are in "
+                f"{self.run_dir / 'checkpoints' / f'step-{step + 1:06d}'}"
+            )
+
+    def _save(self, step: int) -> None:
         """Everything the next step depends on. The small state comes first: a directory means a whole checkpoint."""
-        every = self.config.train.save_every
-        if not every or (step + 1) % every:
-            return
         folder = self.run_dir / "checkpoints"
         if self.main:
             state = {"step": step + 1, "version": self.version, "data": self.data.order.state()}
@@ -224,7 +271,7 @@ class Session:
         found = sorted((self.run_dir / "checkpoints").glob("step-*/"))
         if not found:
             return {}
-        state = json.loads(found[-1].with_suffix(".json").read_text())
+        state = read_json(found[-1].with_suffix(".json"))
         self.trainer.load(found[-1])
         self.data.order.restore(state["data"])
         self.first_step, self.version = state["step"], state["version"]
@@ -275,9 +322,14 @@ class Session:
                 self._bar.advance(self._task)
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`."""
+        """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`. Steps that went wrong are counted."""
+        skipped = [who for who in ("policy", "drafter") if metrics.get(f"{who}/skipped")]
+        self._bad_steps = self._bad_steps + 1 if skipped else 0
         if not self.main:
             return
+        if skipped:
+            who = " and ".join(skipped)
+            self.recorder.event("loss", f"step {step}: loss or gradient norm of {who} not finite; step skipped")
         seconds = self.clock.drain()
         values = dict(metrics) | seconds
         line = f"loss {metrics.get('policy/loss', metrics.get('drafter/objective')):.3f}"

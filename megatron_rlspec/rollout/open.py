@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import Config
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.engine import RolloutEngine
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
@@ -23,10 +23,7 @@ class StartingEngines:
         self._config = config
         self._timeout = config.rollout.timeout_seconds
         self._processes: dict[str, EngineProcess] = {}
-        if config.rollout.engine == "embedded":
-            if config.spec.mode == "adaptive":
-                raise ConfigError("rollout.engine=embedded, but spec.mode=adaptive decides inside SGLang; take fixed")
-        elif not config.rollout.urls:
+        if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
                 log = run_dir / "logs" / f"engine-{index}.log"
                 self._processes[f"engine-{index}"] = launch(config.model.path, log, arguments=_arguments(config))

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
 
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -62,30 +63,36 @@ def save(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, 
 
 
 def load(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any]) -> None:
-    """Restore what `save` wrote. Raises ValueError, naming the first difference, if the layout is another."""
+    """Restore what `save` wrote. Raises CheckpointError: what cannot be read, or the first difference of the layout."""
     directory = Path(directory)
-    try:
-        written = json.loads((directory / LAYOUT).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{directory} is no checkpoint: it has no {LAYOUT}") from None
+    if not (directory / LAYOUT).exists():
+        raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
+    written = read_json(directory / LAYOUT)
     for key, value in layout.items():
         if written.get(key) != value:
-            raise ValueError(
+            raise CheckpointError(
                 f"{directory} was written with {key}={written.get(key)}, but this run has {value}: "
                 "resume with the same layout, or start from exported weights"
             )
     for name, learner in learners.items():
-        with safe_open(_file(directory, name, learner), "pt") as file, torch.no_grad():
+        with _open(_file(directory, name, learner)) as file, torch.no_grad():
             learner.steps = int(file.get_tensor("steps"))
             _create_moments(learner)
             for key, tensor in _tensors(learner).items():
                 tensor.copy_(file.get_tensor(key))
-    with safe_open(directory / f"generators{_shard()}.safetensors", "pt") as file:
+    with _open(directory / f"generators{_shard()}.safetensors") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(file.get_tensor("cuda"))
         tracker = tensor_parallel.get_cuda_rng_tracker()
         tracker.set_states({name: file.get_tensor(f"tracker.{name}") for name in tracker.get_states()})
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: missing or truncated ({error}); remove {file.parent.name} to go on") from None
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
@@ -29,10 +29,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def transformer_config(hf_config: Mapping[str, Any], config: Config) -> TransformerConfig:
     """Megatron's description of a dense Qwen2-shaped decoder (Qwen2, Qwen3, MiMo). Call after `init_distributed`.
 
-    Raises ValueError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
+    Raises ConfigError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
     experts, and sizes that tensor parallelism does not divide.
     """
-    _refuse(hf_config, config)
+    check(hf_config, config)
     dtype = DTYPES[config.model.dtype]
     qwen3 = hf_config.get("model_type") == "qwen3"
     heads, parallel = hf_config["num_attention_heads"], config.parallel
@@ -72,12 +72,14 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> Transfor
     )
 
 
-def _refuse(hf_config: Mapping[str, Any], config: Config) -> None:
+def check(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Raise ConfigError, naming the field, if this model cannot be trained here under this configuration."""
     tensor = config.parallel.tensor
     groups = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     problems = [
+        (not isinstance(hf_config.get("intermediate_size"), int), "no intermediate_size, the width of the MLP"),
         (kind != "default", f"rotary embedding of type {kind}: only the unscaled one is supported"),
         (hf_config.get("use_sliding_window", False), "use_sliding_window=true: only full attention is supported"),
         (hf_config.get("hidden_act", "silu") != "silu", f"hidden_act={hf_config.get('hidden_act')}: expected silu"),
@@ -89,7 +91,7 @@ def _refuse(hf_config: Mapping[str, Any], config: Config) -> None:
     ]
     for wrong, message in problems:
         if wrong:
-            raise ValueError(f"config.json of {config.model.path or 'the model'}: {message}")
+            raise ConfigError(f"config.json of {config.model.path or 'the model'}: {message}")
 
 
 def rotary_base(hf_config: Mapping[str, Any]) -> float:

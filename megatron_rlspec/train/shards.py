@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_rlspec.train import runtime
 from megatron_rlspec.types import Scope
+from megatron_rlspec.weights.checkpoint import CheckpointError
 from megatron_rlspec.weights.names import Family, canonical, family_of
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -39,7 +40,7 @@ def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, nn.P
 def load(table: Family, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
     """Copy every tensor that this rank holds a shard of, cast to its type.
 
-    Raises ValueError where `tensors` lacks one, or has it in another shape.
+    Raises CheckpointError where `tensors` lacks one, or has it in another shape.
     """
     wanted = {name: parameter for module in modules for name, parameter in global_names(module, config).items()}
     rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
@@ -47,12 +48,14 @@ def load(table: Family, modules: list[nn.Module], config: TransformerConfig, ten
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = "; the drafter can also be initialised fresh" if missing[0] in table.drafter_names else ""
-        raise ValueError(f"the checkpoint has no {missing[0]}{more}{hint}")
+        raise CheckpointError(f"the checkpoint has no {missing[0]}{more}{hint}")
     for name, parameter in wanted.items():
         row = table.row(name)
         shard = table.shard(name, row.layout.fuse([tensors[hf] for hf in row.hf]), rank, size)
         if shard.shape != parameter.shape:
-            raise ValueError(f"{row.hf[0]} makes {name} {list(shard.shape)}, but the model has {list(parameter.shape)}")
+            raise CheckpointError(
+                f"{row.hf[0]} makes {name} {list(shard.shape)}, but config.json promises {list(parameter.shape)}"
+            )
         with torch.no_grad():
             parameter.copy_(shard)
 

@@ -92,8 +92,11 @@ class Geometry:
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
+    """A size that config.json must state. Raises ValueError."""
     if key not in config:
         raise ValueError(f"config.json has no {key!r}")
+    if not isinstance(config[key], int) or config[key] < 1:
+        raise ValueError(f"config.json: {key} is {config[key]!r}, expected a positive integer")
     return config[key]
 
 

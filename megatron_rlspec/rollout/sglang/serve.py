@@ -13,6 +13,8 @@ import ipaddress
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -40,6 +42,7 @@ _DISTRIBUTED = {
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 }
+SCRATCH_PREFIX = "rlspec-engine-"  # of the temporary directory that the launcher gives every server
 _CPU_ARGUMENTS = [
     "--attention-backend=intel_amx",
     "--disable-cuda-graph",
@@ -89,7 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _serve(options, rest)
     except ServeError as error:
-        sys.exit(f"rlspec serve: {error}")
+        print(f"rlspec serve: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
@@ -326,7 +330,11 @@ def _end_with_parent(parent: int) -> None:
         time.sleep(0.5)
     from sglang.srt.utils import kill_process_tree
 
-    kill_process_tree(os.getpid())
+    kill_process_tree(os.getpid(), include_parent=False)
+    scratch = Path(tempfile.gettempdir())
+    if scratch.name.startswith(SCRATCH_PREFIX):
+        shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
