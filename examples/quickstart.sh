@@ -17,7 +17,7 @@ part "a task, and a random model of MiMo's shape"
 
 part "warm start: policy and drafter on written answers"
 [ -e "$run/warm/hf" ] || rlspec sft "${config[@]}" --model.path "$run/model" --sft.path "$run/task/train.jsonl" \
-    --train.run_dir "$run/warm" --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 \
+    --train.run_dir "$run/warm" --spec.mode fixed --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 \
     --optimizer.decay_steps 600
 
 part "cost table: what a decode round costs on this machine, by batch and number of drafts"
