@@ -1,0 +1,235 @@
+"""Faults against two real SGLang processes on the CPU, healthy pushes without alarm, and a pusher killed at random.
+
+The engines load a checkpoint that went through Megatron's format and back. What damages their memory is SGLang's own
+loader, called behind the pusher's back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from test_faults import MTP, PROMPTS, SAMPLING, swap, trainer_logprobs
+from weight_oracles import echo_checkpoint
+
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.types import Request, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import write_hf
+from megatron_rlspec.weights.convert import convert, plan
+from megatron_rlspec.weights.fingerprint import compare, fingerprint
+from megatron_rlspec.weights.health import Health, HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.push import Pusher, PushError
+
+pytestmark = pytest.mark.slow
+SCHEDULE = SpecSchedule.fixed(SpecConfig(3))
+SERVE = ["--device", "cpu", "--dtype", "float32", "--candidate-steps", "0,1,2,3", "--max-total-tokens", "8192"]
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory) -> Iterator[list[str]]:
+    room = tmp_path_factory.mktemp("sglang")
+    config, tensors = echo_checkpoint(0)
+    write_hf(room / "hf", config, tensors)
+    convert(plan(room / "hf", room / "megatron"))
+    convert(plan(room / "megatron", room / "served"))
+    environment = {"OMP_NUM_THREADS": "1"}
+    processes = [launch(room / "served", room / f"{n}.log", arguments=SERVE, environment=environment) for n in "ab"]
+    try:
+        yield [process.wait().url for process in processes]
+    finally:
+        for process in processes:
+            process.close()
+
+
+class Engine(SGLangEngine):
+    """The client with a place to damage what it sends."""
+
+    def __init__(self, url):
+        super().__init__(url, timeout=60)
+        self.wire = lambda name, tensor: tensor
+
+    def update_weights(self, version, tensors, scope="all"):
+        super().update_weights(version, ((name, self.wire(name, tensor)) for name, tensor in tensors), scope)
+
+
+class Room:
+    """Both engines, healthy at version 0, and a trainer that is about to push version 1."""
+
+    def __init__(self, urls):
+        self.config, self.old = echo_checkpoint(0)
+        self.new = echo_checkpoint(1)[1]
+        self.engines = dict(zip("ab", map(Engine, urls), strict=True))
+        is_drafter = set(family_of(self.config).drafter_names).__contains__
+        self.health = Health(Pusher(self.engines), is_drafter, PROMPTS, settings=HealthSettings(canary_tokens=24))
+        report = self.health.push(0, lambda scope: self.old.items(), schedule=SCHEDULE)
+        assert not report.records and report.accept_lengths["a"] > 2.0
+        self.found: list[str] = []
+
+    def push(self, version=1, damage=lambda name, tensor: tensor):
+        source = [(name, damage(name, tensor)) for name, tensor in self.new.items()]
+        report = self.health.push(version, lambda scope: iter(source), schedule=SCHEDULE)
+        self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
+        return report
+
+    def rollout(self, engine="b", version=1):
+        requests = [Request(f"r{time.monotonic_ns()}-{i:03d}.", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        samples = self.engines[engine].generate(requests, SAMPLING)
+        recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
+        found = stamp_finding(samples, version, version), logprob_finding(samples, recomputed, bound=1e-3)
+        self.found += [finding.detector for finding in found if finding]
+
+    def look(self):
+        self.found += [finding.detector for finding in self.health.after_sleep().values()]
+
+    def behind_the_back(self, tensors, version=1, scope="all"):
+        SGLangEngine.update_weights(self.engines["b"], version, tensors, scope)
+
+
+def skips_the_drafter(room):
+    room.engines["b"].wire = lambda name, tensor: room.old[name] if name.startswith(MTP) else tensor
+    room.push()
+
+
+def one_tensor_stale(room):
+    room.engines["b"].wire = lambda name, tensor: room.old[name] if name == "model.norm.weight" else tensor
+    room.push()
+
+
+def half_swap(room):
+    room.push(damage=lambda name, tensor: swap(tensor, 1) if name == MTP + "input_proj.weight" else tensor)
+
+
+def another_drafter(room):
+    generator = torch.Generator().manual_seed(9)
+    room.push(damage=lambda n, t: t[torch.randperm(len(t), generator=generator)] if n.startswith(MTP) else t)
+
+
+def head_of_another_step(room):
+    room.push(damage=lambda name, tensor: room.old[name] if name == "lm_head.weight" else tensor)
+    room.rollout()
+
+
+def drafter_zeroed(room):
+    room.push()
+    zeros = {n: torch.zeros_like(t) for n, t in room.new.items() if n.startswith(MTP)}
+    room.behind_the_back(zeros.items(), scope="drafter")
+    room.look()
+
+
+def nan_in_memory(room):
+    room.push()
+    tensor = room.new["model.norm.weight"].clone()
+    tensor[3] = float("nan")
+    room.behind_the_back({**room.new, "model.norm.weight": tensor}.items())
+    room.look()
+
+
+def restarted_with_old_weights(room):
+    room.push()
+    room.behind_the_back(room.old.items(), version=0)
+    room.rollout()
+
+
+def killed_half_way(room):
+    def dies(name, tensor):
+        if name == "model.norm.weight":
+            raise EngineError("b: the connection was lost")
+        return tensor
+
+    room.engines["b"].wire = dies
+    room.push()
+    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
+        room.rollout()
+
+
+FAULTS = {
+    "push skips the drafter": (skips_the_drafter, "fingerprint"),
+    "one tensor stale": (one_tensor_stale, "fingerprint"),
+    "projection's halves exchanged": (half_swap, "canary"),
+    "a drafter of another model": (another_drafter, "canary"),
+    "head of another step": (head_of_another_step, "logprobs"),
+    "drafter zeroed": (drafter_zeroed, "fingerprint"),
+    "NaN in one tensor": (nan_in_memory, "fingerprint"),
+    "restarted with old weights": (restarted_with_old_weights, "stamp"),
+    "push killed half-way": (killed_half_way, "session"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(urls, name):
+    inject, detector = FAULTS[name]
+    room = Room(urls)
+    inject(room)
+    assert detector in room.found
+
+
+def test_twenty_healthy_pushes_raise_no_alarm(urls):
+    room = Room(urls)
+    for version in range(1, 21):
+        room.new = echo_checkpoint(version)[1]
+        report = room.push(version)
+        room.rollout("ab"[version % 2], version)
+        assert room.found == [] and report.serving == ("a", "b") and not report.plain
+        # The canary's rounds at least, and all of them under the schedule; acceptance stays what it was.
+        for name, engine in room.engines.items():
+            assert room.health.watch(name, engine.stats(), {SpecConfig(3): report.accept_lengths[name]}) is None
+
+
+def pusher_process(url, version, tensors, slowly):
+    def source(scope):
+        for name, tensor in tensors.items():
+            time.sleep(slowly)
+            yield name, tensor
+
+    Pusher({"a": SGLangEngine(url, timeout=60)}).push(version, source)
+    os._exit(0)
+
+
+def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
+    """Whatever the engine answers with afterwards is one version; else it answers nothing until the next push."""
+    room = Room(urls)
+    chance = random.Random(0)
+    marks = [{n: fingerprint(t) for n, t in echo_checkpoint(v)[1].items()} for v in (0, 1)]
+    context = multiprocessing.get_context("fork")
+    outcomes = {"old": 0, "new": 0, "silent": 0}
+    for trial in range(20):
+        process = context.Process(target=pusher_process, args=(urls[0], 1, room.new, 0.02))
+        process.start()
+        time.sleep(chance.uniform(0.0, 1.6))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        time.sleep(0.3)  # what it had sent arrives
+        fresh = SGLangEngine(urls[0], timeout=2.0)
+        try:
+            sample = fresh.generate([Request(f"probe-{trial:02d}.", PROMPTS[0], seed=trial)], SAMPLING)[0]
+        except EngineError:
+            outcomes["silent"] += 1
+        else:
+            held = fresh.fingerprints()
+            whole = [version for version in (0, 1) if compare(marks[version], held).empty]
+            assert whole, f"trial {trial}: the engine serves a mixture"
+            assert {span[0] for span in sample.policy_versions} == set(whole)
+            outcomes["new" if whole == [1] else "old"] += 1
+        report = room.health.push(0, lambda scope: room.old.items(), schedule=SCHEDULE)  # and it comes back
+        assert not report.records, report.records
+    assert outcomes["silent"] > 0 and outcomes["old"] > 0, outcomes
+
+
+def test_numbers_of_the_trainer(urls):
+    """SGLang's log-probs of its samples are Transformers', from a checkpoint that went through Megatron's format."""
+    room = Room(urls)
+    room.new = room.old
+    room.rollout("a", version=0)
+    assert room.found == []
+    with pytest.raises(PushError, match="holds NaN"):
+        room.push(1, lambda name, tensor: tensor * np.nan if name == "model.norm.weight" else tensor)
