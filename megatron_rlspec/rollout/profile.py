@@ -33,6 +33,8 @@ Options that are not listed go to `rlspec serve`, and from there to SGLang: --de
 An interrupted sweep leaves OUT.part beside the table and goes on from there; another --tp is added to a table of the
 same model, hardware and engine."""
 
+NOISY = 0.1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, serve = _parser().parse_known_args(argv)
@@ -131,6 +133,8 @@ def summary(table: CostTable, tp: int) -> str:
         f"{1e3 * table.catch_up_ms:.3f} us per token missed while off, "
         f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
     )
+    if spread > NOISY:
+        lines.append(f"a spread above {NOISY:.0%} tells of a busy machine: measure again when nothing else runs on it")
     return "\n".join(lines)
 
 

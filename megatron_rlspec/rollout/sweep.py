@@ -189,9 +189,13 @@ class Sweep:
     def closer(self, tolerance: float) -> list[Point]:
         """Points to measure next, the most doubtful first: where a batch's cost leaves the line of its neighbours.
 
-        What is left of such a bend once its neighbours are halved is about a quarter; that quarter is compared.
+        What is left of such a bend once its neighbours are halved is about a quarter; that quarter is compared, less
+        what noise alone would show.
         """
         cost = {(c.config, point): c.ms for point, cells in self.cells.items() for c in cells}
+        noise = {
+            (c.config, p): 2 * c.spread_ms / c.samples**0.5 / c.ms for p, cells in self.cells.items() for c in cells
+        }
         configs = {config for config, _ in cost}
         doubts: dict[Point, float] = {}
         for length in {length for _, length in self.cells}:
@@ -201,7 +205,8 @@ class Sweep:
                 bend = 0.0
                 for config in configs:
                     low, middle, high = (cost[config, (b, length)] for b in (left, here, right))
-                    bend = max(bend, abs((low + share * (high - low)) / middle - 1) / 4)
+                    doubtful = max(noise[config, (b, length)] for b in (left, here, right))
+                    bend = max(bend, (abs((low + share * (high - low)) / middle - 1) - doubtful) / 4)
                 if bend <= tolerance:
                     continue
                 for a, b in ((left, here), (here, right)):

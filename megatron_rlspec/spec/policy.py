@@ -22,6 +22,7 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
+EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
 GAP_ROUNDS = 128  # an engine that is off lets its drafter catch up at least this often
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
@@ -115,7 +116,7 @@ class Policy:
         if self._current < 0:
             self._current = best
         self._follow(rates, ms, best)
-        self._budget += self.probe_share * ms[self._current]
+        self._budget += EARNED * self.probe_share * ms[self._current]
         chosen = self._probing(batch, rates, ms)
         config = self.candidates[chosen]
         if config.off:

@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+import tiny_mimo
+
+from megatron_rlspec.rollout import profile
+from megatron_rlspec.spec.cost_table import CostTable, Provenance
+from megatron_rlspec.spec.roofline import Roofline
+from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.types import OFF, SpecConfig
+
+
+def table(path: Path, **changes: str) -> Path:
+    facts = {"model": "tiny", "hardware": "here", "dtype": "auto", "engine": "sglang"}
+    facts |= {"engine_version": profile.importlib.metadata.version("sglang"), "date": "2025-01-01"} | changes
+    Roofline(1.0, 0.1, 0.0, 0.1).table(chains((0, 1)), (1, 4), (64,), Provenance(**facts)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fresh"], "give --model to start an engine"),
+        ([], "already holds tp=1; measure again with --fresh"),
+        (["--tp", "2", "--hardware", "elsewhere"], "start afresh with --fresh"),
+        (["--fresh", "--url", "http://127.0.0.1:9"], "the engine is gone"),
+    ],
+)
+def test_a_mistake_gets_one_line(tmp_path, capsys, options, message):
+    path = table(tmp_path / "t.json")
+    assert profile.main([str(path), "--model-name", "tiny", "--hardware", "here", *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert CostTable.load(path).provenance.model == "tiny"
+
+
+def test_an_existing_table_is_drawn(tmp_path, capsys):
+    path = table(tmp_path / "t.json")
+    assert profile.main([str(path), "--plot-only", str(tmp_path / "map.png")]) == 0
+    assert (tmp_path / "map.png").stat().st_size > 5_000
+    with pytest.raises(SystemExit):
+        profile.main([str(path), "--batches", "0,4"])
+    assert "integers from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_real_engine_is_measured_resumed_and_validated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shape = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
+    model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
+    out = tmp_path / "table.json"
+    options = [str(out), "--model", str(model), "--dtype", "float32", "--steps", "0,1,3", "--samples", "6"]
+    options += ["--device", "cpu", "--max-total-tokens", "8192", "--max-running-requests", "16"]
+    grid = ["--batches", "1,4", "--lengths", "16,64", "--tolerance", "10"]
+    assert profile.main([*options, *grid, "--validate", "1", "--plot", str(tmp_path / "map.svg")]) == 0
+    said = capsys.readouterr().out
+    assert "wrote" in said and "error off the grid: median" in said
+    measured = CostTable.load(out)
+    assert measured.configs() == (OFF, SpecConfig(0), SpecConfig(1), SpecConfig(3))
+    assert len(measured.rounds) == 16 and not measured.provenance.simulated
+    for batch in (1, 4):
+        plain, step_0, deep = (measured.ms(c, batch, batch * 90) for c in (OFF, SpecConfig(0), SpecConfig(3)))
+        assert plain < step_0 < deep  # off is real: it pays no drafter pass
+    rows = measured.to_json()
+    rows["rounds"] = [row for row in rows["rounds"] if row["batch"] == 1]
+    out.with_name("table.json.part").write_text(json.dumps(rows))
+    assert profile.main([*options, *grid, "--fresh"]) == 0
+    assert "going on after" not in capsys.readouterr().out
+    out.with_name("table.json.part").write_text(json.dumps(rows))
+    out.unlink()
+    assert profile.main([*options, *grid]) == 0
+    assert "going on after 2 points" in capsys.readouterr().out
+    again = CostTable.load(out).to_json()["rounds"]
+    assert all(row in again for row in rows["rounds"])  # what was measured before the interruption is kept
