@@ -35,7 +35,7 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     if first_byte % _WORD:
         raise ValueError(f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}")
     device, first = tensor.device, first_byte // _WORD
-    column_factors = _factors(0, _ROW, device)
+    row_factors, column_factors = _factors(device)
     step = _ROW * _ROWS_AT_ONCE.get(device.type, _MANY_ROWS)
     total = torch.zeros((), dtype=torch.int64, device=device)
     buffer = torch.empty(min(step, -(-data.numel() // _WORD) + first % _ROW), dtype=torch.int64, device=device)
@@ -43,7 +43,7 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     while done < data.numel():
         # Rows are those of the full tensor, so a shard's first and last one may be partial.
         word = first + done // _WORD
-        row, column = divmod(word, _ROW)
+        row, column = word // _ROW % _ROW, word % _ROW
         size = min(data.numel() - done, (step - column) * _WORD)
         words = -(-size // _WORD)
         part = buffer[:words]
@@ -53,33 +53,33 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
         halves = part.view(torch.int32).view(-1, 2)
         halves[:, 0].bitwise_xor_(halves[:, 1])
         if column == 0 and words % _ROW == 0:
-            sums = part.view(-1, _ROW).mul_(column_factors).sum(dim=1)
-            total += (sums * _factors(row + 1, words // _ROW, device)).sum()
+            sums = _dot(part.view(-1, _ROW), column_factors)
+            total += _dot(sums, row_factors[row : row + words // _ROW])
         else:
-            total += _partial_rows(part, row, column, column_factors)
+            total += _partial_rows(part, row, column, row_factors, column_factors)
         done += size
     return int(total) % (1 << 64)
 
 
-def _partial_rows(part: Tensor, row: int, column: int, column_factors: Tensor) -> Tensor:
+def _partial_rows(part: Tensor, row: int, column: int, row_factors: Tensor, column_factors: Tensor) -> Tensor:
     total = part.new_zeros(())
     while part.numel():
         here = part[: _ROW - column]
-        total += (here * column_factors[column : column + here.numel()]).sum() * _factors(row + 1, 1, part.device)[0]
+        total += _dot(here, column_factors[column : column + here.numel()]) * row_factors[row]
         part, row, column = part[here.numel() :], row + 1, 0
     return total
 
 
-def _factors(first: int, count: int, device: torch.device) -> Tensor:
-    """Odd numbers for `count` consecutive indices; the first 65,536 are kept."""
-    if (first, count) == (0, _ROW):
-        return _column_factors(device)
-    return _mix(torch.arange(first, first + count, device=device)) | 1
+def _dot(x: Tensor, factors: Tensor) -> Tensor:
+    """Σ over the last dimension, modulo 2⁶⁴. CUDA has no integer matrix product; the CPU's needs no temporary."""
+    return torch.matmul(x, factors) if x.device.type == "cpu" else (x * factors).sum(dim=-1)
 
 
 @cache
-def _column_factors(device: torch.device) -> Tensor:
-    return _mix(torch.arange(_ROW, device=device) + (1 << 40)) | 1
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Odd numbers for rows and columns, 65,536 each; rows repeat them after 32 GiB."""
+    index = torch.arange(_ROW, device=device)
+    return _mix(index + 1) | 1, _mix(index + (1 << 40)) | 1
 
 
 def _mix(x: Tensor) -> Tensor:

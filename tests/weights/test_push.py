@@ -1,11 +1,14 @@
 """A push reaches every engine whole, or the engine that it did not reach is named and serves nothing."""
 
+import random
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from memory_engine import MemoryEngine
+from train_ranks import on_ranks
 
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
@@ -197,3 +200,60 @@ def test_buckets_keep_attention_modules_together():
 def test_exporting_alone_is_the_exporter_itself():
     with exporting(source_of(weights())) as source:
         assert dict(source("drafter")).keys() == {n for n in weights() if "mtp" in n}
+
+
+def test_engines_killed_at_twenty_random_moments():
+    """Either an engine has the whole new version, or it refuses to answer and the next push restores it."""
+    chance = random.Random(0)
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    pusher = Pusher(engines, delta=True)
+    pusher.push(0, source_of(weights(0)))
+    for version in range(1, 21):
+        victim, other = chance.sample(sorted(engines), 2)
+        engines[victim].fail_at = chance.randrange(12)
+        report = pusher.push(version, source_of(weights(version)))
+        assert set(report.failed) == {victim} and not engines[victim].serving
+        assert holds(engines[other], weights(version)) and engines[other].version == version
+        engines[victim].fail_at = None
+        report = pusher.push(version, source_of(weights(version)), only=[victim])
+        assert not report.failed and holds(engines[victim], weights(version))
+
+
+def collective_export(scope):
+    """Every rank contributes; rank 0 yields the sum."""
+    for name, tensor in weights(dist.get_rank()).items():
+        if scope == "drafter" and "mtp" not in name:
+            continue
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 0:
+            yield name, tensor
+
+
+def pushes_twice(fail: bool):
+    dist.init_process_group("gloo")
+    engine, outcome = MemoryEngine(), "served"
+    pusher = Pusher({"e": engine})
+    try:
+        with exporting(collective_export) as source:
+            if source is not None:
+                assert not pusher.push(0, source).failed
+                assert pusher.push(1, source, scope="drafter").scope == "drafter"
+                if fail:
+                    raise RuntimeError("rank 0 has had enough")
+    except (RuntimeError, PushError) as error:
+        outcome = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    dist.destroy_process_group()
+    return outcome, engine.tensors
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_other_ranks_follow_as_often_as_rank_0_pushes(fail):
+    (outcome, held), (followed, nothing) = on_ranks(2, pushes_twice, fail)
+    first, second = weights(0), weights(1)
+    assert nothing == {} and all(torch.equal(held[name], first[name] + second[name]) for name in first)
+    if fail:
+        assert outcome == "RuntimeError: rank 0 has had enough"
+        assert followed == "PushError: rank 0 gave the push up"
+    else:
+        assert outcome == followed == "served"
