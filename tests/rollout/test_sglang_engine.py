@@ -164,7 +164,9 @@ def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
     """
     engine = engines["adaptive"]
     drafter = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
-    drafter["model.mtp_layers.0.self_attn.o_proj.weight"] = 10 * WEIGHTS["model.mtp_layers.0.self_attn.o_proj.weight"]
+    # An agreeing drafter made half wrong, by its hidden states and by what it attends to.
+    drafter["model.mtp_layers.0.input_proj.weight"][:, :64] = WEIGHTS["model.mtp_layers.0.input_proj.weight"][:, :64]
+    drafter["model.mtp_layers.0.self_attn.o_proj.weight"] = 5 * WEIGHTS["model.mtp_layers.0.self_attn.o_proj.weight"]
     prompts = [np.arange(10, 14), np.arange(20, 60), np.arange(5, 12)]
     asked = [Request(f"off-{i}.", Prompt(i, tokens), seed=i) for i, tokens in enumerate(prompts)]
     sampling = Sampling(temperature=0.3, max_new_tokens=220, ignore_eos=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 import requests
 
 from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang.serve import SCRATCH_PREFIX
 
 
 class EngineProcess:
@@ -105,7 +106,7 @@ def launch(
     command += ["--port", str(port), "--stop-with-parent", *arguments]
     if api_key:
         command += ["--api-key", api_key]
-    scratch = tempfile.mkdtemp(prefix="rlspec-engine-")  # SGLang leaves its sockets where it made them.
+    scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)  # SGLang leaves its sockets where it made them.
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
