@@ -40,7 +40,7 @@ VARIANTS = {
 def trained(run: Path, name: str, steps: int) -> list[tuple[str, torch.Tensor]]:
     """The drafter of this variant after `steps` steps of 32 demonstrations."""
     options = {"lr": 3e-3, **VARIANTS[name]}
-    settings = {"model": {"dtype": "float32", "max_length": 640}, "rollout": {"max_new_tokens": 400}}
+    settings = {"model": {"dtype": "float32", "max_length": 512}, "rollout": {"max_new_tokens": 384}}
     config = Config.model_validate({**settings, "drafter": options, "optimizer": {"decay_steps": steps}})
     shape, tensors = read_hf(run / "warm/hf")
     trainer = Trainer(config, shape)
@@ -66,14 +66,14 @@ def main() -> None:
     torch.set_num_threads(2)
     shape, tensors = read_hf(args.run / "warm/hf")
     schedule = SpecSchedule.fixed(SpecConfig(3))
-    engine = EmbeddedEngine(shape, tensors.items(), schedule=schedule, max_length=640, max_running_requests=128)
-    config = Config.model_validate({"model": {"max_length": 640}, "rollout": {"max_new_tokens": 400}})
+    engine = EmbeddedEngine(shape, tensors.items(), schedule=schedule, max_length=512, max_running_requests=128)
+    config = Config.model_validate({"model": {"max_length": 512}, "rollout": {"max_new_tokens": 384}})
     prompts = data.Prompts(args.run / "task/eval.jsonl", data.load_tokenizer(args.run / "warm/hf"), config).rows
     requests = [Request(f"p{i:05d}", prompt, seed=i) for i, prompt in enumerate(prompts[:count])]
     found = {"steps": steps, "prompts": count, "accept_length": {}}
     for version, name in enumerate(track(VARIANTS, "drafters"), start=1):
         engine.update_weights(version, trained(args.run, name, steps), scope="drafter")
-        samples = engine.generate(requests, Sampling(max_new_tokens=400))
+        samples = engine.generate(requests, Sampling(max_new_tokens=384))
         rounds = [sum(s.accepted) for s in samples]
         drafts = [sum(i * n for i, n in enumerate(s.accepted)) for s in samples]
         interval = stats.bootstrap(
