@@ -4,6 +4,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_ranks import Ranks, group_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rlspec.mtp.shift import RollPlan, drafter_targets, shift_packed
 from megatron_rlspec.rl.context_parallel import join_from_cp, slice_for_cp
@@ -270,6 +271,30 @@ def test_index_finds_every_row_in_local_and_halo(ranks):
         expected = shift_packed(x, cu, step)
         expected = torch.where(expected == 0, x, expected)  # beyond the end: the position itself
         assert torch.equal(join_from_cp([part[step - 1] for part in got], cu), expected)
+
+
+class NoHostRead(TorchDispatchMode):
+    """Raises on operators whose result the host must wait for on a GPU."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"):
+            raise AssertionError(f"{operator} reads from the device")
+        return operator(*args, **(kwargs or {}))
+
+
+def uses_in_worker(rank, lengths, size):
+    cu = boundaries(lengths)
+    plan = RollPlan(cu, rank, size, steps=3, group=group_of(size))
+    x = torch.ones(2, plan.length, requires_grad=True)
+    with NoHostRead():
+        plan.roll([x, torch.arange(plan.length)], 2)[0].sum().backward()
+        drafter_targets(torch.arange(plan.length), torch.ones(plan.length), plan, 2)
+        plan.index(3)
+        drafter_targets(torch.arange(sum(lengths)), torch.ones(sum(lengths)), cu, 2)
+
+
+def test_nothing_is_read_back_to_the_host_once_a_plan_is_made(ranks):
+    ranks.run(uses_in_worker, [8, 0, 48], RANKS)
 
 
 def test_plan_refuses_what_it_was_not_built_for():
