@@ -22,7 +22,7 @@ part "warm start: policy and drafter on written answers"
 
 part "cost table: what a decode round costs on this machine, by batch and number of drafts"
 [ -e "$run/cost.json" ] || .venv/bin/rlspec profile "$run/cost.json" --model "$run/warm/hf" --dtype float32 \
-    --batches 1,8,32,128 --lengths 32 --samples 6 --seconds 40 --max-total-tokens 49152
+    --batches 1,16,128 --lengths 4,160 --samples 5 --seconds 45 --max-total-tokens 49152
 
 part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
