@@ -20,13 +20,9 @@ part "warm start: policy and drafter on written answers"
     --train.run_dir "$run/warm" --spec.mode fixed --optimizer.lr 3e-3 --drafter.lr 3e-3 --optimizer.warmup_steps 40 \
     --optimizer.decay_steps 600
 
-part "cost table: what a decode round costs on this machine, by batch and number of drafts"
-[ -e "$run/cost.json" ] || .venv/bin/rlspec profile "$run/cost.json" --model "$run/warm/hf" --dtype float32 \
-    --batches 1,16,128 --lengths 4,160 --samples 5 --seconds 45 --max-total-tokens 49152
-
 part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --spec.cost_table "$run/cost.json" --train.run_dir "$run/rl"
+    --train.run_dir "$run/rl"
 
 part "control: the warm-start drafter, as many more steps on the warm start's answers"
 [ -e "$run/control/hf" ] || rlspec sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/task/train.jsonl" \
