@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlspec import data, wire
@@ -31,7 +30,7 @@ from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.train import model
+from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch, Prompt, Request, Sample, Sampling
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
@@ -195,10 +194,7 @@ class Session:
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
             aggregation=algorithm.aggregation,
             constant_length=self.config.rollout.max_new_tokens,
-            dp_size=ps.get_data_parallel_world_size(),
-            dp_rank=ps.get_data_parallel_rank(),
-            cp_size=parallel.context,
-            cp_rank=ps.get_context_parallel_rank(),
+            **runtime.placement(),
             multiple=parallel.tensor if parallel.sequence else 1,
         )
 

@@ -45,6 +45,16 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
+def placement() -> dict[str, int]:
+    """Where this rank stands, in the words of `rl.packing.pack`."""
+    return {
+        "dp_size": parallel_state.get_data_parallel_world_size(),
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cp_size": parallel_state.get_context_parallel_world_size(),
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+    }
+
+
 def launch_env() -> None:
     """Complete the environment of a process that torchrun did not start, so that it is the only rank."""
     if "RANK" in os.environ:
