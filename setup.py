@@ -34,6 +34,9 @@ setup(
     },
     entry_points={
         "console_scripts": ["rlspec = megatron_rlspec.cli:main"],
-        "sglang.srt.plugins": ["rlspec = megatron_rlspec.rollout.sglang.plugin:register"],
+        "sglang.srt.plugins": [
+            "rlspec = megatron_rlspec.rollout.sglang.plugin:register",
+            "rlspec-drafter-push = megatron_rlspec.rollout.sglang.drafter_push:register",
+        ],
     },
 )

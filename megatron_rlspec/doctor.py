@@ -188,7 +188,7 @@ DEFECTS = (
         "slime-qwen3-next-swap",
         "slime",
         "Megatron trains a Qwen3-Next drafter with swapped inputs",
-        "`rlspec slime` refuses Qwen3-Next until patches/slime is applied",
+        "apply patches/slime before training a Qwen3-Next drafter",
     ),
     Defect(
         "slime-per-token-cp",

@@ -7,6 +7,7 @@ what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`loa
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ HF_CONFIG = {
     "hidden_act": "silu",
     "attention_bias": True,
 }
+DRAFTER = "--mtp-num-layers 1 --enable-mtp-training"
 COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYERS} --hidden-size {HIDDEN}
  --ffn-hidden-size 64 --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
  --max-position-embeddings 512 --seq-length 128 --micro-batch-size 1 --vocab-size {VOCABULARY}
@@ -44,21 +46,21 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
  --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
  --make-vocab-size-divisible-by 1 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
  --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
- --mtp-num-layers 1 --enable-mtp-training --lr 1e-3 --rollout-batch-size 2 --n-samples-per-prompt 2
+ {DRAFTER} --lr 1e-3 --rollout-batch-size 2 --n-samples-per-prompt 2
  --global-batch-size 4 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
  --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
 # Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
 LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
 
 
-def arguments(folder, cp, extra=""):
+def arguments(folder, cp, extra="", drafter=True):
     """slime's own parser on a small model; float32 instead of bf16."""
     Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     command = (
         f"{COMMAND} --hf-checkpoint {folder} --context-parallel-size {cp} --actor-num-gpus-per-node {world} {extra}"
     )
-    sys.argv = command.split()
+    sys.argv = (command if drafter else command.replace(DRAFTER, "")).split()
     from slime.utils.arguments import parse_args
 
     args = parse_args()
@@ -180,14 +182,14 @@ def plain(name):
     return name.removeprefix("module.").removeprefix("module.")
 
 
-def prepare(folder, cp, extra=""):
+def prepare(folder, cp, extra="", drafter=True):
     """Arguments, groups, stand-ins, model: ready for `train_step`."""
     from slime.backends.megatron_utils import model as slime_model
 
     slime_cpu.install()
     slime_model.load_checkpoint = seeded
     slime_model.get_batch = packed_for_cpu(slime_model.get_batch)
-    args = arguments(folder, cp, f"--spec slime_ranks layer_spec {extra}")
+    args = arguments(folder, cp, f"--spec slime_ranks layer_spec {extra}", drafter)
     args.spec = layer_spec_path()
     start(args)
     return args, *build(args)
@@ -222,9 +224,9 @@ def capture(model, optimizer):
     return seen
 
 
-def one_step(folder, cp, *extra):
+def one_step(folder, cp, *extra, drafter=True):
     """Train one step; save gradients, parameters and metrics for the test to compare."""
-    args, model, optimizer, scheduler = prepare(folder, int(cp), " ".join(extra))
+    args, model, optimizer, scheduler = prepare(folder, int(cp), " ".join(extra), drafter)
     gradients = capture(model, optimizer)
     losses, norm = train_step(args, model, optimizer, scheduler)
     result = {"gradients": gradients, "parameters": parameters(model), "losses": losses, "norm": norm}
@@ -268,4 +270,9 @@ def empty_rank(folder, cp, *extra):
 
 
 if __name__ == "__main__":
-    {"one_step": one_step, "empty_rank": empty_rank, "own_loop": own_loop}[sys.argv[1]](*sys.argv[2:])
+    {
+        "one_step": one_step,
+        "no_drafter": partial(one_step, drafter=False),
+        "empty_rank": empty_rank,
+        "own_loop": own_loop,
+    }[sys.argv[1]](*sys.argv[2:])

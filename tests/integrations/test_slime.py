@@ -89,6 +89,16 @@ def worst(a, b):
 
 
 @pytest.mark.parametrize("cp", [1, 2])
+def test_policy_is_updated_as_without_a_drafter(cp):
+    """slime's clipping on: against slime with no MTP layer in the model at all."""
+    without, ours = run("no_drafter", cp), run("one_step", cp, *OURS)
+    assert not drafter(without["parameters"])
+    changed = [n for n, v in without["parameters"].items() if not torch.equal(v, ours["parameters"][n])]
+    assert not changed
+    assert without["norm"] == ours["norm"]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
 def test_policy_is_updated_as_by_slime_alone(cp):
     alone, ours = run("one_step", cp, *UNCLIPPED), run("one_step", cp, *OURS, *UNCLIPPED)
     changed = [
