@@ -12,93 +12,31 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_rlspec.spec.cost_rows import (
+    CostTableError,
+    Link,
+    PrefillCost,
+    Provenance,
+    Repair,
+    RoundCost,
+    cell,
+    cell_json,
+    record,
+    where,
+)
 from megatron_rlspec.spec.surface import Surface, fit_model, monotone
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
 VERSION = 1
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
-
-
-class CostTableError(ValueError):
-    """A table that must not be used. One line: what is wrong, what was expected, where."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where the figures come from. `simulated` is true for anything that no engine ran."""
-
-    model: str
-    hardware: str
-    dtype: str
-    engine: str
-    engine_version: str
-    date: str
-    simulated: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class RoundCost:
-    """One measured point: a whole decode round of `batch` requests that hold `context_tokens` tokens together.
-
-    `ms` is a median over `samples` rounds and `spread_ms` half their interquartile range. `config.num_draft_tokens` is
-    the axis of verified tokens per request; `OFF` is plain decoding. `parts` splits the round where the engine tells.
-    """
-
-    tp: int
-    batch: int
-    context_tokens: int
-    config: SpecConfig
-    ms: float
-    spread_ms: float = 0.0
-    samples: int = 1
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PrefillCost:
-    """`ms` to extend a batch by `tokens` new tokens in all; also what a drafter's catch-up after `OFF` is made of."""
-
-    tp: int
-    batch: int
-    tokens: int
-    ms: float
-    spread_ms: float = 0.0
-    samples: int = 1
-
-
-@dataclass(frozen=True)
-class Link:
-    """What moving data between two engines costs."""
-
-    source: str
-    target: str
-    gigabytes_per_second: float
-    latency_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A measured cost that fell where it cannot fall, and what it was replaced by."""
-
-    cell: RoundCost
-    ms: float
-
-    def __str__(self) -> str:
-        change = 100 * (self.ms / self.cell.ms - 1)
-        return f"{where(self.cell)}: {self.cell.ms:.3f} -> {self.ms:.3f} ms ({change:+.1f} %)"
-
-
-def where(cell: RoundCost) -> str:
-    return f"tp={cell.tp} batch={cell.batch} context={cell.context_tokens} {cell.config}"
 
 
 class CostTable:
@@ -233,7 +171,7 @@ class CostTable:
             "provenance": asdict(self.provenance),
             "switch_ms": self.switch_ms,
             "catch_up_ms": self.catch_up_ms,
-            "rounds": [_cell_json(c) for c in self.rounds],
+            "rounds": [cell_json(c) for c in self.rounds],
             "prefill": [asdict(c) for c in self.prefill],
             "links": [asdict(c) for c in self.links],
         }
@@ -250,10 +188,10 @@ class CostTable:
             raise CostTableError(f"{source}: units {data.get('units')!r}, expected {UNITS}")
         try:
             return cls(
-                _record(Provenance, data["provenance"]),
-                [_cell(c) for c in data["rounds"]],
-                [_record(PrefillCost, c) for c in data.get("prefill", ())],
-                [_record(Link, c) for c in data.get("links", ())],
+                record(Provenance, data["provenance"]),
+                [cell(c) for c in data["rounds"]],
+                [record(PrefillCost, c) for c in data.get("prefill", ())],
+                [record(Link, c) for c in data.get("links", ())],
                 float(data.get("switch_ms", 0.0)),
                 float(data.get("catch_up_ms", 0.0)),
             )
@@ -392,22 +330,3 @@ def _one_row_a_line(data: Mapping[str, Any]) -> str:
         rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
         parts.append(f' "{key}": ' + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _cell_json(cell: RoundCost) -> dict[str, Any]:
-    row = asdict(cell)
-    config = row.pop("config")
-    return {**row, **config}
-
-
-def _cell(row: Mapping[str, Any]) -> RoundCost:
-    axes = dict(row)
-    config = SpecConfig(axes.pop("num_steps"), axes.pop("topk"), axes.pop("num_draft_tokens"))
-    return _record(RoundCost, {**axes, "config": config})
-
-
-def _record(kind: type, row: Mapping[str, Any]) -> Any:
-    unknown = set(row) - {f.name for f in fields(kind)}
-    if unknown:
-        raise CostTableError(f"{kind.__name__}: unknown field {min(unknown)!r}")
-    return kind(**row)

@@ -8,7 +8,6 @@ ReSpec section 5.2 (Solver and Scheduler), with acceptance estimated live and th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
 EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
-GAP_ROUNDS = 128  # an engine that is off lets its drafter catch up at least this often
+GAP_ROUNDS = 128  # an engine that is off lets its drafter catch up this often: the cheapest moment for a probe
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
@@ -63,7 +62,7 @@ class Policy:
         self._current = self.candidates.index(start) if start is not None else -1
         self._lag = [0.0] * len(self.candidates)
         self._unseen = 0  # rounds since acceptance was last observed
-        self._gap: deque[int] = deque(maxlen=GAP_ROUNDS)  # requests of each round since the drafter last ran
+        self._gap: list[int] = []  # requests of each round since the drafter last ran
         self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
         self._probe_left = 0
@@ -106,6 +105,8 @@ class Policy:
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self._unseen += 1
+        if len(self._gap) >= GAP_ROUNDS:
+            self._gap.clear()
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
             self._rounds[config] = self._rounds.get(config, 0) + 1
