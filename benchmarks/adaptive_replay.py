@@ -104,12 +104,12 @@ def replay(
     off = index[OFF]
 
     def regret(choice: np.ndarray) -> float:
-        """Switches are paid for, and what the drafter missed while off (which engines let it read every so often)."""
+        """Switches are paid for, and what the drafter has to catch up on when drafting starts again."""
         took = ms[choice, at].sum() + score.switch_ms * (np.diff(choice) != 0).sum()
         gap = 0
         for c in choice:
             if c == off:
-                gap = min(gap + batch, GAP_ROUNDS * batch)
+                gap = gap + batch if gap < GAP_ROUNDS * batch else batch  # an engine catches up now and then anyway
             else:
                 took, gap = took + score.catch_up_ms * gap, 0
         return float(1 - (tokens[choice, at] / best).sum() / took)
@@ -167,7 +167,7 @@ class Engine:
             configs.append(config)
             ms += self.score.ms(config, batch, batch * length)
             if config.off:
-                self.gap = min(self.gap + batch, GAP_ROUNDS * batch)
+                self.gap = self.gap + batch if self.gap < GAP_ROUNDS * batch else batch
             else:
                 ms, self.gap = ms + self.score.catch_up_ms * self.gap, 0
         return configs, ms

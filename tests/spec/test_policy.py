@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.cost_table import CostTable, CostTableError, Provenance
-from megatron_rlspec.spec.policy import FIRST_PROBE, LAST_PROBE, Policy
+from megatron_rlspec.spec.policy import FIRST_PROBE, GAP_ROUNDS, LAST_PROBE, Policy
 from megatron_rlspec.spec.roofline import HARDWARE, Roofline
 from megatron_rlspec.spec.solver import chains, compile_schedule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -76,18 +76,21 @@ def test_without_a_probe_budget_off_is_for_good():
     assert engine.run(60)[-1].num_steps >= 3
 
 
-def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
-    """At batch 64 a gap of 128 rounds costs as much as three rounds: a probe is rarer, and still within its share."""
-    rounds = {}
-    for catch_up in (0.0, H100.catch_up_ms, 20 * H100.catch_up_ms):
-        provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
-        table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
-        table = CostTable(provenance, table.rounds, catch_up_ms=catch_up)
-        engine = Engine(Policy(CANDIDATES, table), rates=(0.0,) * 5)
-        engine.run(4000, batch=64)
-        rounds[catch_up] = sum(c != OFF for c in engine.chosen)
+def test_probes_wait_for_the_moment_when_the_drafter_has_caught_up():
+    """At batch 64 catching up on 128 rounds would take longer than what 3,000 rounds earn for probing."""
+    provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
+    table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
+    gaps = {}
+    for catch_up in (0.0, 40 * H100.catch_up_ms):
+        engine = Engine(Policy(CANDIDATES, CostTable(provenance, table.rounds, catch_up_ms=catch_up)), rates=(0.0,) * 5)
+        engine.run(3000, batch=64)
         assert engine.policy.report()["probe_share"] <= 0.01
-    assert rounds[0.0] > 1.2 * rounds[H100.catch_up_ms] > 1.2 * rounds[20 * H100.catch_up_ms]
+        off = [i for i, c in enumerate(engine.chosen) if c == OFF]
+        runs = np.split(off, np.flatnonzero(np.diff(off) > 1) + 1)[:-1]  # each ends where a probe begins
+        gaps[catch_up] = [len(run) % GAP_ROUNDS for run in runs if len(run) > 20]
+    assert min(len(g) for g in gaps.values()) > 10
+    assert min(gaps[0.0]) > 20
+    assert max(gaps[40 * H100.catch_up_ms]) <= 2
 
 
 def test_nothing_is_probed_where_even_perfect_drafts_would_lose():
