@@ -89,6 +89,9 @@ class SpecSection(Section):
         "position_keyed", description="position_keyed: the text does not depend on what was drafted"
     )
     cost_table: str = Field("", description="JSON written by `rlspec profile`; empty: a simple acceptance rule")
+    ridge_tokens: float = Field(
+        128.0, gt=0, description="without a table: tokens a pass computes while it reads the weights; hardware sets it"
+    )
     switching_margin: float = Field(0.01, ge=0, description="a gain of this share that lasts 16 rounds makes a switch")
     probe_share: float = Field(0.01, ge=0, le=0.2, description="bound on the share of time spent on probing")
 

@@ -80,8 +80,14 @@ class Session:
             held_out = config.data.eval_path
             self.held_out = data.Prompts(held_out, self.tokenizer, config).rows if held_out else []
             spec, layers = config.spec, self.hf_config["num_hidden_layers"]
-            steps, table = spec.candidate_steps, spec.cost_table
-            self.adapter = Adapter(steps, table, layers, spec.switching_margin, spec.probe_share)
+            self.adapter = Adapter(
+                spec.candidate_steps,
+                spec.cost_table,
+                layers,
+                spec.ridge_tokens,
+                spec.switching_margin,
+                spec.probe_share,
+            )
         # Engines start while the trainer is built.
         starting = StartingEngines(config, self.run_dir) if self.main and self.generates else None
         if starting:

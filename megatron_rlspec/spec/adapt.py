@@ -17,7 +17,7 @@ class Adapter:
     """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, so that a resumed run knows it.
 
     cost_table     path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
-    target_layers  of the model, for that rule
+    target_layers  of the model, for that rule; and `ridge_tokens`, of the machine
     """
 
     def __init__(
@@ -25,12 +25,17 @@ class Adapter:
         candidate_steps: Sequence[int],
         cost_table: str,
         target_layers: int,
+        ridge_tokens: float,
         margin: float,
         probe_share: float,
     ) -> None:
         if cost_table:
             CostTable.load(Path(cost_table))  # a table that cannot be used is told before engines have started
-        self.cost = {"table": cost_table} if cost_table else {"roofline": Roofline.of_layers(target_layers).to_json()}
+        self.cost = (
+            {"table": cost_table}
+            if cost_table
+            else {"roofline": Roofline.of_layers(target_layers, ridge_tokens=ridge_tokens).to_json()}
+        )
         self.margin, self.probe_share = margin, probe_share
         self.acceptance = Acceptance(max(*candidate_steps, 1))
 
