@@ -139,7 +139,7 @@ DEFECTS = (
         "sglang-contract",
         "sglang",
         "names that our plugin replaces or calls are gone",
-        'install sglang 0.5.23, or set rollout.engine="embedded"',
+        'install sglang 0.5.23, or set rollout.engine="embedded" with spec.mode="fixed"',
         _sglang,
     ),
     Defect(

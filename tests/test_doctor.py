@@ -10,6 +10,8 @@ from megatron_rlspec import doctor
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.doctor import Defect, Finding
 
+EMBEDDED = {"rollout.engine": "embedded", "spec.mode": "fixed"}
+
 
 def resumed(**overrides: str) -> Config:
     return load(None, {"optimizer.distributed": "true", "train.resume": "true", **overrides})
@@ -36,13 +38,13 @@ def test_refusal_says_what_why_and_what_to_do(monkeypatch):
 
     monkeypatch.setattr(doctor, "examine", examine)
     with pytest.raises(ConfigError) as error:
-        doctor.refuse_if_affected(resumed(**{"rollout.engine": "embedded"}))
+        doctor.refuse_if_affected(resumed(**EMBEDDED))
     message = str(error.value)
     assert "\n" not in message
     for part in ("optimizer.distributed=true", "bias correction", "19 share 1", "install Transformer Engine"):
         assert part in message
     assert asked == ["mcore-contract", "mcore-shared-step"], "only defects within reach are probed"
-    doctor.refuse_if_affected(load(None, {"rollout.engine": "embedded"}))
+    doctor.refuse_if_affected(load(None, EMBEDDED))
 
 
 def test_broken_contract_names_what_is_gone():
