@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,11 +46,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """`floor_share`: the share of the predicted accepted drafts per round that must be reached, on the canary and by
-    the drift test. `z`: how many standard errors below that the canary must lie to fail. `canary_steps = 0`: the canary
-    runs without speculation and checks version stamps only. `false_alarm`: bound on the probability, per observation,
-    that the drift test alarms while acceptance is above its floor. `correlated_rounds`: rounds that count as one
-    observation there, since rounds of one request resemble each other.
+    """What counts as healthy.
+
+    `floor_share`         share of the predicted accepted drafts per round that canary and drift test must reach
+    `z`                   how many standard errors below that the canary must lie to fail
+    `false_alarm`         bound on the probability, per observation, that the drift test alarms above its floor
+    `correlated_rounds`   rounds that count as one observation there: those of one request resemble each other
     """
 
     on_failure: Literal["plain", "stop"] = "plain"
@@ -203,7 +205,9 @@ class HealthReport:
 class Health:
     """Pushes, checks, repairs. `is_drafter(hf_name)` tells which differing tensors leave the target sound.
 
-    `canary`: prompts that every engine answers after each push, under `Sampling` of the rollouts; they cost about one
+    `speculate(engine)` sets an engine to the run's own speculation (its policy or schedule), after canaries and
+    repairs; None in a run without speculation, whose canary then checks version stamps only.
+    `canary`: prompts that every engine answers after each push, under the rollouts' `Sampling`; they cost about one
     short generation. Without them only what bits can show is seen.
     """
 
@@ -211,17 +215,19 @@ class Health:
         self,
         pusher: Pusher,
         is_drafter: Callable[[str], bool],
+        speculate: Callable[[RolloutEngine], None] | None = None,
         canary: Sequence[Prompt] = (),
         sampling: Sampling | None = None,
         settings: HealthSettings | None = None,
     ) -> None:
-        self.pusher, self.is_drafter, self.canary = pusher, is_drafter, tuple(canary)
+        self.pusher, self.is_drafter, self.speculate, self.canary = pusher, is_drafter, speculate, tuple(canary)
         self.settings = settings or HealthSettings()
         tokens = self.settings.canary_tokens
         given = sampling or Sampling()
         self.sampling = Sampling(given.temperature, given.top_p, given.top_k, tokens, ignore_eos=True)
         self.drift: dict[str, Drift] = {}
         self._last_accept_length: dict[str, float] = {}
+        self._off: set[str] = set()
 
     def push(
         self,
@@ -229,26 +235,25 @@ class Health:
         source: Source,
         scope: Scope = "all",
         predicted: float | None = None,
-        schedule: SpecSchedule | None = None,
     ) -> HealthReport:
         """One push with everything that must hold before the next rollout is trained on.
 
         `predicted`: accept length under `settings.canary_steps` steps; None: that of the engine's last good canary.
-        `schedule` is what healthy engines run afterwards. Raises HealthError when nobody may serve, or on a finding
-        that survives the second push if `settings.on_failure` is "stop".
+        Raises HealthError when nobody may serve, or on a finding that survives the second push if
+        `settings.on_failure` is "stop".
         """
         report = self.pusher.push(version, source, scope)
         pushes = [report]
         lengths: dict[str, float] = {}
-        first = {name: self._findings(name, report, predicted, lengths) for name in report.engines}
+        first = self._examine(report, predicted, lengths)
         again = [name for name, findings in first.items() if decide(findings, None) == "push_again"]
         second: dict[str, list[Finding]] = {}
         if again:
             for name in again:
-                self._set_schedule(name, SpecSchedule.fixed(OFF))
+                self._turn_off(name)
             repeat = self.pusher.push(version, source, "all", only=again)
             pushes.append(repeat)
-            second = {name: self._findings(name, repeat, predicted, lengths) for name in again}
+            second = self._examine(repeat, predicted, lengths)
         actions = {name: decide(first[name], second.get(name)) for name in first}
         records = tuple(
             {
@@ -261,7 +266,7 @@ class Health:
             }
             for name in again
         )
-        self._conclude(actions, second, lengths, schedule)
+        self._conclude(actions, second, lengths)
         serving = tuple(name for name, action in actions.items() if action != "drop")
         plain = tuple(name for name, action in actions.items() if action == "plain")
         return HealthReport(tuple(pushes), serving, plain, records, lengths)
@@ -277,7 +282,7 @@ class Health:
         if finding is None or drift.alarmed:
             return None
         drift.alarmed = True
-        self._set_schedule(name, SpecSchedule.fixed(OFF))
+        self._turn_off(name)
         return finding
 
     def after_sleep(self, names: Sequence[str] | None = None) -> dict[str, Finding]:
@@ -290,6 +295,13 @@ class Health:
 
     def _bits(self, difference: Any) -> Finding:
         return Finding("fingerprint", str(difference), target=not all(map(self.is_drafter, difference.names)))
+
+    def _examine(
+        self, report: PushReport, predicted: float | None, lengths: dict[str, float]
+    ) -> dict[str, list[Finding]]:
+        with ThreadPoolExecutor(max(1, len(report.engines))) as threads:
+            found = threads.map(lambda name: self._findings(name, report, predicted, lengths), report.engines)
+            return dict(zip(report.engines, found, strict=True))
 
     def _findings(
         self, name: str, report: PushReport, predicted: float | None, lengths: dict[str, float]
@@ -305,21 +317,22 @@ class Health:
             samples = self._sing(name, report.version)
         except EngineError as error:
             return [Finding("canary", str(error), target=True)]
-        accepted = np.zeros(self.settings.canary_steps + 1, dtype=np.int64)
-        for sample in samples:
-            counts = np.asarray(sample.accepted, dtype=np.int64)[: len(accepted)]
-            accepted[: len(counts)] += counts
-        if predicted is None:
-            predicted = self._last_accept_length.get(name)
         found = [stamp_finding(samples, report.version, report.version)]
-        if self.settings.canary_steps:
+        if self.speculate is not None:
+            accepted = np.zeros(self.settings.canary_steps + 1, dtype=np.int64)
+            for sample in samples:
+                counts = np.asarray(sample.accepted, dtype=np.int64)[: len(accepted)]
+                accepted[: len(counts)] += counts
+            if predicted is None:
+                predicted = self._last_accept_length.get(name)
             found.append(canary_finding(accepted.tolist(), predicted, self.settings.floor_share, self.settings.z))
-        lengths[name] = 1 + float(accepted @ np.arange(len(accepted)) / max(1, accepted.sum()))
+            lengths[name] = 1 + float(accepted @ np.arange(len(accepted)) / max(1, accepted.sum()))
         return [finding for finding in found if finding]
 
     def _sing(self, name: str, version: int) -> list[Sample]:
         engine: RolloutEngine = self.pusher.engines[name]
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.settings.canary_steps)))
+        if self.speculate is not None:
+            engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.settings.canary_steps)))
         # No id may be a prefix of another, hence the fixed width; the seed varies with the version.
         requests = [
             Request(f"canary-{version:08d}-{i:04d}", prompt, seed=version * len(self.canary) + i)
@@ -332,25 +345,29 @@ class Health:
         actions: Mapping[str, Action],
         second: Mapping[str, list[Finding]],
         lengths: Mapping[str, float],
-        schedule: SpecSchedule | None,
     ) -> None:
         for name, action in actions.items():
             self.drift[name] = Drift(self.settings, {})
             if action == "plain":
-                self._set_schedule(name, SpecSchedule.fixed(OFF))
+                self._turn_off(name)
             elif action == "speculate":
                 if name in lengths:
                     self._last_accept_length[name] = lengths[name]
-                if schedule is not None:
-                    self._set_schedule(name, schedule)
+                # Where nothing touched the engine's own speculation there is nothing to restore.
+                if self.speculate is not None and (self.canary or name in second or name in self._off):
+                    self.speculate(self.pusher.engines[name])
+                self._off.discard(name)
         lasting = [f"{name}: {f.detector}: {f.message}" for name, findings in second.items() for f in findings]
         if lasting and self.settings.on_failure == "stop":
             raise HealthError("unhealthy after a second push, and health.on_failure is stop: " + "; ".join(lasting))
         if all(action == "drop" for action in actions.values()):
             raise HealthError("no engine is left to serve: " + "; ".join(lasting))
 
-    def _set_schedule(self, name: str, schedule: SpecSchedule) -> None:
+    def _turn_off(self, name: str) -> None:
+        if self.speculate is None:
+            return
+        self._off.add(name)
         try:
-            self.pusher.engines[name].set_schedule(schedule)
+            self.pusher.engines[name].set_schedule(SpecSchedule.fixed(OFF))
         except EngineError:
             self.pusher.forget(name)  # an engine that does not answer holds nothing that is known

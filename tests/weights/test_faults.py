@@ -26,6 +26,10 @@ PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in rang
 SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
 
 
+def speculate(engine) -> None:
+    engine.set_schedule(SCHEDULE)
+
+
 class Engine(EmbeddedEngine):
     """The embedded engine with places to hurt it."""
 
@@ -56,14 +60,14 @@ class Room:
         self.new = echo_checkpoint(1)[1]
         self.engines = {name: Engine(self.config, self.old.items()) for name in "ab"}
         is_drafter = set(family_of(self.config).drafter_names).__contains__
-        self.health = Health(Pusher(self.engines), is_drafter, PROMPTS, settings=HealthSettings(canary_tokens=24))
-        self.first = self.health.push(0, lambda scope: self.old.items(), schedule=SCHEDULE)
+        self.health = Health(
+            Pusher(self.engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(canary_tokens=24)
+        )
+        self.first = self.health.push(0, lambda scope: self.old.items())
         assert not self.first.records and self.first.accept_lengths["a"] > 2.0
 
     def push(self):
-        report = self.health.push(
-            1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()), schedule=SCHEDULE
-        )
+        report = self.health.push(1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
         self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
         return report
 
@@ -265,7 +269,7 @@ def test_no_false_alarm_in_a_thousand_healthy_pushes():
     room = Room()
     for version in range(1, 1001):
         room.new = echo_checkpoint(version % 40)[1]
-        report = room.health.push(version, lambda scope: room.new.items(), schedule=SCHEDULE)
+        report = room.health.push(version, lambda scope: room.new.items())
         assert not report.records, (version, report.records)
         stats = room.engines["a"].stats()
         assert room.health.watch("a", stats, {SpecConfig(3): 2.5}) is None

@@ -40,8 +40,12 @@ def exporter(version: int, damage=lambda name, tensor: tensor):
     return lambda scope: ((name, damage(name, tensor)) for name, tensor in weights(version).items())
 
 
+def speculate(engine) -> None:
+    engine.set_schedule(SCHEDULE)
+
+
 def healthy(engines, **settings) -> Health:
-    return Health(Pusher(engines), is_drafter, PROMPTS, settings=HealthSettings(**settings))
+    return Health(Pusher(engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(**settings))
 
 
 def good_for(engines, version: int) -> None:
@@ -52,7 +56,7 @@ def good_for(engines, version: int) -> None:
 
 def push(health: Health, version: int, **options):
     good_for(health.pusher.engines, version)
-    return health.push(version, options.pop("source", exporter(version)), schedule=SCHEDULE, **options)
+    return health.push(version, options.pop("source", exporter(version)), **options)
 
 
 # ---- detectors --------------------------------------------------------------------------------------------------
@@ -250,6 +254,19 @@ def test_drift_turns_speculation_off_once():
 
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
-    health = healthy(engines, canary_steps=0)
-    report = health.push(0, exporter(0), predicted=3.0, schedule=SpecSchedule.fixed(OFF))
-    assert report.serving == ("a",) and not report.records
+    health = Health(Pusher(engines), is_drafter, None, PROMPTS)
+    assert not health.push(0, exporter(0), predicted=3.0).records and engines["a"].schedules == []
+    engines["a"].after_update = lambda engine: setattr(engine, "version", 0)
+    with pytest.raises(HealthError, match="no engine is left to serve: a: stamp"):
+        health.push(1, exporter(1))
+
+
+def test_without_a_canary_a_healthy_engine_keeps_its_policy_untouched():
+    engines = {"a": MemoryEngine()}
+    health = Health(Pusher(engines), is_drafter, speculate)
+    health.push(0, exporter(0))
+    assert engines["a"].schedules == []
+    health.watch("a", [RoundStats(CHAIN, 8, 100, 4000, 1.0, (4000, 0, 0, 0))], {CHAIN: 2.5})
+    assert engines["a"].schedules == ["off"]
+    health.push(1, exporter(1))
+    assert engines["a"].schedules == ["off", "k5"]

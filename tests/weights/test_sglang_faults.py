@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from test_faults import MTP, PROMPTS, SAMPLING, swap, trainer_logprobs
+from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
 from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang import client
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.types import Request, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Request, SpecConfig
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
@@ -32,7 +32,6 @@ from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, PushError
 
 pytestmark = pytest.mark.slow
-SCHEDULE = SpecSchedule.fixed(SpecConfig(3))
 SERVE = ["--device", "cpu", "--dtype", "float32", "--candidate-steps", "0,1,2,3", "--max-total-tokens", "8192"]
 
 
@@ -71,14 +70,16 @@ class Room:
         self.new = echo_checkpoint(1)[1]
         self.engines = dict(zip("ab", map(Engine, urls), strict=True))
         is_drafter = set(family_of(self.config).drafter_names).__contains__
-        self.health = Health(Pusher(self.engines), is_drafter, PROMPTS, settings=HealthSettings(canary_tokens=24))
-        report = self.health.push(0, lambda scope: self.old.items(), schedule=SCHEDULE)
+        self.health = Health(
+            Pusher(self.engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(canary_tokens=24)
+        )
+        report = self.health.push(0, lambda scope: self.old.items())
         assert not report.records and report.accept_lengths["a"] > 2.0
         self.found: list[str] = []
 
     def push(self, version=1, damage=lambda name, tensor: tensor):
         source = [(name, damage(name, tensor)) for name, tensor in self.new.items()]
-        report = self.health.push(version, lambda scope: iter(source), schedule=SCHEDULE)
+        report = self.health.push(version, lambda scope: iter(source))
         self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
         return report
 
@@ -224,7 +225,7 @@ def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
             assert whole, f"trial {trial}: the engine serves a mixture"
             assert {span[0] for span in sample.policy_versions} == set(whole)
             outcomes["new" if whole == [1] else "old"] += 1
-        report = room.health.push(0, lambda scope: room.old.items(), schedule=SCHEDULE)  # and it comes back
+        report = room.health.push(0, lambda scope: room.old.items())  # and it comes back
         assert not report.records, report.records
     assert outcomes["mixed"] > 0, f"no trial met an engine in between: {outcomes}"
 
