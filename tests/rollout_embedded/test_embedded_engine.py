@@ -12,6 +12,7 @@ import torch
 
 from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.spec.roofline import Roofline
 from megatron_rlspec.spec.tree import TreeBudget
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -206,13 +207,45 @@ def test_a_failed_update_serves_nothing_until_one_succeeds(model):
     part = {k: v for k, v in tensors.items() if "layers.1." not in k}
     wrong = tensors | {"model.norm.weight": torch.ones(3, dtype=torch.float64)}
     unknown = {"model.layers.9.mlp.up_proj.weight": torch.ones(1)}
-    for bad, message in ((part, "are missing"), (wrong, r"shape \(3,\), expected \(16,\)"), (unknown, "unexpected")):
+    for bad, message in (
+        (wrong, r"shape \(3,\), expected \(16,\)"),
+        (unknown, "unexpected"),
+        (part, "are missing now"),
+    ):
         with pytest.raises(EngineError, match=message):
             engine.update_weights(1, bad.items())
         with pytest.raises(EngineError, match="version 1 did not finish"):
             engine.generate(oracle.requests(PROMPTS), FREE)
     engine.update_weights(2, tensors.items())
     assert len(engine.generate(oracle.requests(PROMPTS), FREE)) == 4
+    with pytest.raises(EngineError, match="26 of 43 tensors never arrived"):
+        oracle.engine_of(config, dict(list(tensors.items())[:17]))
+
+
+def test_an_update_of_what_changed_is_enough(model):
+    config, tensors = model
+    engine = oracle.engine_of(config, tensors, SpecConfig(3))
+    other = tensors | {"model.norm.weight": 1.5 * tensors["model.norm.weight"]}
+    engine.update_weights(3, [("model.norm.weight", other["model.norm.weight"])], scope="target")
+    fresh = oracle.engine_of(config, other)
+    assert texts(engine.generate(oracle.requests(PROMPTS), FREE)) == texts(
+        fresh.generate(oracle.requests(PROMPTS), FREE)
+    )
+
+
+def test_a_policy_decides_every_round_and_learns(model):
+    engine = oracle.engine_of(*model)
+    plain = texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE))
+    engine.set_policy({"roofline": Roofline.of_layers(36).to_json()})
+    engine.stats()
+    assert texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE)) == plain
+    report = engine.policy_report()
+    assert sum(report["rounds"].values()) == sum(r.rounds for r in engine.stats())
+    assert report["tokens_per_drafting_round"] > 1.2
+    with pytest.raises(EngineError, match="k70 needs max_draft_tokens >= 71"):
+        engine.set_policy({"candidates": [[70, 1, 71]], "roofline": Roofline.of_layers(36).to_json()})
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    assert engine.policy_report() == {}
 
 
 def test_broken_weights_leave_nothing_behind(model):

@@ -45,11 +45,8 @@ class Cache:
         self.drafted = np.zeros(rows, np.int64)
         self.held = np.zeros(rows, np.int64)  # columns backed by a slot
         arch, device = model.arch, model.device
-        shape = (slots, model.kv_heads, arch.head_dim)
-        self.kv = [
-            (torch.zeros(shape, dtype=model.dtype, device=device), torch.zeros(shape, dtype=model.dtype, device=device))
-            for _ in range(arch.layers + arch.mtp)
-        ]
+        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.mtp)]
         self.hidden = torch.zeros((slots, arch.hidden), dtype=model.dtype, device=device)
 
     def take(self, count: int) -> np.ndarray | None:
@@ -143,7 +140,7 @@ class Cache:
 
     def clear(self) -> None:
         """Forget the contents: what broken weights left behind must not reach a masked key as NaN × 0."""
-        for tensor in (self.hidden, *(part for pair in self.kv for part in pair)):
+        for tensor in (self.hidden, *self.kv):
             tensor.zero_()
 
     def plan(

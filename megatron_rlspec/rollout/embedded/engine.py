@@ -22,8 +22,11 @@ from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, Verifier, scratch
 from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import OFF, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 from megatron_rlspec.weights.fingerprint import fingerprint
+
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # for a policy that names none
 
 
 @dataclass(eq=False)
@@ -94,6 +97,7 @@ class EmbeddedEngine:
         device: str = "cpu",
         verifier: Verifier = "position_keyed",
         schedule: SpecSchedule | None = None,
+        candidates: Sequence[SpecConfig] = CANDIDATES,
         budget: Budget | None = None,
         max_running_requests: int = 256,
         max_total_tokens: int = 65536,
@@ -125,7 +129,8 @@ class EmbeddedEngine:
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._lock = threading.Condition()
         self._active, self._pausing, self._paused = 0, False, False
-        self._broken = "no weights"
+        self._broken, self._doubtful = "no weights", set(self.model.tensors)
+        self.candidates = tuple(candidates)
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
         self.update_weights(version, tensors)
 
@@ -164,11 +169,15 @@ class EmbeddedEngine:
         return [run.sample for run in runs if run.sample is not None]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+        """See `RolloutEngine`; a part of the scope's tensors is enough, unless the engine holds none or doubtful ones.
+
+        Running samples are put back and recomputed under the new weights.
+        """
         mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == (".mtp_layers." in n)}
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
-            seen = set()
+            doubtful, self._doubtful = self._doubtful, self._doubtful | mine
             for name, tensor in tensors:
                 if name == "lm_head.weight" and self.arch.tied and scope != "drafter":
                     continue
@@ -178,25 +187,31 @@ class EmbeddedEngine:
                     self.model.write(name, tensor)
                 except ValueError as error:
                     raise EngineError(f"embedded engine: update of {scope}: {error}") from None
-                seen.add(name)
-            if mine - seen:
+                doubtful.discard(name)
+            self._doubtful = doubtful
+            if doubtful:
                 raise EngineError(
-                    f"embedded engine: update of {scope}: {len(mine - seen)} of {len(mine)} tensors are missing, "
-                    f"among them {min(mine - seen)}"
+                    f"embedded engine: update of {scope}: {len(doubtful)} of {len(self.model.tensors)} tensors never "
+                    f"arrived or failed before, and are missing now; among them {min(doubtful)}"
                 )
             self.cache.clear()
             self.version, self._broken = version, ""
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        for config in (c for row in schedule.configs for c in row):
-            nodes = scratch(config)
-            if not config.off and not self.arch.mtp:
-                raise EngineError(f"embedded engine: {config} needs an MTP layer, and the model has none")
-            if config.topk > 1 and self.rounds.verifier == "rejection":
-                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
-            if nodes > self.max_draft_tokens:
-                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
-        self.schedule = schedule
+        self._check_configs(config for row in schedule.configs for config in row)
+        self.schedule: SpecSchedule | Policy = schedule
+
+    def set_policy(self, policy: Mapping[str, Any]) -> None:
+        """Decide every round by `spec.policy.Policy.from_json(policy)`; its candidates are the engine's own by default."""
+        own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        made = Policy.from_json({"candidates": own} | dict(policy))
+        self._check_configs(made.candidates)
+        self.schedule = made
+
+    def policy_report(self) -> dict[str, Any]:
+        """`Policy.report` since the last call; empty under a schedule."""
+        with self._lock:
+            return self.schedule.report() if isinstance(self.schedule, Policy) else {}
 
     def pause(self) -> None:
         with self._lock:
@@ -236,6 +251,16 @@ class EmbeddedEngine:
             self._broken = "closed"
 
     # -- between rounds -----------------------------------------------------------------------------------------------
+
+    def _check_configs(self, configs: Iterable[SpecConfig]) -> None:
+        for config in configs:
+            nodes = scratch(config)
+            if not config.off and not self.arch.mtp:
+                raise EngineError(f"embedded engine: {config} needs an MTP layer, and the model has none")
+            if config.topk > 1 and self.rounds.verifier == "rejection":
+                raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
+            if nodes > self.max_draft_tokens:
+                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
 
     def _check(self, request: Request, known: set[str]) -> None:
         length = len(request.prompt.tokens)
@@ -287,6 +312,8 @@ class EmbeddedEngine:
         config, columns = self.rounds.config_for(self.schedule.choose(len(runs), context), rows)
         runs = self._back(runs, columns)
         committed = self.rounds.round(np.array([run.row for run in runs]), config)
+        if isinstance(self.schedule, Policy):
+            self.schedule.observe(config, [new.accepted for new in committed])
         counts = [0] * (config.num_steps + 1)
         for run, new in zip(runs, committed, strict=True):
             counts[new.accepted] += 1

@@ -132,18 +132,17 @@ class Decoder:
         frequency = arch.theta ** -(torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim)
         angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency).repeat(1, 2)
         self.cos = angle.cos().to(device, dtype)[:, None]
-        self.sin = angle.sin().to(device, dtype)[:, None]
+        sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
+        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # the rotated half comes with its sign
 
-    def target(self, tokens: torch.Tensor, plan: Plan, cache: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def target(self, tokens: torch.Tensor, plan: Plan, cache: list[torch.Tensor]) -> torch.Tensor:
         """tokens [N] -> hidden states [N, H] after the final norm."""
         x = F.embedding(tokens, self.embedding)
         for layer, kv in zip(self.layers, cache, strict=False):
             x = self._block(layer, x, plan, kv)
         return self._rms(x, self.norm)
 
-    def draft(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
         """(hidden [N, H] of the previous position, tokens [N]) -> the drafter's output [N, H] after its final norm.
 
         MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
@@ -175,31 +174,33 @@ class Decoder:
         for name, (view, dim) in self.tensors.items():
             yield name, view if dim is None else self.comm.concat(view, dim)
 
-    def _block(self, layer: Layer, x: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _block(self, layer: Layer, x: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
         n, d = x.shape[0], self.arch.head_dim
         qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
-        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        low, high = qk.chunk(2, -1)
-        qk = qk * plan.cos + torch.cat([-high, low], -1) * plan.sin
-        query, key = qk.split([self.heads, self.kv_heads], 1)
-        kv[0].index_copy_(0, plan.write, key)
-        kv[1].index_copy_(0, plan.write, value)
-        x = x + self.comm.sum(F.linear(self._attend(query, plan, kv), layer.out))
+        qk = qkv[:, : self.heads + self.kv_heads]
+        turned = qk.roll(d // 2, -1)
+        qk.mul_(plan.cos).addcmul_(turned, plan.sin)
+        kv.index_copy_(0, plan.write, qkv[:, self.heads :])
+        x = self._add(x, self._attend(qkv[:, : self.heads], plan, kv), layer.out)
         gate, up = F.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
-        return x + self.comm.sum(F.linear(F.silu(gate) * up, layer.down))
+        return self._add(x, F.silu(gate).mul_(up), layer.down)
 
-    def _attend(self, query: torch.Tensor, plan: Plan, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
         """query [N, A, D] -> [N, A * D]. Query heads of one key head become rows, so keys are read once for all."""
-        n, k, d = query.shape[0], self.kv_heads, self.arch.head_dim
+        k, d = self.kv_heads, self.arch.head_dim
         b, rows, length = plan.mask.shape[0], plan.mask.shape[2], plan.mask.shape[3]
         group = self.heads // k
         if plan.place is not None:
             query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(0, plan.place, query)
         query = query.reshape(b, -1, k, group, d).transpose(1, 2).reshape(b, k, rows, d)
-        keys, values = (x.index_select(0, plan.read).view(b, length, k, d).transpose(1, 2) for x in kv)
+        keys, values = kv.index_select(0, plan.read).view(b, length, 2, k, d).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
         out = out.view(b, k, -1, group, d).transpose(1, 2).reshape(-1, self.heads * d)
-        return out[:n] if plan.place is None else out.index_select(0, plan.place)
+        return out if plan.place is None else out.index_select(0, plan.place)
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x + y @ weightᵀ, the product summed over ranks: the first rank brings x along."""
+        return self.comm.sum(torch.addmm(x, y, weight.t(), beta=int(self.comm.rank == 0)))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype in (torch.bfloat16, torch.float16):  # as Transformers: normalise in float32, scale in the type
