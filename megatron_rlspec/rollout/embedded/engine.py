@@ -202,7 +202,7 @@ class EmbeddedEngine:
         self.schedule: SpecSchedule | Policy = schedule
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Decide every round by `spec.policy.Policy.from_json(policy)`; its candidates are the engine's own by default."""
+        """Decide every round by `Policy.from_json(policy)`; candidates are the engine's own if it names none."""
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
         made = Policy.from_json({"candidates": own} | dict(policy))
         self._check_configs(made.candidates)
