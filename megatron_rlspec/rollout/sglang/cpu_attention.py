@@ -31,9 +31,14 @@ class _Plan:
     ) -> None:
         self.first_buffer = key_buffer.data_ptr()
         self.inputs = inputs
-        self.rows = rows
+        self.rows = rows.reshape(-1).clamp_(min=0)  # Behind a request's end stands anything; it is masked.
+        self.shape = rows.shape
         self.mask = mask
         self.query_rows = query_rows
+
+    def gather(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[B, S, n, d] of a paged buffer; `index_select` takes a quarter of the time of indexing with a matrix."""
+        return buffer.index_select(0, self.rows).view(*self.shape, *buffer.shape[1:])
 
     def serves(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
         """A pass visits its first layer once, so meeting that layer's buffer again means that a new pass began."""
@@ -109,8 +114,8 @@ def decode_attention_cpu(
         sinks=sinks is not None,
     )
     if key is not None:
-        key_buffer[loc] = key.view(-1, *key_buffer.shape[1:])
-        value_buffer[loc] = value.view(-1, *value_buffer.shape[1:])
+        key_buffer.index_copy_(0, loc, key.view(-1, *key_buffer.shape[1:]))
+        value_buffer.index_copy_(0, loc, value.view(-1, *value_buffer.shape[1:]))
 
     def make() -> tuple:
         longest = int(seq_lens.max())
@@ -121,7 +126,7 @@ def decode_attention_cpu(
         return rows, _additive(visible[:, None], query, key_buffer)
 
     plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens), make)
-    out = _attend(query[:, None], key_buffer[plan.rows], value_buffer[plan.rows], plan.mask, scaling)
+    out = _attend(query[:, None], plan.gather(key_buffer), plan.gather(value_buffer), plan.mask, scaling)
     output.copy_(out[:, 0])
 
 
@@ -190,7 +195,7 @@ def extend_attention_cpu(
         return
 
     plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
-    keys, values = key_buffer[plan.rows], value_buffer[plan.rows]
+    keys, values = plan.gather(key_buffer), plan.gather(value_buffer)
     if uniform:
         out = _attend(query.view(batch, max_extend_len, *query.shape[1:]), keys, values, plan.mask, scaling)
         output.view(out.shape).copy_(out)
