@@ -7,9 +7,8 @@
   al. 2023; Chen et al. 2023). Chains only.
 
 The hash is 32-bit MurmurHash3 over the seed's low and high word, the position of the predicting token, and the token's
-column, and the noise is -log(-log(hash / (2³² - 1))) in float64, as in SGLang's `multinomial_with_seed`. With top-p or
-top-k the column is the rank in descending order of probability, also as there. So the same seed gives the same text on
-both engines, up to floating-point ties.
+id, and the noise is -log(-log(hash / (2³² - 1))) in float64, as in SGLang's `multinomial_with_seed`. So the same seed
+gives the same text on both engines, up to floating-point ties.
 """
 
 from __future__ import annotations
@@ -97,26 +96,25 @@ def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
 
 
-def sorted_support(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities [N, V] in descending order, -inf outside the support; their token ids [N, V]).
+def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """`logp [N, V]` with -inf outside top-k and top-p, not normalised again.
 
-    A token stays if fewer than top_k are likelier, and if what is likelier weighs at most top_p.
+    A token stays if fewer than top_k are likelier, and if what is likelier weighs at most top_p. Where top_p = 1 and
+    top_k <= 0, everything stays.
     """
-    probability, ids = logp.exp().sort(dim=-1, descending=True)
+    if not ((top_p < 1) | (top_k > 0)).any():
+        return logp
+    probability, ids = logp.exp().sort(dim=-1, descending=True, stable=True)
     above = probability.cumsum(-1) - probability
     rank = torch.arange(logp.shape[1], device=logp.device)
     limit = torch.where(top_k > 0, top_k, logp.shape[1])
-    outside = (rank >= limit[:, None]) | (above > top_p[:, None].to(above.dtype))
-    return probability.masked_fill_(outside, 0).log(), ids
+    outside = (rank >= limit[:, None]) | (above > torch.where(top_p < 1, top_p, 2.0).to(above.dtype)[:, None])
+    return logp.masked_fill(torch.zeros_like(outside).scatter_(1, ids, outside), float("-inf"))
 
 
 def support(logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Probabilities [N, V] by token id, filtered and normalised again; one-hot where T = 0."""
-    out = logp.exp()
-    filtered, greedy = (top_p < 1) | (top_k > 0), temperature == 0
-    if filtered.any():
-        kept, ids = sorted_support(logp[filtered], top_p[filtered], top_k[filtered])
-        out[filtered] = torch.zeros_like(kept).scatter_(1, ids, kept.softmax(-1))
+    """Probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
+    out, greedy = filtered(logp, top_p, top_k).softmax(-1), temperature == 0
     if greedy.any():
         best = logp[greedy].argmax(-1, keepdim=True)
         out[greedy] = torch.zeros_like(logp[greedy]).scatter_(1, best, 1.0)
@@ -135,20 +133,8 @@ def sample(
     greedy = temperature == 0
     if greedy.all():
         return logp.argmax(-1)
-    filtered = ((top_p < 1) | (top_k > 0)) & ~greedy
-    out = torch.empty_like(seeds)
-    for rows, how in ((greedy, "argmax"), (filtered, "ranks"), (~(greedy | filtered), "columns")):
-        if not rows.any():
-            continue
-        part = logp if rows.all() else logp[rows]
-        if how == "argmax":
-            out[rows] = part.argmax(-1)
-        elif how == "columns":
-            out[rows] = draw(part, seeds[rows], keys[rows])
-        else:
-            ordered, ids = sorted_support(part, top_p[rows], top_k[rows])
-            out[rows] = ids.gather(1, draw(ordered, seeds[rows], keys[rows])[:, None])[:, 0]
-    return out
+    drawn = draw(filtered(logp, top_p, top_k), seeds, keys)
+    return torch.where(greedy, logp.argmax(-1), drawn) if greedy.any() else drawn
 
 
 def walk(
