@@ -11,6 +11,7 @@ import contextlib
 import copy
 import logging
 import os
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -55,13 +56,20 @@ def placement() -> dict[str, int]:
     }
 
 
+def free_port() -> int:
+    """Below the range of outgoing connections: one of an engine's could take the port before the job does."""
+    while True:
+        port = random.randrange(10000, 20000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 def launch_env() -> None:
     """Complete the environment of a process that torchrun did not start, so that it is the only rank."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in alone.items()})
 

@@ -10,7 +10,6 @@ import hashlib
 import io
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.train import runtime
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 HF_CONFIG = {
@@ -44,9 +44,7 @@ HF_CONFIG = {
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = runtime.free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_rlspec.train.step"])
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
