@@ -55,14 +55,19 @@ class HfSource(Mapping[str, Tensor]):
 
 
 class WithFreshDrafter(Mapping[str, Tensor]):
-    """A source without drafter, and a new one: its block is the target's last layer, with the target's final norm.
+    """A source without drafter, and a new one: it reads the embedding through the target's first layer and final norm.
 
-    The input projection adds the normed hidden state and the normed embedding. No random numbers are needed, and unlike
-    a random one this drafter starts from features that the head can read.
+    Embeddings are what the first layer was trained on, so this drafter starts as a one-layer language model of the next
+    token; the half of the input projection that reads hidden states starts at zero and is learned. No random numbers
+    are needed. A copy of the last layer learns more slowly than a random one, since its input lies deep in the target.
     """
 
     def __init__(self, family: Family, source: Mapping[str, Tensor]) -> None:
         self.family, self.source = family, source
+        # The first layer of the drafter's own kind: with experts, or with full attention, where the drafter has them.
+        wanted = _parts(family, "mtp.layers.0.transformer_layer.")
+        kinds = (n for n in range(family.geometry.layers) if _parts(family, f"decoder.layers.{n}.") == wanted)
+        self._template = next(kinds)
 
     def __getitem__(self, name: str) -> Tensor:
         if not name.startswith("mtp."):
@@ -70,13 +75,13 @@ class WithFreshDrafter(Mapping[str, Tensor]):
         inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
         if inner.startswith("transformer_layer."):
             block = inner.removeprefix("transformer_layer.")
-            return self.source[f"decoder.layers.{self.family.geometry.layers - 1}.{block}"]
+            return self.source[f"decoder.layers.{self._template}.{block}"]
         norm = self.source["decoder.final_layernorm.weight"]
         if inner == "final_layernorm.weight":
             return norm
         if inner == "eh_proj.weight":
             eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
-            return torch.cat((eye, eye), dim=1)
+            return torch.cat((eye, torch.zeros_like(eye)), dim=1)  # Megatron's order: embedding, hidden
         return torch.full_like(norm, 0 if self.family.name in _GEMMA else 1)
 
     def __iter__(self) -> Iterator[str]:
@@ -84,6 +89,10 @@ class WithFreshDrafter(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.family.rows)
+
+
+def _parts(family: Family, prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
 
 
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("target", help="directory to write; it must not exist")
     p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source")
     p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
-    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its last layer")
+    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
     p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
     p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
     p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")

@@ -87,7 +87,8 @@ class Pusher:
     """Pushes to `engines` (name -> engine), and remembers what each of them was proven to hold.
 
     `delta`: send an engine only the tensors that differ from what it was proven to hold; the comparison afterwards
-    covers all of them either way. Wrong for engines whose update re-packs whole layers (SGLang with AMX).
+    covers all of them either way. Not for engines that insist on all tensors (the embedded one) or re-pack whole layers
+    (SGLang with AMX).
     `feed_bytes`: how far the exporter may run ahead of the slowest engine.
     """
 

@@ -94,8 +94,8 @@ def test_another_source_starts_anew(tmp_path):
     assert same(other, tmp_path / "back")
 
 
-def test_a_fresh_drafter_starts_close_to_the_target(tmp_path):
-    """Qwen2 becomes a MiMo whose target is untouched, and whose drafter is the last layer behind identity halves."""
+def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
+    """Qwen2 becomes a MiMo whose target is untouched."""
     config, tensors = mimo_checkpoint(architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
     write_hf(tmp_path / "hf", config, tensors)
     convert(plan(tmp_path / "hf", tmp_path / "out", add_mtp=True, to="hf"))
@@ -103,10 +103,10 @@ def test_a_fresh_drafter_starts_close_to_the_target(tmp_path):
     assert new_config == {**config, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
     mtp = {n.removeprefix("model.mtp_layers.0."): lazy[n] for n in lazy if "mtp_layers" in n}
-    last = {n.removeprefix("model.layers.3."): t for n, t in tensors.items() if n.startswith("model.layers.3.")}
-    assert all(torch.equal(mtp[name], tensor) for name, tensor in last.items())
-    eye = torch.eye(64)
-    assert torch.equal(mtp["input_proj.weight"], torch.cat((eye, eye), 1))
+    first = {n.removeprefix("model.layers.0."): t for n, t in tensors.items() if n.startswith("model.layers.0.")}
+    assert all(torch.equal(mtp[name], tensor) for name, tensor in first.items())
+    # MiMo's order: hidden, embedding.
+    assert torch.equal(mtp["input_proj.weight"], torch.cat((torch.zeros(64, 64), torch.eye(64)), 1))
     assert torch.equal(mtp["final_layernorm.weight"], tensors["model.norm.weight"])
     assert torch.equal(mtp["token_layernorm.weight"], torch.ones(64))
     # The same by way of Megatron, and the check compares logits with Transformers'.
@@ -114,6 +114,21 @@ def test_a_fresh_drafter_starts_close_to_the_target(tmp_path):
     code, report = one_rank(run, str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet", "--check")
     assert code == 0, report
     assert same(dict(lazy), tmp_path / "back")
+
+
+@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
+def test_a_fresh_drafter_with_experts_takes_the_first_layer_that_has_them(tmp_path, model):
+    config, tensors = hf_directory(tmp_path, model, num_nextn_predict_layers=0)
+    own = {n: t for n, t in tensors.items() if not n.startswith("model.layers.4.")}
+    write_hf(tmp_path / "plain", config, own)
+    convert(plan(tmp_path / "plain", tmp_path / "out", add_mtp=True, to="hf"))
+    lazy = read_hf(tmp_path / "out")[1]
+    for name, tensor in own.items():
+        assert torch.equal(lazy[name], tensor)
+        if name.startswith("model.layers.1."):
+            assert torch.equal(lazy[name.replace("layers.1.", "layers.4.")], tensor)
+    assert torch.equal(lazy["model.layers.4.eh_proj.weight"], torch.cat((torch.eye(64), torch.zeros(64, 64)), 1))
+    assert torch.equal(lazy["model.layers.4.shared_head.head.weight"], own["lm_head.weight"])
 
 
 def run(*arguments):

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from weight_oracles import echo_checkpoint
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang import client
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
 from megatron_rlspec.types import Request, SpecConfig
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan
@@ -35,15 +36,23 @@ pytestmark = pytest.mark.slow
 SERVE = ["--device", "cpu", "--dtype", "float32", "--candidate-steps", "0,1,2,3", "--max-total-tokens", "8192"]
 
 
+def start(room: Path, name: str) -> EngineProcess:
+    return launch(room / "served", room / f"{name}.log", arguments=SERVE, environment={"OMP_NUM_THREADS": "1"})
+
+
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory) -> Iterator[list[str]]:
+def served(tmp_path_factory) -> Path:
     room = tmp_path_factory.mktemp("sglang")
     config, tensors = echo_checkpoint(0)
     write_hf(room / "hf", config, tensors)
     convert(plan(room / "hf", room / "megatron"))
     convert(plan(room / "megatron", room / "served"))
-    environment = {"OMP_NUM_THREADS": "1"}
-    processes = [launch(room / "served", room / f"{n}.log", arguments=SERVE, environment=environment) for n in "ab"]
+    return room
+
+
+@pytest.fixture(scope="module")
+def urls(served) -> Iterator[list[str]]:
+    processes = [start(served, name) for name in "ab"]
     try:
         yield [process.wait().url for process in processes]
     finally:
@@ -228,6 +237,29 @@ def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
         report = room.health.push(0, lambda scope: room.old.items())  # and it comes back
         assert not report.records, report.records
     assert outcomes["mixed"] > 0, f"no trial met an engine in between: {outcomes}"
+
+
+def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls, served):
+    room = Room(urls)
+    victim = start(served, "victim")
+    room.engines["c"] = room.health.pusher.engines["c"] = Engine(victim.wait().url)
+
+    def dies(name, tensor):
+        if name == "model.norm.weight":
+            os.killpg(victim.process.pid, signal.SIGKILL)
+        return tensor
+
+    room.engines["c"].wire = dies
+    report = room.push()
+    assert report.serving == ("a", "b") and report.records[0]["engine"] == "c" and "session" in room.found
+    room.rollout("a")
+    again = start(served, "again")
+    try:
+        room.health.pusher.engines["c"] = Engine(again.wait().url)
+        assert room.push(2).serving == ("a", "b", "c")
+    finally:
+        victim.close()
+        again.close()
 
 
 def test_numbers_of_the_trainer(urls):
