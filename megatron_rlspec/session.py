@@ -1,14 +1,12 @@
-"""What one run holds: trainer and data on every rank; engines, rewards and records on rank 0.
+"""What one run holds: trainer and data on every rank; `Rollouts` and records on rank 0.
 
 The verbs of `loop.py` live here. A verb that only rank 0 can do (generate, score, decide) runs there, and its result is
-broadcast as MessagePack bytes; the others wait. Randomness comes from (seed, step, prompt, index), so that a resumed
-run draws what the uninterrupted one would have drawn.
+broadcast as MessagePack bytes; the others wait.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,19 +23,13 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.metrics import Clock, Recorder, write_atomically
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rl.packing import pack
-from megatron_rlspec.rollout.open import StartingEngines
-from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.spec.acceptance import Acceptance
-from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.rollouts import Rollouts, rollout_metrics
 from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, PackedBatch, Prompt, Request, Sample, Sampling
+from megatron_rlspec.types import Group, PackedBatch
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
-from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.names import family_of
-from megatron_rlspec.weights.push import Pusher, exporting
-
-EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
+from megatron_rlspec.weights.push import exporting
 
 
 class RunStopped(RuntimeError):
@@ -76,22 +67,9 @@ class Session:
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
         self.generates = not supervised or config.sft.eval_every > 0
-        if self.main and self.generates:
-            held_out = config.data.eval_path
-            self.held_out = data.Prompts(held_out, self.tokenizer, config).rows if held_out else []
-            spec, layers = config.spec, self.hf_config["num_hidden_layers"]
-            self.adapter = Adapter(
-                spec.candidate_steps,
-                spec.cost_table,
-                layers,
-                spec.ridge_tokens,
-                spec.switching_margin,
-                spec.probe_share,
-            )
-        # Engines start while the trainer is built.
-        starting = StartingEngines(config, self.run_dir) if self.main and self.generates else None
-        if starting:
-            self._closing.callback(starting.close)
+        if self.main and self.generates:  # engines start while the trainer is built
+            self.rollouts = Rollouts(config, self.hf_config, self.tokenizer, self.run_dir)
+            self._closing.callback(self.rollouts.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
         self.first_step, self.version = 0, 0
@@ -99,27 +77,11 @@ class Session:
         self._bad_steps = 0
         resumed = self._resume() if config.train.resume else {}
         if self.main:
-            self._open_main(starting, resumed)
-
-    def _open_main(self, starting: StartingEngines | None, resumed: Mapping[str, Any]) -> None:
-        config = self.config
-        self.recorder = Recorder(self.run_dir, self.first_step)
-        self._closing.callback(self.recorder.close)
-        write_atomically(self.run_dir / "config.json", config.model_dump_json(indent=1))
-        if starting is None:
-            return
-        self.scorer = rewards.Scorer(config.reward)
-        self._closing.callback(self.scorer.close)
-        engines = starting.wait()
-        self.engines = EnginePool(list(engines.values()))
-        self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
-        if "acceptance" in resumed:
-            self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
-        if config.spec.mode == "adaptive":
-            for engine in self.engines.engines:
-                engine.set_policy(self.adapter.policy())
-        rollout = config.rollout
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+            self.recorder = Recorder(self.run_dir, self.first_step)
+            self._closing.callback(self.recorder.close)
+            write_atomically(self.run_dir / "config.json", config.model_dump_json(indent=1))
+            if self.generates:
+                self.rollouts.open(self.recorder, None if supervised else self.data, resumed)
 
     def _check_machine(self) -> None:
         """Raise ConfigError for what this machine cannot do, before anything starts."""
@@ -143,34 +105,7 @@ class Session:
 
     def collect(self, step: int) -> list[Group]:
         """Scored groups of one step, the same on every rank."""
-        return self._share(lambda: self._draw(step))
-
-    def _draw(self, step: int) -> list[Group]:
-        options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
-        kept: list[Group] = []
-        dropped = 0
-        while len(kept) < wanted:
-            prompts = self.data.take(wanted - len(kept))
-            groups = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
-            if self.config.algorithm.dynamic_sampling:
-                groups = [group for group in groups if grpo.has_signal([s.reward for s in group.samples])]
-            dropped += len(prompts) - len(groups)
-            kept += groups
-        return kept
-
-    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[Group]:
-        """`samples` scored responses to each prompt. Ids have one width: none may be a prefix of another."""
-        requests = [
-            Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
-            for row, prompt in enumerate(prompts)
-            for i in range(samples)
-        ]
-        drawn = self.engines.generate(requests, self.sampling)
-        for sample in drawn:
-            sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
-        for failure in self.scorer.score(drawn):
-            self.recorder.event("reward", failure)
-        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)]
+        return self._share(lambda: self.rollouts.collect(step))
 
     def _share(self, produce: Callable[[], list[Group]]) -> list[Group]:
         """What rank 0 produced, on every rank."""
@@ -220,18 +155,12 @@ class Session:
         self.version += 1
         with exporting(self.trainer.export) as source:
             if source is not None:
-                report = self.health.push(self.version, source)
-                self._pushed = report.metrics()
-                for record in report.records:
-                    self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
+                self._pushed = self.rollouts.push(self.version, source)
 
     def adapt(self) -> None:
-        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given."""
+        """Take in what the engines observed."""
         if self.main:
-            adaptive = self.config.spec.mode == "adaptive"
-            reports = [engine.policy_report() for engine in self.engines.engines] if adaptive else []
-            self._adapted = self.adapter.observe(self.engines.stats(), reports)
-            write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
+            self._adapted = self.rollouts.adapt()
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
@@ -260,7 +189,7 @@ class Session:
         if self.main:
             state = {"step": step + 1, "version": self.version, "data": self.data.order.state()}
             if self.generates:
-                state["acceptance"] = self.adapter.acceptance.to_json()
+                state |= self.rollouts.state()
             write_atomically(folder / f"step-{step + 1:06d}.json", json.dumps(state))
         self.trainer.save(folder / f"step-{step + 1:06d}")
         if self.main:
@@ -281,21 +210,10 @@ class Session:
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
-    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """One response to each of the first held-out prompts, the same seeds every time; {} on ranks but 0."""
-        if not self.main or not self.held_out:
-            return {}
-        chosen = self.held_out[: prompts or self.config.train.eval_prompts]
-        samples = [group.samples[0] for group in self._generate(f"e-{name}", chosen, 1, EVALUATION)]
-        result = rollout_metrics(samples) | {"prompts": float(len(samples))}
-        self.recorder.event(
-            "evaluation",
-            f"{name}: reward {result['reward']:.3f} on {len(samples)} held-out prompts, "
-            f"accept length {result['accept_length']:.2f}",
-            name=name,
-            **result,
-        )
-        return result
+    def evaluate(self, name: str) -> None:
+        """The held-out prompts, if there are any, on rank 0."""
+        if self.main:
+            self.rollouts.evaluate(name)
 
     def good_enough(self, step: int) -> bool:
         """Every `sft.eval_every` steps: held-out reward reached `sft.stop_reward`, and accept length is flat."""
@@ -307,7 +225,7 @@ class Session:
         stop = torch.zeros(())
         if self.main:
             with self.clock("generate"):
-                result = self.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
+                result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
             gain = result["accept_length"] - self._last_accept_length
             self._last_accept_length = result["accept_length"]
             stop += result["reward"] >= options.stop_reward and gain < options.plateau
@@ -346,24 +264,3 @@ class Session:
             line += f"  drafter {metrics['drafter/match_1']:.2f}"
         self.recorder.write(step, values)
         self._bar.update(self._task, description=line)
-
-
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What samples say of reward, length and speculation; accept length is a ratio of sums, over all rounds."""
-    rounds = sum(sum(s.accepted) for s in samples)
-    drafts = sum(i * n for s in samples for i, n in enumerate(s.accepted))
-    lengths = [len(s.response) for s in samples]
-    return {
-        "reward": float(np.mean([s.reward for s in samples])),
-        "reward_std": float(np.std([s.reward for s in samples])),
-        "accept_length": 1 + drafts / rounds if rounds else math.nan,
-        "response_tokens": float(sum(lengths)),
-        "response_length": float(np.mean(lengths)),
-        "longest_response": float(max(lengths)),
-        "truncated": float(np.mean([s.status == "truncated" for s in samples])),
-    }
-
-
-def _seed(*parts: int) -> int:
-    """A sampling seed below 2³¹ from non-negative integers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

@@ -1,0 +1,159 @@
+"""Rank 0's side of a run: the engines, the rewards, and what speculation learns from both.
+
+Randomness comes from (seed, step, prompt, index), so that a resumed run draws what the uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec import data
+from megatron_rlspec.config import Config
+from megatron_rlspec.metrics import Recorder, write_atomically
+from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.spec.acceptance import Acceptance
+from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.types import Group, Prompt, Request, Sample, Sampling
+from megatron_rlspec.weights.health import Health
+from megatron_rlspec.weights.push import Pusher, Source
+
+EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
+
+
+class Rollouts:
+    """Engines start with the object, and answer after `open`; `close` ends them, whatever happened."""
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
+        self.config, self.tokenizer, self.run_dir = config, tokenizer, run_dir
+        held_out = config.data.eval_path
+        self.held_out = data.Prompts(held_out, tokenizer, config).rows if held_out else []
+        spec = config.spec
+        self.adapter = Adapter(
+            spec.candidate_steps,
+            spec.cost_table,
+            hf_config["num_hidden_layers"],
+            spec.ridge_tokens,
+            spec.switching_margin,
+            spec.probe_share,
+        )
+        rollout = config.rollout
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+        self.starting = StartingEngines(config, run_dir)
+        self.scorer: rewards.Scorer | None = None
+
+    def open(self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any]) -> None:
+        """Wait for the engines. `prompts`: what `collect` draws from; `resumed`: what `state` gave.
+
+        Raises EngineError.
+        """
+        self.recorder, self.prompts = recorder, prompts
+        self.scorer = rewards.Scorer(self.config.reward)
+        engines = self.starting.wait()
+        self.engines = EnginePool(list(engines.values()))
+        self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
+        if "acceptance" in resumed:
+            self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
+        if self.config.spec.mode == "adaptive":
+            for engine in self.engines.engines:
+                engine.set_policy(self.adapter.policy())
+
+    def close(self) -> None:
+        self.starting.close()
+        if self.scorer is not None:
+            self.scorer.close()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"acceptance": self.adapter.acceptance.to_json()}
+
+    # ---- drawing ----------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[Group]:
+        """Scored groups of one step."""
+        options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
+        kept: list[Group] = []
+        dropped = 0
+        while len(kept) < wanted:
+            prompts = self.prompts.take(wanted - len(kept))
+            groups = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
+            if self.config.algorithm.dynamic_sampling:
+                groups = [group for group in groups if grpo.has_signal([s.reward for s in group.samples])]
+            dropped += len(prompts) - len(groups)
+            kept += groups
+        return kept
+
+    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[Group]:
+        """`samples` scored responses to each prompt. Ids have one width: none may be a prefix of another."""
+        requests = [
+            Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
+            for row, prompt in enumerate(prompts)
+            for i in range(samples)
+        ]
+        drawn = self.engines.generate(requests, self.sampling)
+        for sample in drawn:
+            sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
+        for failure in self.scorer.score(drawn):
+            self.recorder.event("reward", failure)
+        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)]
+
+    def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
+        """One response to each of the first held-out prompts, the same seeds every time; {} if there are none."""
+        if not self.held_out:
+            return {}
+        chosen = self.held_out[: prompts or self.config.train.eval_prompts]
+        samples = [group.samples[0] for group in self._generate(f"e-{name}", chosen, 1, EVALUATION)]
+        result = rollout_metrics(samples) | {"prompts": float(len(samples))}
+        self.recorder.event(
+            "evaluation",
+            f"{name}: reward {result['reward']:.3f} on {len(samples)} held-out prompts, "
+            f"accept length {result['accept_length']:.2f}",
+            name=name,
+            **result,
+        )
+        return result
+
+    # ---- weights and speculation ------------------------------------------------------------------------------------
+
+    def push(self, version: int, source: Source) -> dict[str, float]:
+        """Every tensor of `source` to every engine, proven; returns what the records keep. Raises HealthError."""
+        report = self.health.push(version, source)
+        for record in report.records:
+            self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
+        return report.metrics()
+
+    def adapt(self) -> dict[str, float]:
+        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given."""
+        adaptive = self.config.spec.mode == "adaptive"
+        reports = [engine.policy_report() for engine in self.engines.engines] if adaptive else []
+        found = self.adapter.observe(self.engines.stats(), reports)
+        write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
+        return found
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What samples say of reward, length and speculation; accept length is a ratio of sums, over all rounds."""
+    rounds = sum(sum(s.accepted) for s in samples)
+    drafts = sum(i * n for s in samples for i, n in enumerate(s.accepted))
+    lengths = [len(s.response) for s in samples]
+    return {
+        "reward": float(np.mean([s.reward for s in samples])),
+        "reward_std": float(np.std([s.reward for s in samples])),
+        "accept_length": 1 + drafts / rounds if rounds else math.nan,
+        "response_tokens": float(sum(lengths)),
+        "response_length": float(np.mean(lengths)),
+        "longest_response": float(max(lengths)),
+        "truncated": float(np.mean([s.status == "truncated" for s in samples])),
+    }
+
+
+def _seed(*parts: int) -> int:
+    """A sampling seed below 2³¹ from non-negative integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF
