@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
+from megatron_rlspec import doctor
 from megatron_rlspec.config import Config, ConfigError, load, options
 
 COMMANDS = {
@@ -81,6 +82,7 @@ def exit_code(error: Exception) -> int | None:
 
 def train(argv: list[str]) -> None:
     config = parse("train", argv)  # before the heavy imports: a mistake is told at once
+    doctor.refuse_if_affected(config, engines=True)
     from megatron_rlspec import loop
 
     loop.train(config)
@@ -88,6 +90,7 @@ def train(argv: list[str]) -> None:
 
 def sft(argv: list[str]) -> None:
     config = parse("sft", argv)
+    doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
     from megatron_rlspec import loop
 
     loop.warm_start(config)

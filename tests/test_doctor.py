@@ -1,64 +1,79 @@
 """The doctor's own arithmetic: whom a defect hits, what is refused, and what becomes of a probe that cannot tell."""
 
+import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_rlspec import doctor
-from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.config import Config, load
 from megatron_rlspec.doctor import Defect, Finding
 
-EMBEDDED = {"rollout.engine": "embedded", "spec.mode": "fixed"}
-
-
-def resumed(**overrides: str) -> Config:
-    return load(None, {"optimizer.distributed": "true", "train.resume": "true", **overrides})
+QUICKSTART = Path(__file__).parent.parent / "examples/quickstart/quickstart.toml"
+EMBEDDED = load(None, {"rollout.engine": "embedded", "spec.mode": "fixed"})
+ATTACHED = load(None, {"rollout.urls": "http://127.0.0.1:30000"})
 
 
 def findings(state: str) -> list[Finding]:
-    return [Finding(d.name, d.package, state, "seen") for d in doctor.DEFECTS if "contract" not in d.name]
+    return [Finding(d.name, d.package, state, "seen") for d in doctor.DEFECTS]
+
+
+def hits(state: str, config: Config) -> dict[str, str]:
+    return {f.name: f.hits for f in doctor.affected(findings(state), config) if f.hits}
 
 
 def test_only_present_defects_within_reach_hit():
-    hits = {f.name: f.hits for f in doctor.affected(findings("present"), resumed()) if f.hits}
-    assert hits == {"mcore-shared-step": "optimizer.distributed=true with train.resume=true"}
-    assert not any(f.hits for f in doctor.affected(findings("absent"), resumed()))
-    assert not any(f.hits for f in doctor.affected(findings("unknown"), resumed()))
-    assert not any(f.hits for f in doctor.affected(findings("present"), Config()))
+    both = {"mcore-contract": "every configuration", "sglang-contract": 'rollout.engine="sglang"'}
+    assert hits("present", Config()) == both
+    assert set(hits("present", EMBEDDED)) == set(hits("present", ATTACHED)) == {"mcore-contract"}
+    for state in ("absent", "unknown", "read", "not installed"):
+        assert not hits(state, Config())
 
 
-def test_refusal_says_what_why_and_what_to_do(monkeypatch):
+def test_resume_files_of_our_own_are_not_hit_by_the_shared_step():
+    resumed = load(None, {"optimizer.distributed": "true", "train.resume": "true"})
+    assert "mcore-shared-step" not in hits("present", resumed)  # tests/train/test_resume.py shows why
+
+
+def test_only_what_the_run_needs_is_examined(monkeypatch):
     asked = []
-
-    def examine(names):
-        asked.extend(names)
-        return [Finding(n, "p", "present" if n == "mcore-shared-step" else "absent", "19 share 1") for n in names]
-
-    monkeypatch.setattr(doctor, "examine", examine)
-    with pytest.raises(ConfigError) as error:
-        doctor.refuse_if_affected(resumed(**EMBEDDED))
-    message = str(error.value)
-    assert "\n" not in message
-    for part in ("optimizer.distributed=true", "bias correction", "19 share 1", "install Transformer Engine"):
-        assert part in message
-    assert asked == ["mcore-contract", "mcore-shared-step"], "only defects within reach are probed"
-    doctor.refuse_if_affected(load(None, EMBEDDED))
+    monkeypatch.setattr(doctor, "examine", lambda names: asked.append(names) or [])
+    doctor.refuse_if_affected(Config(), engines=True)
+    doctor.refuse_if_affected(Config(), engines=False)
+    doctor.refuse_if_affected(EMBEDDED, engines=True)
+    assert asked == [["mcore-contract", "sglang-contract"], ["mcore-contract"], ["mcore-contract"]]
 
 
-def test_broken_contract_names_what_is_gone():
-    contract = {
-        "json.dumps": ("obj", "indent"),
-        "json.loads": ("no_such_parameter",),
-        "json.nowhere": (),
-        "no_such_module.f": (),
-    }
-    assert doctor.broken_contract({"json.dumps": contract["json.dumps"]}) is None
-    broken = doctor.broken_contract(contract)
-    for part in ("json.loads(no_such_parameter)", "json.nowhere", "no_such_module.f"):
-        assert part in broken
-    assert "json.dumps" not in broken
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_training_refuses_an_affected_combination(command, tmp_path):
+    """A megatron-core that renamed what the drafter calls: one line before anything of it is imported."""
+    core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")
+    shutil.copytree(core, tmp_path / "megatron/core", copy_function=os.symlink)
+    layer = tmp_path / "megatron/core/transformer/multi_token_prediction.py"
+    renamed = layer.read_text().replace("_proj_and_transformer_layer", "_project_and_run")
+    layer.unlink()
+    layer.write_text(renamed)
+    arguments = {"train": ("--data.path", "rows.jsonl"), "sft": ("--sft.path", "rows.jsonl")}[command]
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_rlspec.cli", command, "--model.path", "model", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    for part in ("every configuration is not safe here", "_proj_and_transformer_layer", "install megatron-core 0.16.1"):
+        assert part in ended.stderr
+
+
+def test_what_is_installed_is_not_refused():
+    doctor.refuse_if_affected(load(QUICKSTART), engines=True)
+    doctor.refuse_if_affected(Config(), engines=True)
 
 
 def test_probe_outcomes():
@@ -81,16 +96,15 @@ def test_every_defect_is_told_apart_and_explained():
 
 def test_end_to_end_on_what_is_installed(tmp_path):
     config = tmp_path / "c.toml"
-    config.write_text("[optimizer]\ndistributed = true\n[train]\nresume = true\n")
-    names = ["mcore-roll-unpadded", "mcore-shared-step", "mcore-contract"]
+    config.write_text("[optimizer]\ndistributed = true\n")
+    names = ["mcore-roll-unpadded", "mcore-shared-step", "mcore-contract", "slime-contract"]
     command = [sys.executable, "-m", "megatron_rlspec.doctor", *names, "--config", str(config), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = {f["name"]: f for f in json.loads(done.stdout)}
-    assert list(found) == ["mcore-contract", "mcore-roll-unpadded", "mcore-shared-step"]
-    assert found["mcore-contract"]["state"] == "absent"
-    assert found["mcore-roll-unpadded"]["state"] == "present" and not found["mcore-roll-unpadded"]["hits"]
-    assert found["mcore-shared-step"]["hits"]
-    assert done.returncode == 1
+    found = {f["name"]: f["state"] for f in json.loads(done.stdout)}
+    slime = "absent" if importlib.util.find_spec("slime") else "not installed"
+    present = {"mcore-roll-unpadded": "present", "mcore-shared-step": "present"}
+    assert found == {"mcore-contract": "absent", **present, "slime-contract": slime}
+    assert done.returncode == 0, "nothing present is within reach"
 
 
 def test_unknown_defect_is_refused(capsys):

@@ -123,15 +123,3 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "slime-dead-accept-rate": dead_accept_rate,
     "slime-qwen3-next-swap": qwen3_next_swap,
 }
-
-# What our hooks replace, wrap or are called by: dotted names, and the parameters relied upon.
-CONTRACT: dict[str, tuple[str, ...]] = {
-    "slime.backends.megatron_utils.data.get_batch": ("data_iterator", "keys", "pad_multiplier", "allgather_cp"),
-    "slime.backends.megatron_utils.model.train_one_step": ("args", "rollout_id", "step_id", "model", "optimizer"),
-    "slime.backends.megatron_utils.model.setup_model_and_optimizer": ("args", "role"),
-    "slime.backends.megatron_utils.model.get_megatron_optimizer": (),
-    "slime.backends.megatron_utils.model.load_checkpoint": (),
-    "slime.backends.megatron_utils.model_provider.get_model_provider_func": ("args", "role"),
-    "slime.utils.types.Sample.SpecInfo.add": ("meta_info",),
-    "slime.observability.logging_utils.log": ("args",),
-}

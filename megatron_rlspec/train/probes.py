@@ -173,32 +173,6 @@ PROBES: dict[str, Callable[[], str | None]] = {
 }
 
 
-# What train/ and mtp/drafter.py call: dotted names, and the parameters given by name or relied upon.
-CONTRACT: dict[str, tuple[str, ...]] = {
-    "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),
-    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": ("hidden_states",),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock": ("config", "spec"),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlockSubmodules": ("layer_specs",),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": ("enorm", "hnorm"),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer": (
-        "hidden_states",
-        "decoder_input",
-        "packed_seq_params",
-    ),
-    "megatron.core.transformer.multi_token_prediction.get_mtp_layer_spec": ("use_transformer_engine",),
-    "megatron.core.transformer.transformer_block.TransformerBlockSubmodules": ("layer_specs", "layer_norm"),
-    "megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups": (
-        "param_groups",
-        "per_model_buffers",
-        "model_parallel_group",
-        "data_parallel_group",
-        "intra_dist_opt_group",
-    ),
-    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": ("model", "config"),
-    "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
-}
-
-
 class _ValueAttention(torch.nn.Module):
     """Core attention in which every position attends to itself: packed, padded and split batches give one result."""
 

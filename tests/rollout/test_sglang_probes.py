@@ -12,12 +12,10 @@ FLIPS = """
 import json
 from types import SimpleNamespace
 from unittest import mock
-from megatron_rlspec import doctor
 from megatron_rlspec.rollout.sglang import probes
 
 probes.prepare()
 seen = {name: [probe()] for name, probe in probes.PROBES.items()}
-seen["sglang-contract"] = [doctor.broken_contract(probes.CONTRACT)]
 
 import sglang.srt.arg_groups.speculative_hook as hook
 import sglang.srt.managers.scheduler_components.weight_updater as updater
@@ -79,7 +77,3 @@ def test_cpu_verifies_greedily():
     now, honest = seen()["sglang-cpu-greedy"]
     assert now
     assert honest is None
-
-
-def test_what_the_plugin_relies_on_is_there():
-    assert seen()["sglang-contract"] == [None]

@@ -182,15 +182,3 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "sglang-accept-rate-width": accept_rate_width,
     "sglang-cpu-greedy": cpu_greedy,
 }
-
-# What the plugin replaces and the client calls: dotted names, and the parameters relied upon.
-CONTRACT: dict[str, tuple[str, ...]] = {
-    "sglang.srt.plugins.hook_registry.HookRegistry.register": (),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController": ("worker", "policy"),
-    "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": (),
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor": (),
-    "sglang.srt.managers.io_struct.BeginWeightUpdateReqInput": ("selector",),
-    "sglang.srt.managers.io_struct.EndWeightUpdateReqInput": (),
-    "sglang.srt.speculative.eagle_utils._verify_uses_greedy": ("is_all_greedy",),
-    "sglang.srt.speculative.eagle_utils.eagle_sample": (),
-}

@@ -1,0 +1,248 @@
+"""What this package relies on in the engines below it, and whether a source tree still offers that.
+
+Signatures are read from source without importing it, which takes milliseconds: a broken combination is told in one line
+before an import fails in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+Read = Callable[[str], str | None]  # dotted module name -> its source; None where there is no such module
+
+# What train/ and mtp/drafter.py rely on beyond the calls that stand in their source: methods that we override or call
+# on objects, and what layer specs are filled with. Parameters are those given by name.
+MEGATRON: dict[str, tuple[str, ...]] = {
+    "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),
+    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": ("hidden_states",),
+    "megatron.core.models.gpt.gpt_model.GPTModel.shared_embedding_or_output_weight": (),
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock": ("config", "spec"),
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlockSubmodules": ("layer_specs",),
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": ("enorm", "hnorm"),
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer": (
+        "hidden_states",
+        "decoder_input",
+        "packed_seq_params",
+    ),
+    "megatron.core.transformer.multi_token_prediction.get_mtp_layer_spec": ("use_transformer_engine",),
+    "megatron.core.transformer.transformer_block.TransformerBlockSubmodules": ("layer_specs", "layer_norm"),
+    "megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups": (
+        "param_groups",
+        "per_model_buffers",
+        "model_parallel_group",
+        "data_parallel_group",
+        "intra_dist_opt_group",
+    ),
+    "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grad_norm": (),
+    "megatron.core.optimizer.optimizer.MegatronOptimizer.get_parameters": (),
+    "megatron.core.optimizer.optimizer.MegatronOptimizer.prepare_grads": (),
+    "megatron.core.optimizer.optimizer.MegatronOptimizer.reload_model_params": (),
+    "megatron.core.optimizer.optimizer.MegatronOptimizer.step_with_ready_grads": (),
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.finish_grad_sync": (),
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.zero_grad_buffer": (),
+    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": ("model", "config"),
+    "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
+}
+# What the plugin replaces and the client calls.
+SGLANG: dict[str, tuple[str, ...]] = {
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": (),
+    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController": ("worker", "policy"),
+    "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": (),
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor": (),
+    "sglang.srt.managers.io_struct.BeginWeightUpdateReqInput": ("selector",),
+    "sglang.srt.managers.io_struct.EndWeightUpdateReqInput": (),
+    "sglang.srt.speculative.eagle_utils._verify_uses_greedy": ("is_all_greedy",),
+    "sglang.srt.speculative.eagle_utils.eagle_sample": (),
+}
+# What the hooks replace and call.
+SLIME: dict[str, tuple[str, ...]] = {
+    "slime.backends.megatron_utils.data.get_batch": ("data_iterator", "keys", "pad_multiplier", "allgather_cp"),
+    "slime.backends.megatron_utils.model.train_one_step": ("args", "rollout_id", "step_id", "model", "optimizer"),
+    "slime.backends.megatron_utils.model.setup_model_and_optimizer": ("args", "role"),
+    "slime.backends.megatron_utils.model.get_megatron_optimizer": (),
+    "slime.backends.megatron_utils.model.load_checkpoint": (),
+    "slime.backends.megatron_utils.model_provider.get_model_provider_func": ("args", "role"),
+    "slime.utils.types.Sample.SpecInfo.add": ("meta_info",),
+    "slime.observability.logging_utils.log": ("args",),
+}
+
+
+_parse = cache(ast.parse)
+
+
+def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:
+    """What is missing of a contract's names and parameters, in one line; None if all is there."""
+    read = read or installed()
+    missing = []
+    for dotted, parameters in contract.items():
+        try:
+            found = signature(dotted, read)
+        except LookupError as error:
+            missing.append(f"{dotted} ({error.args[0]})")
+            continue
+        if parameters and (gone := sorted(set(parameters) - set(found.parameters if found else ()))):
+            missing.append(f"{dotted}({', '.join(gone)})")
+    return f"not found: {'; '.join(missing)}" if missing else None
+
+
+def installed(path: Sequence[str] = ()) -> Read:
+    """Read modules as Python would find them, in the directories of `path` first."""
+
+    @cache
+    def read(module: str) -> str | None:
+        file = next((f for folder in path if (f := _file(Path(folder), module.split(".")))), None) or _find(module)
+        return file.read_text(encoding="utf-8") if file else None
+
+    return read
+
+
+def signature(dotted: str, read: Read) -> inspect.Signature | None:
+    """Of a function, method (without self) or class, by dotted name; None for anything else that bears the name.
+
+    Raises LookupError, naming the part that is not there. Defaults are shown as `...`; annotations are left out.
+    """
+    parts = dotted.split(".")
+    cut = next((n for n in range(len(parts) - 1, 0, -1) if read(".".join(parts[:n])) is not None), 0)
+    if not cut:
+        raise LookupError(f"no module {parts[0]}")
+    module, node = _resolve(".".join(parts[:cut]), parts[cut], read)
+    for name in parts[cut + 1 :]:
+        if not isinstance(node, ast.ClassDef):
+            raise LookupError(f"{name} of something that is no class")
+        module, node = _member(module, node, name, read)
+    if isinstance(node, ast.ClassDef):
+        return _constructor(module, node, read)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+        return _signature(node.args, skip=int(len(parts) - cut > 1 and not static))
+    return None
+
+
+def _find(module: str) -> Path | None:
+    """The file of a module, importing nothing (`find_spec` of a dotted name would import the parents)."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    roots = map(Path, spec.submodule_search_locations or ())
+    return next((file for root in roots if (file := _file(root, rest))), None)
+
+
+def _file(root: Path, parts: Sequence[str]) -> Path | None:
+    place = root.joinpath(*parts)
+    return next((f for f in (place.with_name(f"{place.name}.py"), place / "__init__.py") if f.is_file()), None)
+
+
+def _resolve(module: str, name: str, read: Read) -> tuple[str, ast.AST]:
+    """The last definition of a name in a module that can be read, through re-exports, and the module that holds it."""
+    found = [node for node in _statements(_parse(read(module) or "").body) if name in _bound(node)]
+    if not found:
+        raise LookupError(f"no {name} in {module}")
+    for node in reversed(found):
+        if not isinstance(node, ast.ImportFrom):
+            return module, node
+        origin = _origin(module, node, read)
+        if read(origin) is not None:
+            return _resolve(origin, next(a.name for a in node.names if (a.asname or a.name) == name), read)
+    return module, found[-1]  # imported from outside what can be read
+
+
+def _origin(module: str, node: ast.ImportFrom, read: Read) -> str:
+    """The absolute name of the module that an import reads."""
+    if not node.level:
+        return node.module or ""
+    above = node.level - (read(f"{module}.__init__") is not None)  # a package's own directory is its first level
+    parts = module.split(".")
+    return ".".join([*parts[: len(parts) - above], *filter(None, [node.module])])
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module or class, those under `if` and `try` included."""
+    for node in body:
+        if isinstance(node, ast.If):
+            yield from _statements([*node.orelse, *node.body])
+        elif isinstance(node, ast.Try):
+            handlers = [statement for handler in node.handlers for statement in handler.body]
+            yield from _statements([*handlers, *node.orelse, *node.body])
+        else:
+            yield node
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _lineage(module: str, node: ast.ClassDef, read: Read) -> Iterator[tuple[str, ast.ClassDef]]:
+    """A class and its bases, nearest first, as far as they can be read."""
+    yield module, node
+    for base in node.bases:
+        if isinstance(base, ast.Subscript):
+            base = base.value
+        if isinstance(base, ast.Name):
+            try:
+                place, found = _resolve(module, base.id, read)
+            except LookupError:
+                continue  # a builtin
+            if isinstance(found, ast.ClassDef):
+                yield from _lineage(place, found, read)
+
+
+def _member(module: str, node: ast.ClassDef, name: str, read: Read) -> tuple[str, ast.AST]:
+    for place, owner in _lineage(module, node, read):
+        for statement in _statements(owner.body):
+            if name in _bound(statement):
+                return place, statement
+    raise LookupError(f"no {name} in {node.name}")
+
+
+def _constructor(module: str, node: ast.ClassDef, read: Read) -> inspect.Signature:
+    """Of the nearest `__init__`; where there is none, or a dataclass is nearer, of the annotated fields."""
+    fields: dict[str, inspect.Parameter] = {}
+    plain = False  # whether an __init__ was met that no dataclass decorator has replaced since
+    for _, owner in reversed(list(_lineage(module, node, read))):
+        init = [s for s in _statements(owner.body) if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
+        decorated = any("dataclass" in ast.unparse(decorator) for decorator in owner.decorator_list)
+        plain = bool(init) or (plain and not decorated)
+        if init:
+            fields = dict(_signature(init[-1].args, skip=1).parameters)
+        elif not plain:
+            for s in _statements(owner.body):
+                if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name):
+                    fields[s.target.id] = _parameter(s.target.id, s.value is not None)
+    return inspect.Signature(sorted(fields.values(), key=lambda p: (p.kind, p.default is ...)))
+
+
+def _signature(given: ast.arguments, skip: int) -> inspect.Signature:
+    kinds = inspect.Parameter
+    positional = [*given.posonlyargs, *given.args]
+    with_default = len(positional) - len(given.defaults)
+    out = []
+    for i, argument in enumerate(positional):
+        kind = kinds.POSITIONAL_ONLY if i < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD
+        out.append(_parameter(argument.arg, i >= with_default, kind))
+    out = out[skip:]
+    if given.vararg:
+        out.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        out.append(_parameter(argument.arg, default is not None, kinds.KEYWORD_ONLY))
+    if given.kwarg:
+        out.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(out)
+
+
+def _parameter(
+    name: str, has_default: bool, kind: inspect._ParameterKind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+) -> inspect.Parameter:
+    return inspect.Parameter(name, kind, default=... if has_default else inspect.Parameter.empty)
