@@ -33,6 +33,7 @@ from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDi
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
+_CHECKED = ("MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what `check.py` can compute on both sides
 # Families whose norms multiply by 1 + w: what does nothing is 0 there, and 1 elsewhere.
 _GEMMA = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
@@ -280,6 +281,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 2 for what was asked wrongly or cannot be read, 1 for logits that `--check` finds different."""
     options = parser().parse_args(argv)
     try:
         work = plan(
@@ -290,17 +292,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_mtp=options.add_mtp,
             spec=options.spec,
         )
+        if options.check and work.family.name not in _CHECKED:
+            raise ValueError(f"--check: computes logits of {', '.join(_CHECKED)} only, not of {work.family.name}")
         if options.dry_run:
             _show(work)
             return 0
         _convert_visibly(work, options.quiet)
-        if options.check:
-            from megatron_rlspec.weights.check import compare_logits
-
-            print(compare_logits(work.source, work.target))
     except (CheckpointError, ValueError) as error:
         print(f"rlspec convert: {error}", file=sys.stderr)
-        return 1
+        return 2
+    if options.check:
+        from megatron_rlspec.weights.check import compare_logits
+
+        try:
+            print(compare_logits(work.source, work.target))
+        except ValueError as error:
+            print(f"rlspec convert: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

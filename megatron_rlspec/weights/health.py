@@ -16,9 +16,10 @@ order): the canary's acceptance and the log-prob gap can. Both read what the eng
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,8 +47,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """What counts as healthy.
+    """What counts as healthy, and what follows if even a second push does not help.
 
+    `on_failure`          plain: go on without speculation, or without the engine; stop: raise HealthError
+    `canary_steps`        drafts per round of the canary; the engine must be able to run such a chain
+    `canary_tokens`       its longest answer; many prompts with short answers cost an engine less than the reverse
     `floor_share`         share of the predicted accepted drafts per round that canary and drift test must reach
     `z`                   how many standard errors below that the canary must lie to fail
     `false_alarm`         bound on the probability, per observation, that the drift test alarms above its floor
@@ -56,7 +60,7 @@ class HealthSettings:
 
     on_failure: Literal["plain", "stop"] = "plain"
     canary_steps: int = 3
-    canary_tokens: int = 32
+    canary_tokens: int = 12
     floor_share: float = 0.5
     z: float = 4.0
     false_alarm: float = 1e-9
@@ -191,12 +195,14 @@ class HealthReport:
     plain: tuple[str, ...]
     records: tuple[dict[str, Any], ...]
     accept_lengths: Mapping[str, float] = field(default_factory=dict)
+    canary_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         found = self.pushes[0].metrics()
         found["health/incidents"] = float(len(self.records))
         found["health/serving_engines"] = float(len(self.serving))
         found["health/plain_engines"] = float(len(self.plain))
+        found["health/canary_seconds"] = self.canary_seconds
         if self.accept_lengths:
             found["health/canary_accept_length"] = float(np.mean(list(self.accept_lengths.values())))
         return found
@@ -209,6 +215,7 @@ class Health:
     repairs; None in a run without speculation, whose canary then checks version stamps only.
     `canary`: prompts that every engine answers after each push, under the rollouts' `Sampling`; they cost about one
     short generation. Without them only what bits can show is seen.
+    `incident(record)` is called for every record of an incident, before anything is raised because of it.
     """
 
     def __init__(
@@ -219,15 +226,17 @@ class Health:
         canary: Sequence[Prompt] = (),
         sampling: Sampling | None = None,
         settings: HealthSettings | None = None,
+        incident: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
+        self.incident = incident
         self.pusher, self.is_drafter, self.speculate, self.canary = pusher, is_drafter, speculate, tuple(canary)
         self.settings = settings or HealthSettings()
-        tokens = self.settings.canary_tokens
         given = sampling or Sampling()
-        self.sampling = Sampling(given.temperature, given.top_p, given.top_k, tokens, ignore_eos=True)
+        self.sampling = replace(given, max_new_tokens=min(given.max_new_tokens, self.settings.canary_tokens))
         self.drift: dict[str, Drift] = {}
         self._last_accept_length: dict[str, float] = {}
         self._off: set[str] = set()
+        self._canary_seconds = 0.0
 
     def push(
         self,
@@ -238,10 +247,12 @@ class Health:
     ) -> HealthReport:
         """One push with everything that must hold before the next rollout is trained on.
 
-        `predicted`: accept length under `settings.canary_steps` steps; None: that of the engine's last good canary.
+        `predicted`: accept length under `settings.canary_steps` steps. The canary's floor comes from it or from the
+        engine's last good canary, whichever is lower: answers begin harder, or easier, than they go on.
         Raises HealthError when nobody may serve, or on a finding that survives the second push if
         `settings.on_failure` is "stop".
         """
+        self._canary_seconds = 0.0
         report = self.pusher.push(version, source, scope)
         pushes = [report]
         lengths: dict[str, float] = {}
@@ -266,10 +277,12 @@ class Health:
             }
             for name in again
         )
+        for record in records:
+            self.incident(record)
         self._conclude(actions, second, lengths)
         serving = tuple(name for name, action in actions.items() if action != "drop")
         plain = tuple(name for name, action in actions.items() if action == "plain")
-        return HealthReport(tuple(pushes), serving, plain, records, lengths)
+        return HealthReport(tuple(pushes), serving, plain, records, lengths, self._canary_seconds)
 
     def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
         """Feed the drift test of one engine with what its `stats()` gave; on a finding its speculation is turned off.
@@ -299,9 +312,12 @@ class Health:
     def _examine(
         self, report: PushReport, predicted: float | None, lengths: dict[str, float]
     ) -> dict[str, list[Finding]]:
+        began = time.perf_counter()
         with ThreadPoolExecutor(max(1, len(report.engines))) as threads:
             found = threads.map(lambda name: self._findings(name, report, predicted, lengths), report.engines)
-            return dict(zip(report.engines, found, strict=True))
+            result = dict(zip(report.engines, found, strict=True))
+        self._canary_seconds += time.perf_counter() - began
+        return result
 
     def _findings(
         self, name: str, report: PushReport, predicted: float | None, lengths: dict[str, float]
@@ -323,9 +339,9 @@ class Health:
             for sample in samples:
                 counts = np.asarray(sample.accepted, dtype=np.int64)[: len(accepted)]
                 accepted[: len(counts)] += counts
-            if predicted is None:
-                predicted = self._last_accept_length.get(name)
-            found.append(canary_finding(accepted.tolist(), predicted, self.settings.floor_share, self.settings.z))
+            known = [length for length in (predicted, self._last_accept_length.get(name)) if length is not None]
+            floor_share, z = self.settings.floor_share, self.settings.z
+            found.append(canary_finding(accepted.tolist(), min(known, default=None), floor_share, z))
             lengths[name] = 1 + float(accepted @ np.arange(len(accepted)) / max(1, accepted.sum()))
         return [finding for finding in found if finding]
 

@@ -181,8 +181,10 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys):
     write_hf(tmp_path / "plain", config, plain)
     write_hf(tmp_path / "quantised", {**config, "quantization_config": {"quant_method": "fp8"}}, tensors)
     write_hf(tmp_path / "qwen3", {**config, "architectures": ["Qwen3ForCausalLM"], "num_nextn_predict_layers": 0}, {})
+    write_hf(tmp_path / "experts", GLM4_MOE, checkpoint(GLM4_MOE, tmp_path / "made"))
     convert(plan(hf, tmp_path / "megatron"))
     (tmp_path / "megatron" / "release" / "config.json").unlink()
+    capsys.readouterr()
     for arguments, message in (
         ([str(tmp_path / "none"), "x"], "none: no such directory"),
         ([hf, hf], "exists already"),
@@ -192,8 +194,9 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys):
         ([str(tmp_path / "quantised"), str(tmp_path / "x")], "quantised weights are not converted"),
         ([str(tmp_path / "qwen3"), str(tmp_path / "x"), "--add-mtp"], "no engine runs a drafter for Qwen3ForCausalLM"),
         ([str(tmp_path / "megatron"), str(tmp_path / "x")], "config.json: No such file"),
+        ([str(tmp_path / "experts"), str(tmp_path / "x"), "--check"], "only, not of Glm4MoeForCausalLM"),
     ):
-        assert main([*arguments, "--quiet"]) == 1
+        assert main([*arguments, "--quiet"]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert main([str(tmp_path / "megatron"), str(tmp_path / "x"), "--hf", hf, "--quiet"]) == 0

@@ -165,11 +165,11 @@ def poisoned_cache(room):
 
 def not_a_number(room):
     room.damage = lambda name, tensor: tensor * float("nan") if name == "model.norm.weight" else tensor
-    with pytest.raises(PushError, match="model.norm.weight holds NaN") as caught:
+    with pytest.raises(PushError, match="model.norm.weight holds NaN"):
         room.push()
+    room.found.append("refused")
     with pytest.raises(EngineError):
         room.rollout()
-    room.found.append(type(caught.value).__name__)
 
 
 def zeroed(engine, room):
@@ -178,8 +178,9 @@ def zeroed(engine, room):
             engine.memory(name).zero_()
 
 
+# Name as in the table of docs/weights.md -> injection, and the detector that must fire.
 FAULTS = {
-    "exporter: projection's halves exchanged": (
+    "exporter: input projection's halves exchanged": (
         at_exporter(lambda r: {MTP + "input_proj.weight": swap(r.new[MTP + "input_proj.weight"], 1)}),
         "canary",
     ),
@@ -206,7 +207,7 @@ FAULTS = {
         ),
         "canary",
     ),
-    "exporter: NaN in one tensor": (not_a_number, "PushError"),
+    "exporter: NaN in one tensor": (not_a_number, "refused"),
     "wire: one bit of one tensor": (
         on_the_wire(lambda r, n, t: t + (torch.arange(t.numel()).view_as(t) == 5) * 1e-6 if "up_proj" in n else t),
         "fingerprint",
@@ -223,22 +224,22 @@ FAULTS = {
     "wire: killed half-way": (killed_half_way, "session"),
     "engine: old version on one of two": (old_version, "fingerprint"),
     "engine: restarted with old weights": (restarted, "stamp"),
-    "engine: drafter zeroed by sleep": (in_memory(zeroed), "fingerprint"),
+    "engine: drafter zeroed": (in_memory(zeroed), "fingerprint"),
     "engine: NaN in one tensor": (
         in_memory(lambda e, r: e.memory("model.norm.weight")[3:4].fill_(float("nan"))),
         "fingerprint",
     ),
-    "engine: drafter's KV poisoned": (poisoned_cache, "drift"),
+    "engine: drafter's KV poisoned while running": (poisoned_cache, "drift"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name, record_property):
+def test_fault_is_caught(name, fired):
     inject, detector = FAULTS[name]
     room = Room()
     inject(room)
-    record_property("detectors", ",".join(sorted(set(room.found))))
-    assert detector in room.found
+    fired[name] = list(dict.fromkeys(room.found))
+    assert detector == room.found[0]
 
 
 def test_without_a_fault_nobody_complains():

@@ -225,7 +225,7 @@ def test_old_version_on_one_of_two_engines():
 
     engines["b"].after_update = only_the_stamp
     report = push(health, 2)
-    assert "stamp: canary-00000002-0000: tokens 4 to 36 drawn by version 0, expected 2" in report.records[0]["found"][0]
+    assert "stamp: canary-00000002-0000: tokens 4 to 16 drawn by version 0, expected 2" in report.records[0]["found"][0]
 
 
 def test_sleep_loses_the_drafter():
