@@ -14,9 +14,8 @@ from typing import Any
 from megatron_rlspec.rollout.sglang import controller
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.rollout.sglang.rounds import RoundLog
-from megatron_rlspec.rollout.sglang.served_weights import of_scheduler
+from megatron_rlspec.rollout.sglang.served_weights import fingerprints, of_scheduler
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.fingerprint import fingerprint
 
 METHOD = "rlspec"
 logger = logging.getLogger(__name__)
@@ -91,11 +90,11 @@ def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"fingerprints": {name: fingerprint(tensor) for name, tensor in of_scheduler(scheduler)}}
+    return {"fingerprints": fingerprints(scheduler)}
 
 
 def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"shapes": {name: list(tensor.shape) for name, tensor in of_scheduler(scheduler)}}
+    return {"shapes": {held.name: list(held.shape) for held in of_scheduler(scheduler)}}
 
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {

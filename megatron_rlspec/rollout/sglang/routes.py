@@ -127,13 +127,13 @@ async def bucket(request: Request, scope: str, version: str = "") -> JSONRespons
     for i, group in enumerate(groups):
         last = bool(version) and i + 1 == len(groups)
         flat = FlattenedTensorBucket(named_tensors=group)
-        # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory.
-        payload = MultiprocessingSerializer.serialize(
-            {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        )
+        # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each of them gets its own:
+        # what hands the memory over can be taken once.
+        parts = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
         success, message = await _manager().update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * _manager().server_args.tp_size,
+                serialized_named_tensors=payloads,
                 load_format="flattened_bucket",
                 flush_cache=last,
                 weight_version=version if last else None,

@@ -1,12 +1,93 @@
-"""The weights that an SGLang engine serves, under the names of their Hugging Face checkpoint."""
+"""The weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
+
+Under tensor parallelism every rank holds parts. A fingerprint is a sum over a tensor's words, so each rank sums over what
+it holds, at its place in the full tensor, and only sums travel between ranks.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+_WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on."""
+
+    name: str
+    part: Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    first: int = 0
+
+    def fingerprint(self) -> int:
+        """This part's share of the full tensor's fingerprint. Raises ValueError if a word crosses the part's edge."""
+        if tuple(self.part.shape) == self.shape:
+            return fingerprint(self.part)
+        if self.dim == 0:
+            return fingerprint(self.part, start=self.first * self.part[0].numel())
+        width = self.part.shape[1] * self.part.element_size()
+        if width % _WORD:
+            raise ValueError(f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}")
+        full = self.part.new_zeros(self.shape)
+        full.narrow(self.dim, self.first, self.part.shape[self.dim]).copy_(self.part)
+        return fingerprint(full)
+
+
+def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
+    """Every rank's `[tensors]` fingerprints and first rows or columns -> those of the full tensors.
+
+    Ranks that hold the same part must agree on it; if they do not, both count, and the sum is nobody's fingerprint.
+    """
+    return [
+        sum(mark for _, mark in set(zip(at, of_ranks, strict=True))) % (1 << 64)
+        for at, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True)
+    ]
+
+
+def fingerprints(scheduler: Any) -> dict[str, int]:
+    """Of every tensor of the engine; all tensor-parallel ranks of SGLang's `Scheduler` must call it."""
+    held = list(of_scheduler(scheduler))
+    mine = torch.tensor([[_signed(h.fingerprint()) for h in held], [h.first for h in held]])
+    group = _parallel().tp_group.cpu_group
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    marks, firsts = zip(*(rank.tolist() for rank in found), strict=True)
+    return dict(zip((h.name for h in held), joined(marks, firsts), strict=True))
+
+
+def of_scheduler(scheduler: Any) -> Iterator[Held]:
+    """What this rank's live models hold."""
+    parallel = _parallel()
+    if parallel.pp_size > 1:
+        raise NotImplementedError(
+            "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
+        )
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    drafter = None if worker is None else worker.draft_runner.model
+    return named_tensors(scheduler.tp_worker.model_runner.model, drafter, parallel.tp_rank)
+
+
+def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[Held]:
+    """Every parameter under its checkpoint's name; those the drafter shares with the target appear once."""
+    shared = {parameter.data_ptr() for parameter in target.parameters()}
+    yield from _unfused(target, rank, lambda name: name)
+    if drafter is None:
+        return
+    rename = _DRAFTERS.get(type(drafter).__name__)
+    if rename is None:
+        raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
+    yield from (held for held in _unfused(drafter, rank, rename) if held.part.data_ptr() not in shared)
 
 
 def _mimo_drafter(name: str) -> str:
@@ -19,51 +100,44 @@ def _mimo_drafter(name: str) -> str:
 _DRAFTERS = {"MiMoMTP": _mimo_drafter}
 
 
-def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, full tensor) of every parameter; those the drafter shares with the target appear once."""
-    shared = {parameter.data_ptr() for parameter in target.parameters()}
-    yield from _unfused(target)
-    if drafter is None:
-        return
-    rename = _DRAFTERS.get(type(drafter).__name__)
-    if rename is None:
-        raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
-    for name, tensor in _unfused(drafter):
-        if tensor.data_ptr() not in shared:
-            yield rename(name), tensor
-
-
-def _unfused(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _unfused(model: torch.nn.Module, rank: int, rename: Any) -> Iterator[Held]:
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{prefix}.{leaf}"
-            parts = _parts(module, prefix)
-            if parts is None:
-                rows = getattr(module, "org_vocab_size", None)  # Vocabularies are padded for the kernels.
-                yield name, parameter.data if rows is None else parameter.data[:rows]
-                continue
-            fused = prefix.rpartition(".")[2]
-            pieces = parameter.data.split([size for _, size in parts])
-            for (part, _), tensor in zip(parts, pieces, strict=True):
-                yield name.replace(fused, part), tensor
+            for part, tensor, rows, dim, first in _parts(prefix, module, leaf, parameter.data, rank):
+                shape = list(tensor.shape)
+                shape[dim] = rows
+                yield Held(rename(f"{part}.{leaf}"), tensor, tuple(shape), dim, first)
 
 
-def _parts(module: torch.nn.Module, prefix: str) -> list[tuple[str, int]] | None:
-    """(checkpoint's module name, rows) of the pieces that SGLang stacks into one parameter, or None."""
-    if prefix.endswith(".qkv_proj"):
+def _parts(prefix: str, module: Any, leaf: str, data: Tensor, rank: int) -> Iterator[tuple[str, Tensor, int, int, int]]:
+    """(checkpoint's module name, tensor, full size along dim, dim, first) of what SGLang stacks into one parameter."""
+    stem, _, last = prefix.rpartition(".")
+    if last == "qkv_proj":
+        head, replicas = module.head_size, module.num_kv_head_replicas
         q, kv = module.q_proj_shard_size, module.kv_proj_shard_size
-        return [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-    if prefix.endswith(".gate_up_proj"):
-        return list(zip(("gate_proj", "up_proj"), module.output_partition_sizes, strict=True))
-    return None
+        total_q, total_kv = module.total_num_heads * head, module.total_num_kv_heads * head
+        shares = (("q_proj", q, total_q, rank), ("k_proj", kv, total_kv, rank // replicas))
+        shares += (("v_proj", kv, total_kv, rank // replicas),)
+        for (name, size, total, index), tensor in zip(shares, data.split([q, kv, kv]), strict=True):
+            yield f"{stem}.{name}", tensor, total, 0, size * index
+    elif last == "gate_up_proj":
+        sizes = module.output_partition_sizes
+        for name, total, tensor in zip(("gate_proj", "up_proj"), module.output_sizes, data.split(sizes), strict=True):
+            yield f"{stem}.{name}", tensor, total, 0, len(tensor) * rank
+    elif hasattr(module, "shard_indices"):  # Vocabularies are padded for the kernels.
+        first, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        yield prefix, data[: end - first], module.org_vocab_size, 0, first
+    elif leaf == "weight" and hasattr(module, "input_is_parallel"):
+        yield prefix, data, module.input_size, 1, module.input_size_per_partition * rank
+    else:
+        yield prefix, data, len(data), 0, 0
 
 
-def of_scheduler(scheduler: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """`named_tensors` of the live models of SGLang's `Scheduler`."""
+def _signed(mark: int) -> int:
+    return mark - (1 << 64) if mark >> 63 else mark
+
+
+def _parallel() -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().tp_size > 1:
-        raise NotImplementedError("reading the weights of an engine with tensor parallelism")
-    worker = getattr(scheduler.draft_worker, "draft_worker", None)
-    drafter = None if worker is None else worker.draft_runner.model
-    return named_tensors(scheduler.tp_worker.model_runner.model, drafter)
+    return get_parallel()

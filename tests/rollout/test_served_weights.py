@@ -1,0 +1,77 @@
+"""Fingerprints of an engine whose ranks hold parts: sums over parts are the whole's, and a wrong part is named."""
+
+import os
+
+import pytest
+import torch
+
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.served_weights import Held, joined
+from megatron_rlspec.weights.fingerprint import compare, fingerprint
+from megatron_rlspec.weights.push import Pusher
+
+
+def held(full: torch.Tensor, dim: int, rank: int, size: int) -> Held:
+    width = full.shape[dim] // size
+    return Held("w", full.narrow(dim, rank * width, width).clone(), tuple(full.shape), dim, rank * width)
+
+
+def mark(ranks: list[Held]) -> int:
+    return joined([[h.fingerprint()] for h in ranks], [[h.first] for h in ranks])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_add_up_to_the_whole(dim, dtype):
+    full = torch.randn(48, 40).to(dtype)
+    ranks = [held(full, dim, rank, 2) for rank in range(2)]
+    assert mark(ranks) == fingerprint(full)
+    ranks[1].part[0, 0] += 1
+    assert mark(ranks) != fingerprint(full)
+    assert mark([held(full, dim, rank, 2) for rank in (1, 0)]) == fingerprint(full)
+    exchanged = [Held("w", held(full, dim, 1 - r, 2).part, (48, 40), dim, held(full, dim, r, 2).first) for r in (0, 1)]
+    assert mark(exchanged) != fingerprint(full)
+
+
+def test_what_ranks_hold_twice_must_agree():
+    """Norms on every rank; and key heads that two of four ranks share."""
+    norm, keys = torch.randn(64), torch.randn(32, 64)
+    copies = [Held("norm", norm.clone(), (64,)) for _ in range(4)]
+    shared = [held(keys, 0, rank // 2, 2) for rank in range(4)]
+    assert mark(copies) == fingerprint(norm) and mark(shared) == fingerprint(keys)
+    for rank in range(4):
+        for ranks, whole in ((copies, norm), (shared, keys)):
+            ranks[rank].part.view(-1)[3] *= 2
+            assert mark(ranks) != fingerprint(whole), rank
+            ranks[rank].part.view(-1)[3] /= 2
+
+
+def test_a_word_that_two_ranks_share_is_refused():
+    with pytest.raises(ValueError, match="w: a part of 6 bytes a row; expected a multiple of 8"):
+        held(torch.zeros(4, 6, dtype=torch.bfloat16), 1, 0, 2).fingerprint()
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_engine_is_pushed_to_and_proven(tmp_path):
+    from tiny_mimo import config, weights, write
+
+    c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)
+    write(tmp_path / "model", c, weights(c))
+    old, new = weights(c), weights(c, seed=1)
+    cores = "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 2)
+    options = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--tp", "2"]
+    environment = {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    with launch(tmp_path / "model", tmp_path / "log", arguments=options, environment=environment) as process:
+        engine = SGLangEngine.of(process.wait(), timeout=60)
+        assert compare({n: fingerprint(t) for n, t in old.items()}, engine.fingerprints()).empty
+        pusher = Pusher({"e": engine})
+        assert not pusher.push(1, lambda scope: new.items()).failed
+        layers = ("0.mlp.up_proj.weight", "0.self_attn.k_proj.bias", "1.self_attn.o_proj.weight")
+        others = ("model.norm.weight", "model.mtp_layers.0.input_proj.weight", "lm_head.weight")
+        for name in (*(f"model.layers.{layer}" for layer in layers), *others):
+            engine.update_weights(2, {**new, name: old[name]}.items())
+            assert pusher.verify()["e"].differing == (name,)
+        with pytest.raises(EngineError, match=r"lm_head.weight is \[96, 128\], but the engine's is \[192, 128\]"):
+            engine.update_weights(3, {**new, "lm_head.weight": new["lm_head.weight"][:96]}.items())
