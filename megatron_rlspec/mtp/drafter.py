@@ -59,7 +59,14 @@ class Drafter(MegatronModule):
         seed: int,
     ) -> None:
         layers = 1 if repeated_layer else depth
-        own = replace(config, mtp_num_layers=layers, recompute_granularity=None, recompute_method=None)
+        own = replace(
+            config,
+            mtp_num_layers=layers,
+            recompute_granularity=None,
+            recompute_method=None,
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+        )
         super().__init__(config=own)
         self.depth, self.repeated_layer = depth, repeated_layer
         self.zero_first_embedding, self.rotary_base = zero_first_embedding, rotary_base

@@ -76,9 +76,12 @@ def packed_sequences(
     )
 
 
-def rotary_factors(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[t, 1, head_dim / 2]` of the rotary angles, computed in float32 as Transformers and SGLang do."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+def rotary_factors(positions: Tensor, dims: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `[t, 1, dims / 2]` of the rotary angles, computed in float32 as Transformers and SGLang do.
+
+    `dims` are the channels of a head that are rotated, its first ones.
+    """
+    exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims
     angles = positions.float()[:, None] * (1.0 / base**exponent)
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
@@ -159,7 +162,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding in the half-split convention: x `[t, heads, d]`, cos and sin `[t, 1, d / 2]`."""
+    """Rotary embedding of the first r channels, half-split: x `[t, heads, d]`, cos and sin `[t, 1, r / 2]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -174,10 +177,11 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], slice(2 * half, None)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    out[..., rest] = x[..., rest]
     return out
 
 

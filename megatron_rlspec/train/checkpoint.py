@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rlspec.train import experts
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
 
@@ -96,8 +97,10 @@ def _open(file: Path) -> Any:
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Every tensor of a learner by name: parameters, the optimizer's own copies of them, moments, the step count."""
-    out = {f"parameter.{name}": parameter.data for name, parameter in learner.ddp.module.named_parameters()}
+    """Every tensor of a learner by name: parameters, routers' biases, the optimizer's copies, moments, step count."""
+    module = learner.ddp.module
+    out = {f"parameter.{name}": parameter.data for name, parameter in module.named_parameters()}
+    out |= {f"bias.{name}": bias for name, bias in experts.biases(module).items()}
     for key, parameter, state in _optimized(learner):
         out[f"main.{key}"] = parameter.data
         out |= {f"{moment}.{key}": state[moment] for moment in _MOMENTS if moment in state}

@@ -7,7 +7,7 @@ exist; and the drafter reads the same hidden states, detached. There is no MTP i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,25 +19,38 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: Config) -> TransformerConfig:
-    """Megatron's description of a dense Qwen2-shaped decoder (Qwen2, Qwen3, MiMo). Call after `init_distributed`.
+# Qwen2 has biases at q, k and v whatever its config.json says; the others unless it says so.
+BIASED = ("Qwen2ForCausalLM", "MiMoForCausalLM")
+TRAINED = (*BIASED, "Qwen3ForCausalLM", "Glm4MoeForCausalLM")
+
+
+@dataclass
+class ModelConfig(TransformerConfig):
+    """Megatron's, and the share of a head's channels that is rotated, which Megatron gives to its models only."""
+
+    rotary_percent: float = 1.0
+
+
+def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelConfig:
+    """Megatron's description of a Qwen2-shaped decoder (Qwen2, Qwen3, MiMo, GLM4-MoE). Call after `init_distributed`.
 
     Raises ConfigError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
-    experts, and sizes that tensor parallelism does not divide.
+    and sizes that tensor parallelism does not divide.
     """
     check(hf_config, config)
     dtype = DTYPES[config.model.dtype]
-    qwen3 = hf_config.get("model_type") == "qwen3"
+    architecture = hf_config["architectures"][0]
+    qwen3 = architecture == "Qwen3ForCausalLM"
     heads, parallel = hf_config["num_attention_heads"], config.parallel
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return ModelConfig(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
         ffn_hidden_size=hf_config["intermediate_size"],
@@ -46,9 +59,10 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> Transfor
         kv_channels=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
         layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
-        qk_layernorm=qwen3,
+        qk_layernorm=qwen3 or bool(hf_config.get("use_qk_norm")),
+        rotary_percent=rotary_percent(hf_config),
         add_bias_linear=False,
-        add_qkv_bias=bool(hf_config.get("attention_bias", not qwen3)),
+        add_qkv_bias=bool(hf_config.get("attention_bias", architecture in BIASED)),
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -68,6 +82,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> Transfor
         # Losses arrive divided by the step's global count: neither DDP nor the schedule may scale them again.
         calculate_per_token_loss=True,
         **(recompute if parallel.recompute else {}),
+        **experts.options(hf_config, config),
         **runtime.device_options(),
     )
 
@@ -78,13 +93,15 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
     groups = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    architecture = (hf_config.get("architectures") or ["missing"])[0]
     problems = [
+        ("kv_lora_rank" in hf_config, "kv_lora_rank: latent attention is converted, but not trained"),
+        (architecture not in TRAINED, f"architecture {architecture} is not trained; those are {', '.join(TRAINED)}"),
         (not isinstance(hf_config.get("intermediate_size"), int), "no intermediate_size, the width of the MLP"),
         (kind != "default", f"rotary embedding of type {kind}: only the unscaled one is supported"),
         (hf_config.get("use_sliding_window", False), "use_sliding_window=true: only full attention is supported"),
         (hf_config.get("hidden_act", "silu") != "silu", f"hidden_act={hf_config.get('hidden_act')}: expected silu"),
-        (bool(hf_config.get("num_experts")), "mixture of experts: only dense models are supported"),
-        (config.parallel.expert > 1, "parallel.expert > 1 needs a mixture of experts"),
+        *experts.problems(hf_config, config),
         (hf_config["vocab_size"] % tensor, f"vocab_size={hf_config['vocab_size']} is no multiple of tensor={tensor}"),
         (groups % tensor, f"num_key_value_heads={groups} is no multiple of parallel.tensor={tensor}"),
         (hf_config["num_hidden_layers"] % config.parallel.pipeline, "num_hidden_layers is no multiple of the pipeline"),
@@ -96,6 +113,13 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
 
 def rotary_base(hf_config: Mapping[str, Any]) -> float:
     return float(hf_config.get("rope_theta") or (hf_config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
+
+
+def rotary_percent(hf_config: Mapping[str, Any]) -> float:
+    """GLM4-MoE rotates the first half of a head's channels, whether its config.json says so or not."""
+    default = 0.5 if hf_config.get("model_type") == "glm4_moe" else 1.0
+    parameters = hf_config.get("rope_parameters") or {}
+    return float(hf_config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", default)))
 
 
 class Policy(GPTModel):
@@ -118,6 +142,7 @@ class Policy(GPTModel):
             share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
             position_embedding_type="rope" if rope else "none",
             rotary_base=rotary_base(hf_config),
+            rotary_percent=rotary_percent(hf_config),
         )
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -150,5 +175,6 @@ def describe(batch: PackedBatch, config: TransformerConfig, base: float, device:
 
 def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, base: float) -> PackedSequences:
     """The same sequences with every token's rotary position given: `positions [T]`."""
-    cos, sin = rotary_factors(positions, config.kv_channels, base, config.params_dtype)
+    dims = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
+    cos, sin = rotary_factors(positions, dims, base, config.params_dtype)
     return replace(packed, cos=cos, sin=sin)

@@ -23,6 +23,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.train import experts
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -60,6 +62,7 @@ class Learner:
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
         self.adam, self.pipelined, self.steps = adam, pipelined, 0
+        self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=low, use_distributed_optimizer=adam.distributed),
@@ -109,7 +112,8 @@ class Learner:
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over the ranks that split norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
-            finalize_model_grads([self.ddp])
+            self._biases_before = [(bias, bias.clone()) for bias in experts.biases(self.ddp).values()]
+            finalize_model_grads([self.ddp])  # moves the biases, too
         else:
             self.ddp.finish_grad_sync()
             _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
@@ -119,6 +123,8 @@ class Learner:
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not (allowed and math.isfinite(norm)):
+            for bias, before in self._biases_before:
+                bias.copy_(before)
             return norm, False
         if self.adam.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.adam.clip_grad, norm)

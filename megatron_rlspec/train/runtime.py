@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
@@ -31,6 +32,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.overrides import TorchFunctionMode
 
 from megatron_rlspec.config import ParallelConfig
@@ -134,30 +136,43 @@ def device_options() -> dict[str, Any]:
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Layers and final norm of the policy on this pipeline stage."""
-    layer, norm = _layer_spec(config)
-    if not has_transformer_engine():
-        layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    kinds = {}
+    for kind in set(with_experts):
+        kinds[kind], norm = _layer_spec(config, experts=bool(kind))
+        if not has_transformer_engine():
+            kinds[kind].submodules.self_attention.submodules.core_attention = PackedAttention
+    layers = [kinds[kind] for kind in with_experts[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
-    """The drafter's MTP layers. Their core attention is ours on every device: no other one is chain-exact."""
-    layer, norm = _layer_spec(config)
+    """The drafter's MTP layers, with experts where the model has any: NextN layers are as its last one.
+
+    Their core attention is ours on every device: no other one is chain-exact.
+    """
+    layer, norm = _layer_spec(config, experts=bool(config.num_moe_experts))
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     mtp = get_mtp_layer_spec(layer, use_transformer_engine=has_transformer_engine())
     mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
 
 
-def _layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    """One transformer layer, and the norm that goes with it."""
+def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
+    """One transformer layer, with experts or a plain MLP, and the norm that goes with it."""
+    shared: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
+    shared["num_experts"] = config.num_moe_experts if experts else None
     if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)), TENorm
-    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
+        layer = get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
+        return copy.deepcopy(layer), TENorm
+    layer = copy.deepcopy(get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm"))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.mlp.submodules.activation_func = SwiGLU
+    mlp = layer.submodules.mlp.submodules
+    for part in (mlp.experts, mlp.shared_experts) if experts else (layer.submodules.mlp,):
+        part.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -190,6 +205,10 @@ def install() -> None:
     _installed = True
     torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
     torch.cuda.synchronize = lambda *_, **__: None  # point-to-point communication of pipelines
+    torch.cuda.Stream, torch.cuda.current_stream = _NoStream, _NoStream  # experts' token counts, copied aside
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine 0.16.1 forgets to define it
+        moe_utils.te_general_gemm = None
     # The CUDA generator's state, for init and recompute: there is one generator here.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -198,6 +217,25 @@ def install() -> None:
     # It warns that the "CPU generator changed" while the CUDA one is forked: here they are the same.
     logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
     _CudaMeansCpu().__enter__()
+
+
+class _NoStream:
+    """Everything was done when the call returned. All are one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    __hash__ = None
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from megatron_rlspec.train import runtime
+from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
 from megatron_rlspec.weights.checkpoint import CheckpointError
 from megatron_rlspec.weights.names import Family, canonical, family_of
@@ -27,14 +27,15 @@ def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
     return family_of({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
 
 
-def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, nn.Parameter]:
-    """Parameters of this pipeline stage under canonical names with global layer numbers."""
+def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
+    """Parameters of this pipeline stage, and routers' biases, under canonical names with global layer numbers."""
     offset = get_transformer_layer_offset(config)
 
     def renumber(name: str) -> str:
         return _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
 
-    return {renumber(name): parameter for name, parameter in module.named_parameters()}
+    held = dict(module.named_parameters()) | experts.biases(module)
+    return {renumber(name): tensor for name, tensor in held.items()}
 
 
 def load(table: Family, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -82,7 +83,7 @@ def export(
 
 
 def _stage_tensors(
-    table: Family, held: dict[str, nn.Parameter], source: int, stage: int, config: TransformerConfig
+    table: Family, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather one stage's parameters over its tensor-parallel ranks and hand them to rank 0."""
     tensor_group = ps.get_tensor_model_parallel_group()

@@ -26,7 +26,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
-from megatron_rlspec.train import checkpoint, runtime, shards
+from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, Head, Sums, means, reduce_sums
@@ -48,7 +48,6 @@ class Trainer:
         self.rotary_base = rotary_base(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
         self.learner = Learner(self.policy, _policy_adam(config), pipelined=True)
-        self.model_config.finalize_model_grads_func = self.learner.finalize
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         options = config.drafter
@@ -63,6 +62,8 @@ class Trainer:
                 seed=config.train.seed + 1,
             ).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
+        # Last: layers with experts copy the configuration that they are built from.
+        self.model_config.finalize_model_grads_func = self.learner.finalize
         # Greedy rollouts are trained at temperature 1: the distribution that they are the mode of.
         self.temperature = config.rollout.temperature or 1.0
         self.embedding: Tensor | None = None
@@ -106,6 +107,10 @@ class Trainer:
             )
         self.policy.train()
         self.learner.zero_grad()
+        if coefficient := self.config.model.moe_aux_loss_coeff:
+            tokens, sequence = sum(len(batch.tokens) for batch in batches), self.config.parallel.sequence
+            each = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
+            self.model_config.moe_aux_loss_coeff = each
         if self.drafter_learner is not None:
             self.drafter.train()
             self.drafter_learner.zero_grad()

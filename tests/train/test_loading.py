@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from moe_oracles import GLM4_MOE
 from test_parallel_equality import PLAIN, build, own_batches
 from train_ranks import HF_CONFIG, config, digest, on_ranks
 
@@ -58,12 +59,26 @@ def test_the_drafters_initialisation_draws_from_a_stream_of_its_own():
 REFUSED = {
     "rotary": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, {}, "yarn"),
     "window": ({"use_sliding_window": True}, {}, "use_sliding_window"),
-    "experts": ({"num_experts": 8}, {}, "experts"),
+    "experts": ({"num_experts": 8}, {}, "mixture of experts of another family"),
+    "expert parallel": ({}, {"expert": 2}, "parallel.expert=2"),
+    "latent": ({"kv_lora_rank": 16}, {}, "latent attention"),
+    "architecture": ({"architectures": ["LlamaForCausalLM"]}, {}, "LlamaForCausalLM is not trained"),
+    "width": ({"n_routed_experts": 4}, {}, "no moe_intermediate_size"),
+    "one expert": (GLM4_MOE | {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
+    "weights": (GLM4_MOE | {"norm_topk_prob": False}, {}, "norm_topk_prob=false"),
+    "groups of experts": (GLM4_MOE | {"n_group": 2, "topk_group": 2}, {}, "2 for each of topk_group"),
+    "no sequence": (GLM4_MOE, {"tensor": 2}, "need parallel.sequence=true"),
+    "experts' width": (GLM4_MOE | {"moe_intermediate_size": 33}, {"tensor": 2, "sequence": True}, "_size=33"),
     "activation": ({"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
     "vocabulary": ({"vocab_size": 65}, {"tensor": 2}, "vocab_size=65"),
     "groups": ({"num_key_value_heads": 1}, {"tensor": 2}, "num_key_value_heads=1"),
     "layers": ({}, {"pipeline": 3}, "num_hidden_layers"),
 }
+
+
+def test_balance_of_a_dense_model_is_refused():
+    with pytest.raises(ValueError, match="this model is dense"):
+        model.transformer_config(HF_CONFIG, config(model={"moe_aux_loss_coeff": 0.1}))
 
 
 @pytest.mark.parametrize("case", REFUSED)

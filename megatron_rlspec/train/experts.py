@@ -1,0 +1,89 @@
+"""Mixture of experts as GLM4-MoE has it: Megatron's options for a config.json, and the state outside the parameters.
+
+A router with a bias chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
+arXiv 2412.19437, section 2.1.2). The bias is a buffer: it learns not by a gradient but by how many tokens each expert
+got (`model.moe_router_bias_update_rate`). Only the policy's biases move: the drafter's router keeps its own, and takes
+no balancing loss, so nothing of either can reach the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor, nn
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.train import runtime
+
+ROUTED = "n_routed_experts"
+
+
+def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Fields of `TransformerConfig`; none for a dense model."""
+    if not hf_config.get(ROUTED):
+        return {}
+    layers, dense = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace", 0)
+    width, groups, coefficient = hf_config["moe_intermediate_size"], _groups(hf_config), config.model.moe_aux_loss_coeff
+    return {
+        "num_moe_experts": hf_config[ROUTED],
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0) or None,
+        "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": hf_config["topk_group"] if groups else None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": config.model.moe_router_bias_update_rate,
+        "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_aux_loss_coeff": coefficient,
+        "moe_router_dtype": "fp64" if config.model.dtype == "float64" else "fp32",
+    }
+
+
+def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[bool, str]]:
+    """(Is it so?, what is wrong with it) for everything about experts that would otherwise be ignored."""
+    experts, parallel, model = hf_config.get(ROUTED), config.parallel, config.model
+    balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
+    yield bool(hf_config.get("num_experts")), "a mixture of experts of another family than GLM4-MoE is not trained"
+    yield parallel.expert > 1, f"parallel.expert={parallel.expert}: experts are not split over ranks yet"
+    yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
+    if not experts:
+        return
+    width, chosen = hf_config.get("moe_intermediate_size"), hf_config.get("num_experts_per_tok", 0)
+    yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"
+    yield chosen < 2, f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
+    yield not hf_config.get("norm_topk_prob", True), "norm_topk_prob=false: only normalised weights are supported"
+    grouped = _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1)
+    yield bool(grouped), f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported"
+    if isinstance(width, int):
+        yield bool(width % parallel.tensor), f"moe_intermediate_size={width} is no multiple of tensor={parallel.tensor}"
+    split = parallel.tensor > 1 and not parallel.sequence
+    yield split, f"experts under parallel.tensor={parallel.tensor} need parallel.sequence=true"
+
+
+def biases(module: nn.Module) -> dict[str, Tensor]:
+    """The routers' biases by name, alive."""
+    return {name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")}
+
+
+def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -> float:
+    """What Megatron's balancing loss is to be multiplied by in a step over `tokens` tokens of this rank.
+
+    Under `calculate_per_token_loss` Megatron multiplies a micro-batch's loss by the tokens that a rank's routers see,
+    for a division by all of the step's that our losses have behind them. Collective over the policy's replicas.
+    """
+    total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
+    dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
+    split = ps.get_context_parallel_world_size() * (ps.get_tensor_model_parallel_world_size() if sequence else 1)
+    return coefficient * split / float(total)
+
+
+def _groups(hf_config: Mapping[str, Any]) -> int | None:
+    groups = hf_config.get("n_group", 1)
+    return groups if groups > 1 else None

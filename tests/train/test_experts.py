@@ -1,0 +1,206 @@
+"""GLM4-MoE in the trainer: Transformers' function, a policy that no drafter's router reaches, every layout alike."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from moe_oracles import GLM4_MOE, checkpoint, logits
+from test_model_parity import drafter_logits
+from train_ranks import batches, config, digest, on_ranks, samples
+
+from megatron_rlspec.mtp import drafter as drafter_module
+from megatron_rlspec.train import experts
+from megatron_rlspec.train.step import Trainer
+
+BALANCED = {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01}
+SMALL = GLM4_MOE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+GROUPED = GLM4_MOE | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+
+
+def build(hf=SMALL, *, model=None, drafter=True, **sections):
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1} | sections.get("parallel", {})
+    now = {
+        "tensor": ps.get_tensor_model_parallel_world_size,
+        "pipeline": ps.get_pipeline_model_parallel_world_size,
+        "context": ps.get_context_parallel_world_size,
+    }
+    if ps.model_parallel_is_initialized() and any(sizes[name] != size() for name, size in now.items()):
+        ps.destroy_model_parallel()
+    options = config(
+        model={"dtype": "float32"} | (BALANCED if model is None else model), drafter={"train": drafter}, **sections
+    )
+    return Trainer(options, hf)
+
+
+def data_of(trainer, seed=0, budget=400):
+    dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+    cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
+    return batches(unpadded(samples(9, seed)), trainer.config, dp=dp, cp=cp, budget=budget)
+
+
+def unpadded(chosen):
+    """Cut to lengths that no layout pads: padding is routed, too, and counts for the balance."""
+    ends = [len(sample.tokens) // 4 * 4 for sample in chosen]
+    fields = ("tokens", "loss_mask", "behaviour_logprobs")
+    return [
+        replace(sample, **{name: getattr(sample, name)[:end] for name in fields})
+        for sample, end in zip(chosen, ends, strict=True)
+        if end > len(sample.prompt.tokens)
+    ]
+
+
+# ---- against Transformers -------------------------------------------------------------------------------------------
+
+
+def against_transformers(hf, folder):
+    """Largest differences of policy and drafter (depth 1) logits over all sequences; whether export gives all back."""
+    tensors = checkpoint(hf, folder)
+    trainer = build(hf, model={})
+    trainer.load_hf(tensors)
+    worst, count = [0.0, 0.0], 0
+    for batch in data_of(trainer):
+        hidden, drafted = drafter_logits(trainer, batch)
+        ours = hidden @ trainer.policy.head_weight().T
+        for start, end in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist(), strict=True):
+            ids = batch.tokens[None, start:end]
+            target, draft = logits(hf, tensors, ids, folder / str(count))
+            count += 1
+            worst[0] = max(worst[0], float((ours[start:end] - target[0]).abs().max()))
+            worst[1] = max(worst[1], float((drafted[0][start : end - 1] - draft[0]).abs().max()))
+    same = {name: torch.equal(tensor, tensors[name]) for name, tensor in trainer.export()}
+    copies = {name for name in tensors if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    return worst, all(same.values()) and set(tensors) - set(same) <= copies
+
+
+@pytest.mark.parametrize("hf", [GLM4_MOE, GROUPED], ids=["glm4_moe", "groups"])
+def test_policy_and_drafter_are_transformers(hf, tmp_path):
+    ((worst, same),) = on_ranks(1, against_transformers, hf, tmp_path)
+    assert max(worst) < 2e-5
+    assert same
+
+
+# ---- isolation ------------------------------------------------------------------------------------------------------
+
+
+def state(trainer):
+    """All that a policy's next step depends on, and Megatron's record of balancing losses."""
+    inner = trainer.learner.optimizer.optimizer
+    moments = [x for s in inner.state.values() for x in (s["step"], s["exp_avg"], s["exp_avg_sq"])]
+    tracker = [entry["values"] for _, entry in sorted(get_moe_layer_wise_logging_tracker().items())]
+    return digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values(), *moments, *tracker])
+
+
+def five_steps(trainer):
+    clear_aux_losses_tracker()
+    for seed in range(5):
+        metrics = trainer.train_step(data_of(trainer, seed), objective="grpo")
+    return metrics
+
+
+def isolation():
+    out = {}
+    for distributed in (False, True):
+        for drafter in (True, False):
+            trainer = build(drafter=drafter, optimizer={"distributed": distributed, "clip_grad": 0.05})
+            before = {name: b.clone() for name, b in experts.biases(trainer.policy).items()}
+            metrics = five_steps(trainer)
+            out[distributed, drafter] = state(trainer)
+            out["moved"] = [not torch.equal(b, before[n]) for n, b in experts.biases(trainer.policy).items()]
+            if drafter:
+                out["drafter's"] = [float(b.abs().max()) for b in experts.biases(trainer.drafter).values()]
+                out["norms"] = metrics["policy/grad_norm"], metrics["drafter/grad_norm"]
+    # Control: a drafter whose router is balanced as the policy's are writes into the same record, behind its end.
+    original = drafter_module.replace
+    drafter_module.replace = lambda config, **changes: original(
+        config, **{k: v for k, v in changes.items() if not k.startswith("moe_")}
+    )
+    with pytest.raises(IndexError):
+        five_steps(build())
+    return out
+
+
+def test_policy_is_the_same_with_and_without_drafter():
+    for rank in on_ranks(3, isolation):
+        assert rank[False, True] == rank[False, False]
+        assert rank[True, True] == rank[True, False]
+        assert rank["moved"] == [True]
+        assert rank["drafter's"] == [0.0]
+        assert rank["norms"][0] > 0.05 and rank["norms"][1] > 0
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tensor": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "pipeline": {"pipeline": 2},
+}
+
+
+def layouts(weights, names):
+    out = {}
+    for name in names:
+        trainer = build(parallel=LAYOUTS.get(name, {}), model={} if name.endswith("plain") else None)
+        trainer.load_hf(weights)
+        exported = dict(trainer.export())
+        # One micro-batch on one replica: the balancing loss of a micro-batch is no sum over its tokens.
+        first, second = (trainer.train_step(data_of(trainer, seed), objective="grpo") for seed in (0, 1))
+        after = dict(trainer.export())
+        biases = {n: t for n, t in after.items() if "e_score_correction_bias" in n}
+        out[name] = first, second, biases, all(torch.equal(t, weights[n]) for n, t in exported.items())
+    return out
+
+
+def made():
+    trainer = build(model={})
+    generator = torch.Generator().manual_seed(3)
+    return {k: v + 0.1 * torch.randn(v.shape, generator=generator) for k, v in trainer.export()}
+
+
+def test_layouts_agree():
+    (weights,) = on_ranks(1, made)
+    (alone,) = on_ranks(1, layouts, weights, ["balanced", "plain"])
+    pair = on_ranks(2, layouts, weights, ["tensor", "context", "pipeline"])
+    for name in ("tensor", "context", "pipeline"):
+        for rank in pair:
+            for ours, theirs, rel in zip(rank[name][:2], alone["balanced"][:2], (2e-5, 5e-3), strict=True):
+                assert ours == pytest.approx(theirs, rel=rel, abs=rel), name
+        assert pair[0][name][3], f"{name}: export is not what was loaded"
+        biases = pair[0][name][2]
+        assert len(biases) == 2
+        assert all(torch.equal(biases[n], t) for n, t in alone["balanced"][2].items()), name
+    balanced, plain = alone["balanced"][0]["policy/grad_norm"], alone["plain"][0]["policy/grad_norm"]
+    assert not math.isclose(balanced, plain, rel_tol=1e-3), "the balancing loss must act for this test to mean anything"
+
+
+# ---- the rest of a run ----------------------------------------------------------------------------------------------
+
+
+def run(folder):
+    trainer = build()
+    data = data_of(trainer)
+    trainer.train_step(data, objective="grpo")
+    trainer.save(folder / "checkpoint")
+    trainer.train_step(data, objective="grpo")
+    again = build()
+    again.load(folder / "checkpoint")
+    again.train_step(data, objective="grpo")
+    out = {"resumed": digest(again.policy.parameters()) == digest(trainer.policy.parameters())}
+    resumed, kept = experts.biases(again.policy), experts.biases(trainer.policy)
+    out["biases"] = all(torch.equal(resumed[n], b) for n, b in kept.items())
+    data[0].advantages.fill_(float("inf"))
+    before = digest(experts.biases(again.policy).values())
+    out["skipped"] = again.train_step(data, objective="grpo")["policy/skipped"]
+    out["kept"] = before == digest(experts.biases(again.policy).values())
+    again.logprobs(data)
+    again.train_step(data_of(trainer, 1), objective="sft", train_policy=False)
+    out["still kept"] = before == digest(experts.biases(again.policy).values())
+    return out
+
+
+def test_biases_are_resumed_and_stay_where_nothing_is_learnt(tmp_path):
+    (out,) = on_ranks(1, run, tmp_path)
+    assert out == {"resumed": True, "biases": True, "skipped": 1.0, "kept": True, "still kept": True}
