@@ -411,7 +411,7 @@ ROWS += [
     ("window", ConfigError, session(use_sliding_window=True), ("config.json of", "use_sliding_window=true")),
     ("activation", ConfigError, session(hidden_act="gelu"), ("config.json of", "hidden_act=gelu", "expected silu")),
     ("no MLP width", ConfigError, session(intermediate_size=None), ("config.json of", "no intermediate_size")),
-    ("dense experts", ConfigError, session("parallel.expert=2"), ("config.json of", "parallel.expert > 1")),
+    ("dense experts", ConfigError, session("parallel.expert=2"), ("config.json of", "parallel.expert=2")),
     ("one group cut", ConfigError, session("parallel.tensor=2"), ("num_key_value_heads=1", "parallel.tensor=2")),
     ("one layer cut", ConfigError, session("parallel.pipeline=2"), ("config.json of", "num_hidden_layers")),
     ("short context", ConfigError, session(max_position_embeddings=64), ("model.max_length=4096", "embeddings=64")),
