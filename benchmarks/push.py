@@ -3,102 +3,38 @@
     python benchmarks/push.py [--quick] [--json FILE] [--sglang]
 
 Pushes a model of about 1 GB (bf16, --quick: 64 MB) into one embedded engine in this process, and measures in the same
-run, alternating: a copy of the same tensors (the in-process limit), one loopback TCP stream of the same bytes (the HTTP
-limit), and the fingerprints by themselves. With --sglang also into a real `rlspec serve` process over HTTP, on a
-smaller model, and the bytes by loopback. Then converts a synthetic checkpoint (4 GB, --quick: 128 MB) both ways: time
-and peak anonymous memory. Medians; one thread; conditions are printed with the figures.
+run, alternating: a copy of the same tensors (the in-process limit) and the fingerprints by themselves. With --sglang
+also into a real `rlspec serve` process by every transport (float32), in turns with that transport's limit: one loopback
+TCP stream of the same bytes for http and for the gloo group, writing and reading the same file for files in /dev/shm.
+`profile` says where an update's time goes. Medians; one thread; conditions are printed with the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import multiprocessing
 import os
 import platform
+import pstats
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+import torch.distributed as dist
+from synthetic import model
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.weights.checkpoint import read_hf, write_hf
-from megatron_rlspec.weights.convert import convert, plan
-from megatron_rlspec.weights.families import Row
+from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher
-
-
-def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A MiMo shape of about that size, with random tensors; layers 3584 wide, as at 7B, if there is room for some."""
-    hidden = 3584 if gigabytes > 3 else 1536 if gigabytes > 0.5 else 512
-    config = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 3,
-        "num_attention_heads": hidden // 128,
-        "num_key_value_heads": hidden // 512 if hidden % 512 == 0 else 4,
-        "head_dim": 128,
-        "num_hidden_layers": 1,
-        "vocab_size": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 640000,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
-    }
-    size = torch.finfo(dtype).bits / 8
-    per_layer = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." in name) * size
-    outside = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." not in name) * size
-    config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - outside) / per_layer))
-    generator = torch.Generator().manual_seed(0)
-    # Drawing a gigabyte of normals takes longer than pushing it: blocks of one draw are as good.
-    draw = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
-    tensors = {}
-    for name, shape in _shapes(config).items():
-        flat = draw.repeat(-(-_count(shape) // draw.numel()))[: _count(shape)]
-        tensors[name] = flat.view(shape).clone()
-    return config, tensors
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    h, i = config["hidden_size"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
-    by_end = {
-        "embed_tokens.weight": (config["vocab_size"], h),
-        "lm_head.weight": (config["vocab_size"], h),
-        "q_proj.weight": (q, h),
-        "k_proj.weight": (kv, h),
-        "v_proj.weight": (kv, h),
-        "q_proj.bias": (q,),
-        "k_proj.bias": (kv,),
-        "v_proj.bias": (kv,),
-        "o_proj.weight": (h, q),
-        "gate_proj.weight": (i, h),
-        "up_proj.weight": (i, h),
-        "down_proj.weight": (h, i),
-        "input_proj.weight": (h, 2 * h),
-    }
-    rows: dict[str, Row] = family_of(config).rows
-    names = [name for row in rows.values() for name in row.hf]
-    return {name: next((shape for end, shape in by_end.items() if name.endswith(end)), (h,)) for name in names}
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def alternate(repeats: int, **work: Callable[[], None]) -> dict[str, float]:
@@ -151,6 +87,19 @@ def in_process(gigabytes: float, repeats: int) -> dict[str, Any]:
     }
 
 
+def profile(gigabytes: float) -> list[str]:
+    """The functions in which an in-process push spends its time, by their own seconds."""
+    config, tensors = model(gigabytes)
+    engine = EmbeddedEngine(
+        config, tensors.items(), dtype=torch.bfloat16, max_length=64, max_total_tokens=256, max_running_requests=1
+    )
+    engine.update_weights(0, tensors.items())
+    with cProfile.Profile() as profiler:
+        engine.update_weights(1, tensors.items())
+    rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:4]
+    return [f"{own:.3f} s in {calls} calls of {function}" for (_, _, function), (_, calls, own, _, _) in rows]
+
+
 def loopback(size: int, repeats: int) -> float:
     """Bytes per second of one TCP stream to another process on this machine."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -184,91 +133,57 @@ def _drain(port: int, size: int, repeats: int) -> None:
             connection.sendall(b"k")
 
 
-def over_http(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
-    """A real SGLang process on the CPU."""
+def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
+    """Into a real SGLang process on the CPU, by each transport in turn."""
     from megatron_rlspec.rollout.sglang.client import SGLangEngine
     from megatron_rlspec.rollout.sglang.launcher import launch
+    from megatron_rlspec.rollout.sglang.transport import Files, Group, Http
 
     config, tensors = model(gigabytes, torch.float32)
     size = sum(tensor.nbytes for tensor in tensors.values())
     write_hf(room / "served", config, tensors)
     options = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--candidate-steps", "0,1,2,3"]
-    with launch(
-        room / "served", room / "engine.log", arguments=options, environment={"OMP_NUM_THREADS": "1"}
-    ) as process:
-        engine = SGLangEngine.of(process.wait(), timeout=600)
-        pusher = Pusher({"engine": engine})
-        reports = []
-        for version in range(1, repeats + 2):
-            reports.append(pusher.push(version, lambda scope: iter(tensors.items())))
-            assert not reports[-1].failed, reports[-1].failed
-        updates = [report.engines["engine"].seconds for report in reports[1:]]
-        limit = loopback(size, repeats)
-    return {
-        "bytes": size,
-        "gigabytes_per_second": {"update": size / statistics.median(updates) / 1e9, "loopback": limit / 1e9},
-        "update_over_loopback": size / statistics.median(updates) / limit,
-        "check_seconds": statistics.median(r.fingerprint_seconds + r.verify_seconds for r in reports[1:]),
-    }
-
-
-def conversion(gigabytes: float, room: Path) -> dict[str, Any]:
-    config, tensors = model(gigabytes)
-    write_hf(room / "hf", config, tensors)
-    layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
-    largest = max(t.nbytes for t in tensors.values())
-    del tensors
-    found: dict[str, Any] = {"bytes": read_hf(room / "hf")[1].bytes(), "layer_bytes": layer, "tensor_bytes": largest}
-    context = multiprocessing.get_context("spawn")  # memory that this process has freed must not count as there
-    for name, source, target in (("to_megatron", "hf", "megatron"), ("to_hf", "megatron", "back")):
-        with context.Pool(1) as pool:
-            seconds, peak = pool.apply(_timed_conversion, (room / source, room / target))
-        rate = found["bytes"] / seconds / 1e9
-        found[name] = {
-            "seconds": seconds,
-            "gigabytes_per_second": rate,
-            "peak_bytes": peak,
-            "peak_over_layer": peak / layer,
+    found: dict[str, Any] = {"bytes": size}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with (
+        launch(room / "served", room / "log", arguments=options, environment={"OMP_NUM_THREADS": "1"}) as process,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as shared,
+    ):
+        process.wait()
+        ways = {"http": Http(), "group": Group(), "files": Files(shared)}
+        pushers = {
+            name: Pusher({"engine": SGLangEngine.of(process, timeout=600, transport=way)}) for name, way in ways.items()
         }
-    first, second = read_hf(room / "hf")[1], read_hf(room / "back")[1]
-    found["exact"] = set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+        limits = {"http": lambda: size / loopback(size, 1), "files": lambda: through_file(tensors, Path(shared))}
+        updates: dict[str, list[float]] = {name: [] for name in ways}
+        limit: dict[str, list[float]] = {name: [] for name in limits}
+        checks = []
+        for version in range(repeats + 1):
+            for name, pusher in pushers.items():
+                report = pusher.push(version, lambda scope: iter(tensors.items()))
+                assert not report.failed, report.failed
+                updates[name].append(report.engines["engine"].seconds)
+                checks.append(report.verify_seconds)
+            for name, measure in limits.items():
+                limit[name].append(measure())
+    limit["group"] = limit["http"]
+    for name in ways:
+        seconds, best = statistics.median(updates[name][1:]), statistics.median(limit[name][1:])
+        rates = {"update": size / seconds / 1e9, "limit": size / best / 1e9}
+        found[name] = {"gigabytes_per_second": rates, "update_over_limit": best / seconds}
+    found["verify_seconds"] = statistics.median(checks)
+    dist.destroy_process_group()
     return found
 
 
-def _timed_conversion(source: Path, target: Path) -> tuple[float, int]:
-    torch.set_num_threads(1)
-    with PeakMemory() as memory:
-        began = time.perf_counter()
-        convert(plan(source, target))
-        seconds = time.perf_counter() - began
-    return seconds, memory.peak
-
-
-class PeakMemory:
-    """Growth of this process's anonymous memory (not of file pages, which the system may take back), sampled."""
-
-    def __enter__(self) -> PeakMemory:
-        self.first = self.peak = _anonymous()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.peak -= self.first
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            self.peak = max(self.peak, _anonymous())
-
-
-def _anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon")
+def through_file(tensors: dict[str, torch.Tensor], directory: Path) -> float:
+    """Seconds to write the tensors as a file and to read every byte of it again."""
+    began = time.perf_counter()
+    safetensors.torch.save_file(tensors, directory / "limit.safetensors")
+    for tensor in safetensors.torch.load_file(directory / "limit.safetensors").values():
+        tensor.clone()
+    (directory / "limit.safetensors").unlink()
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -290,11 +205,10 @@ def main() -> None:
                 "quick": chosen.quick,
             },
             "in_process": in_process(0.064 if chosen.quick else 1.0, repeats),
-            "loopback_gigabytes_per_second": loopback(1 << (26 if chosen.quick else 30), repeats) / 1e9,
+            "profile": profile(0.064 if chosen.quick else 1.0),
         }
         if chosen.sglang:
-            found["sglang"] = over_http(0.064 if chosen.quick else 1.0, repeats, Path(room))
-        found["conversion"] = conversion(0.128 if chosen.quick else 4.0, Path(room))
+            found["sglang"] = transports(0.064 if chosen.quick else 1.0, repeats, Path(room))
     print(json.dumps(found, indent=1))
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1) + "\n")

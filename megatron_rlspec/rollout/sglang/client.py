@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import requests
-import safetensors.torch
 import torch
 
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess
+from megatron_rlspec.rollout.sglang.transport import Http, Transport
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
@@ -22,25 +22,32 @@ _BUCKET_BYTES = 256 << 20
 
 
 class SGLangEngine:
-    """`url` of a running `rlspec serve`; `process` if this client started it and shall end it.
+    """`url` of a running `rlspec serve`; `process` if this client started it and shall end it; `transport` of weights.
 
     Calls may come from several threads. `timeout` is the longest silence: no sample finished, no answer.
     """
 
     def __init__(
-        self, url: str, *, api_key: str = "", process: EngineProcess | None = None, timeout: float = 1800.0
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        process: EngineProcess | None = None,
+        timeout: float = 1800.0,
+        transport: Transport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
         self._timeout = timeout
+        self._transport = transport or Http()
         self._paused = False
         self._broken = ""
         self._shapes: dict[str, list[int]] | None = None
 
     @classmethod
-    def of(cls, process: EngineProcess, *, timeout: float = 1800.0) -> SGLangEngine:
-        return cls(process.url, api_key=process.api_key, process=process, timeout=timeout)
+    def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
+        return cls(process.url, api_key=process.api_key, process=process, timeout=timeout, transport=transport)
 
     def __repr__(self) -> str:
         return f"SGLangEngine({self.url})"
@@ -106,8 +113,7 @@ class SGLangEngine:
         while bucket is not None:
             following = next(buckets, None)
             last = {"version": str(version)} if following is None else {}
-            data = safetensors.torch.save(bucket)
-            self._post("weights/bucket", params={"scope": scope, **last}, data=data)
+            self._transport.send(self._post, bucket, {"scope": scope, **last})
             bucket = following
         self._post("weights/end")
 

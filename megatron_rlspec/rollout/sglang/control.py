@@ -61,6 +61,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "controller": type(adaptive).__name__ if adaptive is not None else "",
         "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in controller.decider.candidates],
         "speculative": worker is not None,
+        "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
     }

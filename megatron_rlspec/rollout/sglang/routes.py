@@ -3,7 +3,8 @@
 `POST /rlspec/control/{command}`  JSON in and out, executed by the scheduler (`control.py`)
 `POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
-`POST /rlspec/pause`, `/rlspec/resume`, `/rlspec/weights/begin`, `/rlspec/weights/bucket`, `/rlspec/weights/end`
+`POST /rlspec/pause`, `/rlspec/resume`, `/rlspec/weights/begin`, `/rlspec/weights/end`; between the last two a bucket as
+`/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from fastapi import FastAPI, Request
@@ -24,7 +26,9 @@ from sglang.srt.managers.io_struct import (
     DumperControlReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
@@ -119,7 +123,48 @@ async def begin(scope: str) -> JSONResponse:
 
 async def bucket(request: Request, scope: str, version: str = "") -> JSONResponse:
     """The body is a safetensors file of full tensors. The last bucket bears `version`, and flushes the cache."""
-    tensors = safetensors.torch.load(await request.body())
+    return await _load(safetensors.torch.load(await request.body()), scope, version)
+
+
+async def file(scope: str, path: str, version: str = "") -> JSONResponse:
+    """As `bucket`, from a file that this machine sees."""
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        return _answer(False, f"{path}: {error}")
+    return await _load(tensors, scope, version)
+
+
+async def join(request: Request) -> JSONResponse:
+    """{"address", "port", "size", "group", "backend"}: meet the trainer, rank 0, in a process group."""
+    r = json.loads(await request.body())
+    message = InitWeightsUpdateGroupReqInput(
+        master_address=r["address"],
+        master_port=r["port"],
+        rank_offset=1,
+        world_size=r["size"],
+        group_name=r["group"],
+        backend=r["backend"],
+    )
+    return _answer(*await _manager().init_weights_update_group(message, None))
+
+
+async def receive(request: Request, scope: str, version: str = "") -> JSONResponse:
+    """{"group", "names", "dtypes", "shapes"}: as `bucket`, broadcast by the trainer one by one."""
+    r = json.loads(await request.body())
+    message = UpdateWeightsFromDistributedReqInput(
+        names=r["names"],
+        dtypes=r["dtypes"],
+        shapes=r["shapes"],
+        group_name=r["group"],
+        flush_cache=bool(version),
+        weight_version=version or None,
+        selector=_SELECTOR[scope],
+    )
+    return _answer(*await _manager().update_weights_from_distributed(message, None))
+
+
+async def _load(tensors: dict[str, torch.Tensor], scope: str, version: str) -> JSONResponse:
     by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
@@ -127,8 +172,8 @@ async def bucket(request: Request, scope: str, version: str = "") -> JSONRespons
     for i, group in enumerate(groups):
         last = bool(version) and i + 1 == len(groups)
         flat = FlattenedTensorBucket(named_tensors=group)
-        # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each of them gets its own:
-        # what hands the memory over can be taken once.
+        # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
+        # own: what hands the memory over can be taken once.
         parts = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
         success, message = await _manager().update_weights_from_tensor(
@@ -159,6 +204,9 @@ def add_routes(app: FastAPI) -> None:
         ("resume", resume),
         ("weights/begin", begin),
         ("weights/bucket", bucket),
+        ("weights/file", file),
+        ("weights/join", join),
+        ("weights/receive", receive),
         ("weights/end", end),
     ):
         app.add_api_route(f"/rlspec/{path}", function, methods=["POST"], response_model=None)

@@ -1,7 +1,7 @@
 """The weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
 
-Under tensor parallelism every rank holds parts. A fingerprint is a sum over a tensor's words, so each rank sums over what
-it holds, at its place in the full tensor, and only sums travel between ranks.
+Under tensor parallelism every rank holds parts. A fingerprint is a sum over a tensor's words, so each rank sums over
+what it holds, at its place in the full tensor, and only sums travel between ranks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,75 @@
+"""A synthetic MiMo of a given size, for the benchmarks of pushes and conversions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rlspec.weights.families import Row
+from megatron_rlspec.weights.names import family_of
+
+
+def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A MiMo shape of about that size, with random tensors; layers 3584 wide, as at 7B, if there is room for some."""
+    hidden = 3584 if gigabytes > 3 else 1536 if gigabytes > 0.5 else 512
+    config = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 3,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": hidden // 512 if hidden % 512 == 0 else 4,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "vocab_size": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 640000,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+    }
+    size = torch.finfo(dtype).bits / 8
+    per_layer = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." in name) * size
+    outside = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." not in name) * size
+    config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - outside) / per_layer))
+    generator = torch.Generator().manual_seed(0)
+    # Drawing a gigabyte of normals takes longer than pushing it: blocks of one draw are as good.
+    draw = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+    tensors = {}
+    for name, shape in _shapes(config).items():
+        flat = draw.repeat(-(-_count(shape) // draw.numel()))[: _count(shape)]
+        tensors[name] = flat.view(shape).clone()
+    return config, tensors
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, i = config["hidden_size"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    by_end = {
+        "embed_tokens.weight": (config["vocab_size"], h),
+        "lm_head.weight": (config["vocab_size"], h),
+        "q_proj.weight": (q, h),
+        "k_proj.weight": (kv, h),
+        "v_proj.weight": (kv, h),
+        "q_proj.bias": (q,),
+        "k_proj.bias": (kv,),
+        "v_proj.bias": (kv,),
+        "o_proj.weight": (h, q),
+        "gate_proj.weight": (i, h),
+        "up_proj.weight": (i, h),
+        "down_proj.weight": (h, i),
+        "input_proj.weight": (h, 2 * h),
+    }
+    rows: dict[str, Row] = family_of(config).rows
+    names = [name for row in rows.values() for name in row.hf]
+    return {name: next((shape for end, shape in by_end.items() if name.endswith(end)), (h,)) for name in names}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,54 @@
+"""The same push by every transport, into a real SGLang process; and what happens if the other side is gone."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from tiny_mimo import config, weights, write
+
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.transport import Files, Group, Http
+from megatron_rlspec.weights.push import Pusher
+
+pytestmark = pytest.mark.slow
+OPTIONS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def source_of(tensors):
+    return lambda scope: ((n, t) for n, t in tensors.items() if scope == "all" or ".mtp" in n)
+
+
+def test_every_transport_brings_every_bit(tmp_path, monkeypatch):
+    from megatron_rlspec.rollout.sglang import client
+
+    monkeypatch.setattr(client, "_BUCKET_BYTES", 100_000)  # several buckets
+    c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)
+    write(tmp_path / "model", c, weights(c))
+    with launch(
+        tmp_path / "model", tmp_path / "log", arguments=OPTIONS, environment={"OMP_NUM_THREADS": "1"}
+    ) as process:
+        process.wait()
+        for number, transport in enumerate((Http(), Files(tmp_path), Group())):
+            pusher = Pusher({"e": SGLangEngine.of(process, timeout=60, transport=transport)})
+            first, second = weights(c, seed=2 * number), weights(c, seed=2 * number + 1)
+            assert not pusher.push(2 * number, source_of(first)).failed
+            mixed = {name: second[name] if ".mtp" in name else tensor for name, tensor in first.items()}
+            report = pusher.push(2 * number + 1, source_of(mixed), "drafter")
+            assert not report.failed and report.scope == "drafter"
+        assert not list(tmp_path.glob("*bucket*"))
+
+        # A path that is not there, and an engine that dies under a group that was joined.
+        lost = SGLangEngine.of(process, transport=Files(tmp_path / "none"))
+        assert "none: No such file" in Pusher({"e": lost}).push(9, source_of(mixed)).failed["e"]
+        process.close()
+        began = time.monotonic()
+        report = pusher.push(10, source_of(mixed))
+        assert "ended with code" in report.failed["e"] and time.monotonic() - began < 30
