@@ -108,6 +108,22 @@ class SpecSection(Section):
         return self
 
 
+class PushConfig(Section):
+    transport: Literal["http", "files", "group"] = Field("http", description="how weights travel to SGLang engines")
+    directory: str = Field("/dev/shm", description="of transport=files: seen by the trainer and by every engine")
+    address: str = Field("127.0.0.1", description="of transport=group: this machine, as engines reach it")
+
+
+class HealthConfig(Section):
+    on_failure: Literal["plain", "stop"] = Field("plain", description="if a second push does not help: off, or stop")
+    canary_prompts: Count = Field(8, description="prompts that every engine answers after each push; 0: no canary")
+    canary_tokens: Positive = Field(12, description="longest of these answers")
+    floor_share: float = Field(0.5, gt=0, le=1, description="share of the expected accepted drafts they must reach")
+    logprob_gap: float = Field(
+        0.5, ge=0, description="mean |log-prob gap| of engine and trainer above which a step is skipped; 0: none"
+    )
+
+
 class AlgorithmConfig(Section):
     ratio: Literal["token", "sequence", "cispo"] = Field("token", description="token: GRPO; sequence: GSPO; cispo")
     normalise_std: bool = Field(True, description="divide a group's advantages by its standard deviation")
@@ -210,6 +226,8 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     spec: SpecSection = SpecSection()
+    push: PushConfig = PushConfig()
+    health: HealthConfig = HealthConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     drafter: DrafterConfig = DrafterConfig()

@@ -99,7 +99,8 @@ class Trainer:
         train_policy  False: the policy only computes hidden states, and just the drafter learns
 
         A policy loss or gradient norm that is not finite leaves the policy as it was (`policy/skipped` = 1), and the
-        drafter likewise by its own.
+        drafter likewise by its own. So does a log-prob gap between engines and trainer above `health.logprob_gap`:
+        the samples then come from another model than this one.
         """
         if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
             raise ValueError(
@@ -117,13 +118,18 @@ class Trainer:
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
         metrics = means(reduce_sums(sums))
         if train_policy:
-            norm, updated = self.learner.step(allowed=math.isfinite(metrics["policy/loss"]))
+            norm, updated = self.learner.step(allowed=math.isfinite(metrics["policy/loss"]) and self._agrees(metrics))
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
         if self.config.drafter.train:
             metrics |= self._drafter_step()
         if train_policy:
             self.refresh_embedding()
         return metrics
+
+    def _agrees(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the engines' log-probs of their samples are the policy's; also true where nobody knows."""
+        limit = self.config.health.logprob_gap
+        return not limit or metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= limit
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Log-probability of every trained label at the rollouts' temperature, `[T]` per micro-batch; elsewhere 0."""

@@ -109,5 +109,5 @@ def test_every_layout(model, tmp_path):
     pipelines = (1,) if model == "tied" else (1, 2)
     layouts = [(tensor, pipeline, 1) for tensor in (1, 2) for pipeline in pipelines]
     if CONFIGS[model].get("n_routed_experts"):
-        layouts += [(1, 1, 2), (1, 2, 2)]
+        layouts += [(1, 1, 2), (1, 2, 2), (2, 1, 2)]  # TP 2 × PP 2 × EP 2 would need eight ranks
     prove(model, tmp_path, layouts, save=True)
