@@ -119,9 +119,7 @@ class HealthConfig(Section):
     canary_prompts: Count = Field(8, description="prompts that every engine answers after each push; 0: no canary")
     canary_tokens: Positive = Field(12, description="longest of these answers")
     floor_share: float = Field(0.5, gt=0, le=1, description="share of the expected accepted drafts they must reach")
-    logprob_gap: float = Field(
-        0.5, ge=0, description="mean |log-prob gap| of engine and trainer above which a step is skipped; 0: none"
-    )
+    logprob_gap: float = Field(0.5, gt=0, description="a step is skipped if engine and trainer differ by more nats")
 
 
 class AlgorithmConfig(Section):

@@ -92,15 +92,20 @@ class Trainer:
         self.refresh_embedding()
 
     def train_step(
-        self, batches: Sequence[PackedBatch], *, objective: Literal["sft", "grpo"] = "sft", train_policy: bool = True
+        self,
+        batches: Sequence[PackedBatch],
+        *,
+        objective: Literal["sft", "grpo"] = "sft",
+        train_policy: bool = True,
+        logprob_gap: float = math.inf,
     ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
         train_policy  False: the policy only computes hidden states, and just the drafter learns
+        logprob_gap   mean |log-prob difference| between engines and policy above which the samples are another model's
 
         A policy loss or gradient norm that is not finite leaves the policy as it was (`policy/skipped` = 1), and the
-        drafter likewise by its own. So does a log-prob gap between engines and trainer above `health.logprob_gap`:
-        the samples then come from another model than this one.
+        drafter likewise by its own. A gap above `logprob_gap` also leaves the policy as it was.
         """
         if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
             raise ValueError(
@@ -118,18 +123,14 @@ class Trainer:
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
         metrics = means(reduce_sums(sums))
         if train_policy:
-            norm, updated = self.learner.step(allowed=math.isfinite(metrics["policy/loss"]) and self._agrees(metrics))
+            agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
+            norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
         if self.config.drafter.train:
             metrics |= self._drafter_step()
         if train_policy:
             self.refresh_embedding()
         return metrics
-
-    def _agrees(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the engines' log-probs of their samples are the policy's; also true where nobody knows."""
-        limit = self.config.health.logprob_gap
-        return not limit or metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= limit
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Log-probability of every trained label at the rollouts' temperature, `[T]` per micro-batch; elsewhere 0."""

@@ -108,6 +108,22 @@ def test_a_loss_that_is_not_finite_skips_the_policys_step_only():
     assert before == parameters != later and after["policy/skipped"] == 0 and math.isfinite(after["policy/loss"])
 
 
+def samples_of_another_model():
+    """Whose log-probs differ from the policy's by more than is allowed."""
+    trainer = build(CELL | {"objective": "grpo"})
+    data, before = own_batches(trainer), digest(trainer.policy.parameters())
+    gap = "policy/train_rollout_logprob_abs_diff"
+    refused = trainer.train_step(data, objective="grpo", logprob_gap=0.01)
+    assert refused["policy/skipped"] == 1 and refused["drafter/skipped"] == 0 and refused[gap] > 0.01
+    assert digest(trainer.policy.parameters()) == before
+    allowed = trainer.train_step(data, objective="grpo", logprob_gap=refused[gap] * 1.01)
+    assert allowed["policy/skipped"] == 0 and digest(trainer.policy.parameters()) != before
+
+
+def test_samples_of_another_model_are_not_trained_on():
+    on_ranks(1, samples_of_another_model)
+
+
 def modes():
     """Which side each mode moves, and what reaches the policy."""
     out = {}
