@@ -158,10 +158,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     hidden, layers, vocab = (256, 4, 8192) if args.quick else (768, 12, 32768)
-    repeats = 3 if args.quick else 5
-    torch.set_num_threads(2)
+    repeats = 3 if args.quick else 9
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
     shape = model(hidden, layers, vocab)
-    cpu = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, 2 threads, float32"
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, threads: {threads}, float32"
     found: dict = {"conditions": f"{cpu}; {layers} layers of {hidden}, vocabulary {vocab}, 8 sequences of 64 + 192"}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         sizes = (1024, 4096)

@@ -15,15 +15,29 @@ from pathlib import Path
 
 Read = Callable[[str], str | None]  # dotted module name -> its source; None where there is no such module
 
+SCHEDULE = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "forward_only",
+)
 # What train/ and mtp/drafter.py rely on beyond the calls that stand in their source: methods that we override or call
 # on objects, and what layer specs are filled with. Parameters are those given by name.
 MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),
+    "megatron.core.models.gpt.gpt_model.GPTModel.forward": ("packed_seq_params",),
     "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": ("hidden_states",),
     "megatron.core.models.gpt.gpt_model.GPTModel.shared_embedding_or_output_weight": (),
     "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock": ("config", "spec"),
     "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlockSubmodules": ("layer_specs",),
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": ("enorm", "hnorm"),
+    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": (
+        "enorm",
+        "hnorm",
+        "layer_norm",
+    ),
     "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer": (
         "hidden_states",
         "decoder_input",
@@ -31,6 +45,20 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     ),
     "megatron.core.transformer.multi_token_prediction.get_mtp_layer_spec": ("use_transformer_engine",),
     "megatron.core.transformer.transformer_block.TransformerBlockSubmodules": ("layer_specs", "layer_norm"),
+    "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules": (
+        "input_layernorm",
+        "self_attention",
+        "pre_mlp_layernorm",
+        "mlp",
+    ),
+    "megatron.core.transformer.attention.SelfAttentionSubmodules": ("core_attention", "q_layernorm", "k_layernorm"),
+    "megatron.core.transformer.mlp.MLPSubmodules": ("activation_func",),
+    "megatron.core.transformer.moe.moe_layer.MoESubmodules": ("experts", "shared_experts"),
+    "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining": SCHEDULE,
+    "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": SCHEDULE,
+    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.get_states": (),
+    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.set_states": ("states",),
+    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.reset": (),
     "megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups": (
         "param_groups",
         "per_model_buffers",

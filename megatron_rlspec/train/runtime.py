@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import random
@@ -24,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -170,13 +172,18 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
         return copy.deepcopy(layer), TENorm
     layer = copy.deepcopy(get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm"))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    mlp = layer.submodules.mlp.submodules
-    for part in (mlp.experts, mlp.shared_experts) if experts else (layer.submodules.mlp,):
-        part.submodules.activation_func = SwiGLU
+    mlp = _submodules(layer.submodules.mlp)
+    for part in map(_submodules, (mlp.experts, mlp.shared_experts)) if experts else (mlp,):
+        part.activation_func = SwiGLU
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer, RMSNorm
+
+
+def _submodules(spec: ModuleSpec | functools.partial) -> Any:
+    """What a layer is built from; main (0.20) writes some specs as calls that wait for their configuration."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 @contextlib.contextmanager
@@ -209,6 +216,8 @@ def install() -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine 0.16.1 forgets to define it
         moe_utils.te_general_gemm = None
+    # Main asks isinstance() of Transformer Engine's classes, which without it are none.
+    multi_token_prediction.is_inference_column_parallel_linear = lambda _: False
     # The CUDA generator's state, for init and recompute: there is one generator here.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
