@@ -56,7 +56,7 @@ def unpadded(chosen):
 
 
 def against_transformers(hf, folder):
-    """Largest differences of policy and drafter (depth 1) logits over all sequences; whether export gives all back."""
+    """Largest differences of policy and drafter (depth 1) logits over a few sequences; whether export gives all back."""
     tensors = checkpoint(hf, folder)
     trainer = build(hf, model={})
     trainer.load_hf(tensors)
@@ -64,7 +64,8 @@ def against_transformers(hf, folder):
     for batch in data_of(trainer):
         hidden, drafted = drafter_logits(trainer, batch)
         ours = hidden @ trainer.policy.head_weight().T
-        for start, end in zip(batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist(), strict=True):
+        ends = batch.cu_seqlens_padded[:4].tolist()
+        for start, end in zip(ends[:-1], ends[1:], strict=True):
             ids = batch.tokens[None, start:end]
             target, draft = logits(hf, tensors, ids, folder / str(count))
             count += 1

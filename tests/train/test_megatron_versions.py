@@ -46,7 +46,7 @@ def test_every_call_binds(version):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", filter(None, os.environ.get("RLSPEC_MEGATRON", "").split(os.pathsep)))
 def test_training_runs_on_another_version(folder):
-    """RLSPEC_MEGATRON: checkouts of Megatron-LM, by colons. Policy, drafter, isolation and experts, each run on them."""
+    """RLSPEC_MEGATRON: checkouts of Megatron-LM, by colons. Policy, drafter, isolation and experts run on each."""
     here = Path(__file__).parent
     files = [str(here / f"test_{name}.py") for name in ("model_parity", "isolation", "experts")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, str(here.parent.parent)])}
