@@ -56,7 +56,7 @@ def unpadded(chosen):
 
 
 def against_transformers(hf, folder):
-    """Largest differences of policy and drafter (depth 1) logits over a few sequences; whether export gives all back."""
+    """Largest difference of policy and drafter (depth 1) logits over a few sequences; does export give all back."""
     tensors = checkpoint(hf, folder)
     trainer = build(hf, model={})
     trainer.load_hf(tensors)
