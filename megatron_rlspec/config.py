@@ -64,7 +64,9 @@ class RolloutConfig(Section):
     max_total_tokens: Positive = Field(65536, description="KV cache of one engine, in tokens")
     mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
     timeout_seconds: float = Field(1800.0, gt=0, description="a longer silence counts as an engine failure")
-    staleness: Count = Field(0, description="steps that generation may run ahead of training")
+    staleness: int = Field(
+        0, ge=0, le=1, description="1: the next step's samples are drawn while this one trains, by weights a step older"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
@@ -134,6 +136,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token", "sample", "constant"] = Field("token", description="how token losses are averaged")
     old_logprobs: Literal["recompute", "engine"] = Field("recompute", description="denominator of the ratio")
     tis_clip: float = Field(2.0, ge=0, description="cap on the train/engine importance weight; 0: none")
+    stale_clip: float = Field(2.0, gt=0, description="cap on that weight for tokens drawn by an older policy")
     dynamic_sampling: bool = Field(False, description="drop groups whose rewards are all equal, and refill")
     overlong_tokens: Count = Field(0, description="length of the soft penalty zone before max_new_tokens; 0: none")
 
@@ -245,8 +248,6 @@ class Config(Section):
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
-        if self.rollout.engine == "embedded" and self.spec.mode == "adaptive":
-            raise ValueError("rollout.engine=embedded, but spec.mode=adaptive decides inside SGLang; take fixed or off")
         if self.algorithm.dynamic_sampling and self.rollout.samples_per_prompt == 1:
             raise ValueError(
                 "algorithm.dynamic_sampling=true drops groups of equal rewards, "

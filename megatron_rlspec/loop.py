@@ -10,18 +10,23 @@ def train(config: Config) -> None:
     """GRPO with a co-trained drafter: collect, learn, push, adapt."""
     with Session(config, data_path=config.data.path) as run:
         run.push()
-        run.evaluate("first")
+        if run.done == 0:
+            run.evaluate("first")
         for step in run.steps(config.train.steps):
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0's engines draw and score; every rank gets the groups
             with run.clock("train"):
                 batches = run.pack(groups)  # this rank's share, rolled before the context-parallel slice
-                metrics = run.trainer.train_step(batches, objective="grpo")  # policy and drafter, one step each
+                metrics = run.train_step(batches, objective="grpo")  # policy and drafter, one step each
+            with run.clock("generate"):
+                run.settle()  # a rollout that runs ahead ends first: weights change between rollouts only
             with run.clock("push"):
                 run.push()  # target and drafter, one versioned session, every fingerprint compared
             run.adapt()  # what the engines' policies did, and what was accepted
             run.record(step, metrics, groups)
-            run.checkpoint(step)
+            run.checkpoint()
+            if run.due(config.train.eval_every):
+                run.evaluate(f"step-{run.done:06d}")
         run.evaluate("last")
         run.export()
 
@@ -32,9 +37,9 @@ def warm_start(config: Config) -> None:
         for step in run.steps(config.sft.steps):
             with run.clock("train"):
                 batches = run.pack(run.demonstrations())
-                metrics = run.trainer.train_step(batches, objective="sft", train_policy=not config.sft.drafter_only)
+                metrics = run.train_step(batches, objective="sft", train_policy=not config.sft.drafter_only)
             run.record(step, metrics)
-            run.checkpoint(step)
+            run.checkpoint()
             if run.good_enough(step):
                 break
         run.export()

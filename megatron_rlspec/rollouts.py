@@ -1,13 +1,17 @@
 """Rank 0's side of a run: the engines, the rewards, and what speculation learns from both.
 
 Randomness comes from (seed, step, prompt, index), so that a resumed run draws what the uninterrupted one would have.
+With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights change between
+rollouts only, so which version drew which sample does not depend on timing.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import Group, Prompt, Request, Sample, Sampling
-from megatron_rlspec.weights.health import Health
+from megatron_rlspec.weights.health import Health, HealthError, stamp_finding
 from megatron_rlspec.weights.push import Pusher, Source
 
 EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
@@ -46,11 +50,16 @@ class Rollouts:
         )
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+        self.seconds = math.nan  # that the last rollout took, rewards included
+        self.thread = ThreadPoolExecutor(1, "rollout")
+        self.ahead: Future[tuple[list[Group], float]] | None = None
         self.starting = StartingEngines(config, run_dir)
         self.scorer: rewards.Scorer | None = None
 
-    def open(self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any]) -> None:
-        """Wait for the engines. `prompts`: what `collect` draws from; `resumed`: what `state` gave.
+    def open(
+        self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any], pending: list[Group]
+    ) -> None:
+        """Wait for the engines. `prompts`: what `collect` draws from; `resumed` and `pending`: what a checkpoint kept.
 
         Raises EngineError.
         """
@@ -59,25 +68,64 @@ class Rollouts:
         engines = self.starting.wait()
         self.engines = EnginePool(list(engines.values()))
         self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
+        if pending:
+            self.ahead = Future()
+            self.ahead.set_result((pending, math.nan))
         if "acceptance" in resumed:
             self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
         if self.config.spec.mode == "adaptive":
-            for engine in self.engines.engines:
-                engine.set_policy(self.adapter.policy())
+            self.engines.everywhere(lambda engine: engine.set_policy(self.adapter.policy()))
 
     def close(self) -> None:
+        """Engines first: that ends a rollout that still runs."""
         self.starting.close()
+        if self.ahead is not None and not self.ahead.done():
+            self.engines.close()
+        self.thread.shutdown()
         if self.scorer is not None:
             self.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps beside `pending`."""
         return {"acceptance": self.adapter.acceptance.to_json()}
+
+    def pending(self) -> list[Group]:
+        """The settled rollout that the next step will train on; weights that could draw it again are gone."""
+        return self.ahead.result()[0] if self.ahead is not None else []
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Scored groups of one step."""
+        """Scored groups of one step; with `rollout.staleness`, engines then go on to those of the next.
+
+        Raises EngineError if no engine is left, and HealthError for samples of a version that may not be trained on.
+        """
+        ahead, self.ahead = self.ahead, None
+        groups, self.seconds = ahead.result() if ahead is not None else self._draw(step)
+        newest, allowed = step + 1, self.config.rollout.staleness
+        finding = stamp_finding([s for g in groups for s in g.samples], max(1, newest - allowed), newest)
+        if finding is not None:
+            raise HealthError(finding.message)
+        if allowed and step + 1 < self.config.train.steps:
+            self.ahead = self.thread.submit(self._draw, step + 1)
+        return groups
+
+    def settle(self) -> None:
+        """Wait for the rollout that runs ahead. Raises EngineError; the next `collect` then draws anew."""
+        if self.ahead is not None and self.ahead.exception() is not None:
+            failed, self.ahead = self.ahead, None
+            failed.result()
+
+    def _draw(self, step: int) -> tuple[list[Group], float]:
+        """Scored groups, and the seconds they took. Who fails leaves the prompts' order as it was."""
+        began, order = time.perf_counter(), self.prompts.order.state()
+        try:
+            return self._fill(step), time.perf_counter() - began
+        except BaseException:
+            self.prompts.order.restore(order)
+            raise
+
+    def _fill(self, step: int) -> list[Group]:
         options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
         kept: list[Group] = []
         dropped = 0
@@ -85,7 +133,7 @@ class Rollouts:
             prompts = self.prompts.take(wanted - len(kept))
             groups = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
             if self.config.algorithm.dynamic_sampling:
-                groups = [group for group in groups if grpo.has_signal([s.reward for s in group.samples])]
+                groups = [group for group in groups if _has_signal(group)]
             dropped += len(prompts) - len(groups)
             kept += groups
         return kept
@@ -98,6 +146,7 @@ class Rollouts:
             for i in range(samples)
         ]
         drawn = self.engines.generate(requests, self.sampling)
+        self._tell_losses()
         for sample in drawn:
             sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
         for failure in self.scorer.score(drawn):
@@ -124,18 +173,31 @@ class Rollouts:
 
     def push(self, version: int, source: Source) -> dict[str, float]:
         """Every tensor of `source` to every engine, proven; returns what the records keep. Raises HealthError."""
+        self._tell_losses()
         report = self.health.push(version, source)
         for record in report.records:
             self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
         return report.metrics()
 
+    def _tell_losses(self) -> None:
+        """Engines that the pool gave up are no longer pushed to, and each is told once."""
+        pushed = self.health.pusher.engines
+        for name in [name for name, engine in pushed.items() if engine not in self.engines.engines]:
+            reason = self.engines.failures[id(pushed.pop(name))]
+            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}", engine=name)
+
     def adapt(self) -> dict[str, float]:
         """Take in what the engines observed. They decide by themselves, every round, by the policy they were given."""
         adaptive = self.config.spec.mode == "adaptive"
-        reports = [engine.policy_report() for engine in self.engines.engines] if adaptive else []
+        reports = self.engines.everywhere(lambda engine: engine.policy_report()) if adaptive else []
         found = self.adapter.observe(self.engines.stats(), reports)
         write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
         return found
+
+
+def _has_signal(group: Group) -> bool:
+    known = [not rewards.failed(sample) for sample in group.samples]
+    return grpo.has_signal([sample.reward for sample in group.samples], known=known)
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,13 +24,15 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.metrics import Clock, Recorder, write_atomically
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollouts import Rollouts, rollout_metrics
 from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
+from megatron_rlspec.weights.health import HealthError
 from megatron_rlspec.weights.names import family_of
-from megatron_rlspec.weights.push import exporting
+from megatron_rlspec.weights.push import PushError, exporting
 
 
 class RunStopped(RuntimeError):
@@ -72,16 +75,16 @@ class Session:
             self._closing.callback(self.rollouts.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
-        self.first_step, self.version = 0, 0
+        self.done = 0  # optimizer steps that the parameters have behind them; their version is one more
         self._last_accept_length = 0.0
         self._bad_steps = 0
-        resumed = self._resume() if config.train.resume else {}
+        resumed, pending = self._resume() if config.train.resume else ({}, [])
         if self.main:
-            self.recorder = Recorder(self.run_dir, self.first_step)
+            self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
             write_atomically(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
-                self.rollouts.open(self.recorder, None if supervised else self.data, resumed)
+                self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
 
     def _check_machine(self) -> None:
         """Raise ConfigError for what this machine cannot do, before anything starts."""
@@ -105,14 +108,41 @@ class Session:
 
     def collect(self, step: int) -> list[Group]:
         """Scored groups of one step, the same on every rank."""
-        return self._share(lambda: self.rollouts.collect(step))
+        groups: list[Group] = []
+        with self._leading() as leads:
+            if leads:
+                groups += self.rollouts.collect(step)
+        return self._share(groups)
 
-    def _share(self, produce: Callable[[], list[Group]]) -> list[Group]:
-        """What rank 0 produced, on every rank."""
+    def settle(self) -> None:
+        """Wait for the rollout that runs ahead, if there is one."""
+        with self._leading() as leads:
+            if leads:
+                self.rollouts.settle()
+
+    @contextmanager
+    def _leading(self) -> Iterator[bool]:
+        """True on rank 0, which acts for all. If no engine is left then, every rank stops, with a checkpoint."""
+        reason = ""
+        try:
+            yield self.main
+        except (EngineError, HealthError) as error:
+            reason = str(error)
+        except PushError as error:
+            if self.main:
+                raise  # the exporter's: what it gave belongs into no checkpoint
+            reason = str(error)
+        failed = torch.tensor(int(bool(reason)), device=_device())
+        dist.broadcast(failed, src=0)
+        if failed:
+            self._stop(reason)
+
+    def _share(self, groups: list[Group]) -> list[Group]:
+        """Rank 0's, on every rank."""
         if dist.get_world_size() == 1:
-            return produce()
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        payload = torch.frombuffer(bytearray(wire.encode_groups(produce())), dtype=torch.uint8) if self.main else None
+            return groups
+        device = _device()
+        payload = torch.frombuffer(bytearray(wire.encode_groups(groups)), dtype=torch.uint8) if self.main else None
         size = torch.tensor(0 if payload is None else len(payload), device=device)
         dist.broadcast(size, src=0)
         payload = torch.empty(int(size), dtype=torch.uint8, device=device) if payload is None else payload.to(device)
@@ -133,11 +163,18 @@ class Session:
             advantages=[a for group in groups for a in self._advantages(group)],
             depth=self.config.drafter.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
+            version=self.done + 1 if self.config.rollout.staleness else None,
             aggregation=algorithm.aggregation,
             constant_length=self.config.rollout.max_new_tokens,
             **runtime.placement(),
             multiple=parallel.tensor if parallel.sequence else 1,
         )
+
+    def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
+        """One step of policy and drafter each: `Trainer.train_step`."""
+        metrics = self.trainer.train_step(batches, **options)
+        self.done += 1
+        return metrics
 
     def _advantages(self, group: Group) -> list[float]:
         algorithm, longest = self.config.algorithm, self.config.rollout.max_new_tokens
@@ -152,15 +189,15 @@ class Session:
 
     def push(self) -> None:
         """Target and drafter to every engine as one version, proven before the next rollout is trained on."""
-        self.version += 1
-        with exporting(self.trainer.export) as source:
+        with self._leading(), exporting(self.trainer.export) as source:
             if source is not None:
-                self._pushed = self.rollouts.push(self.version, source)
+                self._pushed = self.rollouts.push(self.done + 1, source)
 
     def adapt(self) -> None:
         """Take in what the engines observed."""
-        if self.main:
-            self._adapted = self.rollouts.adapt()
+        with self._leading() as leads:
+            if leads:
+                self._adapted = self.rollouts.adapt()
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
@@ -170,61 +207,75 @@ class Session:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def checkpoint(self, step: int) -> None:
+    def checkpoint(self) -> None:
         """Every `train.save_every` steps; and when `train.max_bad_steps` in a row went wrong, before RunStopped."""
         options = self.config.train
-        stop = 0 < options.max_bad_steps <= self._bad_steps
-        if stop or (options.save_every and (step + 1) % options.save_every == 0):
-            self._save(step)
-        if stop:
-            raise RunStopped(
-                f"step {step}: loss or gradient norm was not finite {self._bad_steps} steps in a row "
-                f"(train.max_bad_steps={options.max_bad_steps}); the last good parameters are in "
-                f"{self.run_dir / 'checkpoints' / f'step-{step + 1:06d}'}"
+        if 0 < options.max_bad_steps <= self._bad_steps:
+            self._stop(
+                f"step {self.done - 1}: loss or gradient norm was not finite {self._bad_steps} steps in a row "
+                f"(train.max_bad_steps={options.max_bad_steps})"
             )
+        if self.due(options.save_every):
+            self._save()
 
-    def _save(self, step: int) -> None:
-        """Everything the next step depends on. The small state comes first: a directory means a whole checkpoint."""
+    def _stop(self, reason: str) -> NoReturn:
+        """End the run for good, with what it has."""
+        raise RunStopped(f"{reason}; the last good parameters are in {self._save()}")
+
+    def _save(self) -> Path:
+        """Everything the next step depends on. The small files come first: a directory means a whole checkpoint."""
         folder = self.run_dir / "checkpoints"
+        whole = folder / f"step-{self.done:06d}"
         if self.main:
-            state = {"step": step + 1, "version": self.version, "data": self.data.order.state()}
+            state = {"step": self.done, "data": self.data.order.state()}
             if self.generates:
                 state |= self.rollouts.state()
-            write_atomically(folder / f"step-{step + 1:06d}.json", json.dumps(state))
-        self.trainer.save(folder / f"step-{step + 1:06d}")
+                if pending := self.rollouts.pending():
+                    write_atomically(whole.with_suffix(".groups"), wire.encode_groups(pending))
+                    state["pending"] = len(pending)
+            write_atomically(whole.with_suffix(".json"), json.dumps(state))
+        self.trainer.save(whole)
         if self.main:
             for old in sorted(folder.glob("step-*/"))[: -self.config.train.keep]:
                 shutil.rmtree(old)
-                old.with_suffix(".json").unlink(missing_ok=True)
+                for suffix in (".json", ".groups"):
+                    old.with_suffix(suffix).unlink(missing_ok=True)
+        return whole
 
-    def _resume(self) -> dict[str, Any]:
+    def _resume(self) -> tuple[dict[str, Any], list[Group]]:
         """Continue from the newest whole checkpoint; from the start if there is none yet."""
         found = sorted((self.run_dir / "checkpoints").glob("step-*/"))
         if not found:
-            return {}
+            return {}, []
         state = read_json(found[-1].with_suffix(".json"))
+        pending = _read_groups(found[-1].with_suffix(".groups")) if state.get("pending") else []
         self.trainer.load(found[-1])
         self.data.order.restore(state["data"])
-        self.first_step, self.version = state["step"], state["version"]
-        return state
+        self.done = state["step"]
+        return state, pending
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
     def evaluate(self, name: str) -> None:
-        """The held-out prompts, if there are any, on rank 0."""
-        if self.main:
-            self.rollouts.evaluate(name)
+        """The held-out prompts, if there are any."""
+        with self._leading() as leads:
+            if leads:
+                self.rollouts.evaluate(name)
+
+    def due(self, every: int) -> bool:
+        """Whether `every` so many steps something is to be done, now; 0: never."""
+        return every > 0 and self.done % every == 0
 
     def good_enough(self, step: int) -> bool:
         """Every `sft.eval_every` steps: held-out reward reached `sft.stop_reward`, and accept length is flat."""
         options = self.config.sft
-        if not options.eval_every or (step + 1) % options.eval_every:
+        if not self.due(options.eval_every):
             return False
         with self.clock("push"):
             self.push()
-        stop = torch.zeros(())
-        if self.main:
-            with self.clock("generate"):
+        stop = torch.zeros((), device=_device())
+        with self.clock("generate"), self._leading() as leads:
+            if leads:
                 result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
             gain = result["accept_length"] - self._last_accept_length
             self._last_accept_length = result["accept_length"]
@@ -236,8 +287,8 @@ class Session:
         """Steps still to do; rank 0 shows a bar."""
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         with Progress(*columns, disable=not self.main) as self._bar:
-            self._task = self._bar.add_task("step", total=total, completed=self.first_step)
-            for step in range(self.first_step, total):
+            self._task = self._bar.add_task("step", total=total, completed=self.done)
+            for step in range(self.done, total):
                 yield step
                 self._bar.advance(self._task)
 
@@ -256,7 +307,7 @@ class Session:
         samples = [sample for group in groups for sample in group.samples]
         if samples:
             found = rollout_metrics(samples)
-            found["tokens_per_second"] = found["response_tokens"] / seconds["seconds_generate"]
+            found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4])
             line = f"reward {found['reward']:.3f}  accept {found['accept_length']:.2f}"
@@ -264,3 +315,15 @@ class Session:
             line += f"  drafter {metrics['drafter/match_1']:.2f}"
         self.recorder.write(step, values)
         self._bar.update(self._task, description=line)
+
+
+def _read_groups(file: Path) -> list[Group]:
+    try:
+        return wire.decode_groups(file.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: missing or truncated ({error}); remove {file.stem} to go on") from None
+
+
+def _device() -> torch.device:
+    """Where the tensors of a broadcast must lie."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -149,7 +149,7 @@ class Sample:
     tokens [L] int64               prompt then response
     loss_mask [L] float32          1 where the token itself is a trained response token
     behaviour_logprobs [L] float32 log-probability under the policy that drew the token; 0 on the prompt
-    policy_versions                spans (version, first, last + 1) over token indices of the response
+    policy_versions                spans (version, first, last + 1), counted from the response's first token
     accepted                       histogram over verify rounds: accepted[i] rounds accepted i drafts
     """
 
@@ -201,6 +201,7 @@ class PackedBatch:
     `cu_seqlens` counts real tokens and `cu_seqlens_padded` the laid-out ones, both global (before the slice), int32
     `[n + 1]`. `counts` holds the global denominators of every loss of the *step*, all ranks and micro-batches, known
     before the first backward: `policy`, `drafter` (one per depth); also `tokens` (trained ones) and `samples`.
+    `staleness` counts the versions between the policy that drew the label and the one that is trained; None: not asked.
     """
 
     tokens: torch.Tensor
@@ -220,6 +221,7 @@ class PackedBatch:
     counts: dict[str, Any]
     reference_logprobs: torch.Tensor | None = None
     behaviour_logprobs: torch.Tensor | None = None
+    staleness: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ def policy_loss(
                    (no gradient passes through it)
 
     The loss of a token with ratio r = exp(logprob - old) and advantage A, times the truncated importance weight
-    min(exp(old - behaviour), tis_clip), plus kl_coef · KL to the reference, minus entropy_coef · entropy:
+    min(exp(old - behaviour), tis_clip), plus kl_coef · KL to the reference, minus entropy_coef · entropy. For a token
+    that an older policy drew (`batch.staleness`), the cap is `stale_clip`: with `old` the policy at the start of the
+    step this is the decoupled objective of AReaL (arXiv 2505.24298, §5.2), truncated.
 
     token     max(-rA, -clip(r)A), bounded by -dual_clip · A where A < 0       (PPO; dual clip: arXiv 1912.09729)
     sequence  the same with r = exp(mean over the sequence's trained tokens)   (GSPO: arXiv 2507.18071, eq. 13)
@@ -112,7 +114,13 @@ def policy_loss(
     if batch.behaviour_logprobs is not None:
         behaviour = trained(batch.behaviour_logprobs)
         weight = (old - behaviour).exp()
-        if algorithm.tis_clip:
+        if batch.staleness is not None:
+            stale = trained(batch.staleness)
+            fresh_weight = weight.clamp(max=algorithm.tis_clip) if algorithm.tis_clip else torch.ones_like(weight)
+            pg_loss = pg_loss * torch.where(stale > 0, weight.clamp(max=algorithm.stale_clip), fresh_weight)
+            clipped = torch.where(stale > 0, weight > algorithm.stale_clip, weight > (algorithm.tis_clip or torch.inf))
+            sums |= {"tis": weight, "tis_clipfrac": clipped, "staleness": stale}
+        elif algorithm.tis_clip:
             pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
             sums |= {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
         # With the engine's own log-probs as denominator, old shows no gap: the present policy's do.

@@ -32,6 +32,7 @@ def pack(
     old_logprobs: PerToken | None = None,
     reference_logprobs: PerToken | None = None,
     drafter_weights: Sequence[float] | None = None,
+    version: int | None = None,
     aggregation: Aggregation = "token",
     constant_length: int | None = None,
     dp_size: int = 1,
@@ -49,6 +50,7 @@ def pack(
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
     old_logprobs            `[L]` token-aligned per sample; the behaviour's if omitted
     drafter_weights         one per sample, not negative; 1 if omitted
+    version                 of the policy to be trained: `staleness` is its distance to `Sample.policy_versions`
     aggregation             Σ policy_weight · loss_mask · loss / counts["policy"] is, over the whole step,
                             token: the mean over trained tokens; sample: the mean over samples of their token means
                             (0 for a sample without a trained token); constant: Σ / (samples · constant_length)
@@ -62,6 +64,8 @@ def pack(
     bins = partition(laid_out, tokens_per_micro_batch // whole * whole, dp_size)
     columns = _columns(samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights)
     columns["policy_weight"] = _policy_weight(samples, aggregation)
+    if version is not None:
+        columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
     return [
         _micro_batch(chosen, columns, laid_out, whole, depth, counts, cp_size, cp_rank, layout, pad_token)
@@ -165,6 +169,23 @@ def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -
     return columns
 
 
+def _staleness(sample: Sample, version: int) -> torch.Tensor:
+    """Versions between each response token and `version`, `[L]`. Raises ValueError if the spans do not tell all."""
+    found = torch.zeros(len(sample.tokens))
+    covered = sample.prompt_len
+    for drawn_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
+        if sample.prompt_len + first != covered or drawn_by > version:
+            break
+        covered = sample.prompt_len + last
+        found[sample.prompt_len + first : covered] = version - drawn_by
+    if covered != len(sample.tokens):
+        raise ValueError(
+            f"sample {sample.request_id}: policy_versions={sample.policy_versions} of {len(sample.response)} response "
+            f"tokens; expected spans that cover them, of versions up to {version}"
+        )
+    return found
+
+
 def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[torch.Tensor]:
     """Weight of each token's loss, `[L]`. Token 0 is never predicted, so it counts in no mean."""
     weights = []
@@ -257,6 +278,7 @@ def _micro_batch(
         old_logprobs=trained("old_logprobs"),
         behaviour_logprobs=trained("behaviour_logprobs"),
         reference_logprobs=trained("reference_logprobs") if "reference_logprobs" in columns else None,
+        staleness=trained("staleness") if "staleness" in columns else None,
         sequence_ids=share(sequence_ids),
         policy_weight=trained("policy_weight"),
         drafter_weight=share(lay_out("drafter_weight")),

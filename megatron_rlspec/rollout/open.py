@@ -56,6 +56,7 @@ def _embedded(config: Config) -> EmbeddedEngine:
         device="cuda" if torch.cuda.is_available() else "cpu",
         verifier=config.spec.verifier,
         schedule=SpecSchedule.fixed(SpecConfig(steps) if steps else OFF),
+        candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
         max_running_requests=config.rollout.max_running_requests,
         max_total_tokens=config.rollout.max_total_tokens,
         max_length=config.model.max_length,

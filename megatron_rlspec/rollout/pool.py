@@ -24,8 +24,8 @@ class EnginePool:
     in_flight: requests that one engine holds at a time; further groups go to whichever engine has room first. 0: all
     are dealt out at the start, in one `generate` per engine, for engines that cannot be called from several threads.
 
-    An engine that fails is closed and left out from then on (`failures` says why); its unfinished requests start anew
-    on the others. When none is left, `EngineError` is raised.
+    An engine that fails is closed and left out from then on (`failures` says why, by the engine's `id`); its unfinished
+    requests start anew on the others. When none is left, `EngineError` is raised.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], in_flight: int = 0) -> None:
@@ -33,7 +33,7 @@ class EnginePool:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = list(engines)
         self._in_flight = in_flight
-        self.failures: list[str] = []
+        self.failures: dict[int, str] = {}
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
@@ -54,27 +54,27 @@ class EnginePool:
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         tensors = list(tensors) if len(self._engines) > 1 else tensors
-        self._everywhere(lambda engine: engine.update_weights(version, tensors, scope))
+        self.everywhere(lambda engine: engine.update_weights(version, tensors, scope))
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._everywhere(lambda engine: engine.set_schedule(schedule))
+        self.everywhere(lambda engine: engine.set_schedule(schedule))
 
     def pause(self) -> None:
-        self._everywhere(lambda engine: engine.pause())
+        self.everywhere(lambda engine: engine.pause())
 
     def resume(self) -> None:
-        self._everywhere(lambda engine: engine.resume())
+        self.everywhere(lambda engine: engine.resume())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Engines ignore ids that they do not hold."""
-        self._everywhere(lambda engine: engine.abort(request_ids))
+        self.everywhere(lambda engine: engine.abort(request_ids))
 
     def stats(self) -> list[RoundStats]:
-        return [s for part in self._everywhere(lambda engine: engine.stats()) for s in part]
+        return [s for part in self.everywhere(lambda engine: engine.stats()) for s in part]
 
     def fingerprints(self) -> dict[str, int]:
         """Those of the first engine; `EngineError` if another one holds other weights."""
-        first, *others = self._everywhere(lambda engine: engine.fingerprints())
+        first, *others = self.everywhere(lambda engine: engine.fingerprints())
         for engine, other in zip(self._engines[1:], others, strict=True):
             different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
             if different:
@@ -89,14 +89,14 @@ class EnginePool:
         """Leave a failed engine out from now on. Raises `EngineError` when none is left."""
         if engine in self._engines:
             self._engines.remove(engine)
-            self.failures.append(str(error))
+            self.failures[id(engine)] = str(error)
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
         if not self._engines:
             raise EngineError(f"no engine is left; the last one failed with: {error}")
 
-    def _everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
-        """The results of all engines that did not fail, in order."""
+    def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
+        """Call every engine; the results of those that did not fail, in order."""
         engines = list(self._engines)
         with ThreadPoolExecutor(len(engines)) as threads:
             futures = [threads.submit(call, engine) for engine in engines]

@@ -127,6 +127,51 @@ def test_loss_and_gradient_equal_the_reference(case, aggregation):
         torch.testing.assert_close(grad, wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("tis_clip", [0.0, 1.2])
+@pytest.mark.parametrize("ratio", ["token", "cispo"])
+def test_tokens_of_an_older_version_have_a_cap_of_their_own(ratio, tis_clip):
+    """min(exp(old - behaviour), stale_clip) where the version is older, min(…, tis_clip) or 1 where it is not."""
+    algorithm = AlgorithmConfig(ratio=ratio, tis_clip=tis_clip, stale_clip=1.1)
+    samples, advantage, columns = make_step()
+    for sample in samples:  # version 6 drew the first three tokens, version 7 the rest
+        cut = min(3, len(sample.response))
+        spans = ((6, 0, cut), (7, cut, len(sample.response)))
+        sample.policy_versions = spans if cut < len(sample.response) else spans[:1]
+    unweighted = AlgorithmConfig(ratio=ratio, **PLAIN)
+    _, plain, _ = total_loss(packed(samples, advantage, columns), columns, unweighted)
+    _, grads, metrics = total_loss(packed(samples, advantage, columns, version=7), columns, algorithm)
+    capped = 0
+    for i, sample in enumerate(samples):
+        weight = torch.tensor(np.exp(columns["old"][i].astype(float) - sample.behaviour_logprobs))
+        stale = (torch.arange(len(weight)) >= sample.prompt_len) & (torch.arange(len(weight)) < sample.prompt_len + 3)
+        fresh = weight.clamp(max=tis_clip) if tis_clip else torch.ones_like(weight)
+        capped += int((stale & (weight > 1.1)).sum())
+        torch.testing.assert_close(
+            grads[i], plain[i] * torch.where(stale, weight.clamp(max=1.1), fresh), rtol=1e-5, atol=1e-9
+        )
+    assert capped > 2
+    drawn_before = sum(float(sample.loss_mask[: sample.prompt_len + 3].sum()) for sample in samples)
+    assert metrics["staleness"] == drawn_before and 0 < drawn_before < metrics["tokens"]
+
+
+def test_without_older_tokens_staleness_changes_no_bit():
+    samples, advantage, columns = make_step()
+    for sample in samples:
+        sample.policy_versions = ((7, 0, len(sample.response)),)
+    for algorithm in (AlgorithmConfig(), AlgorithmConfig(**PLAIN)):
+        asked = total_loss(packed(samples, advantage, columns, version=7), columns, algorithm)
+        unasked = total_loss(packed(samples, advantage, columns), columns, algorithm)
+        assert asked[0] == unasked[0] and all(map(torch.equal, asked[1], unasked[1]))
+
+
+@pytest.mark.parametrize("spans", [(), ((7, 0, 3),), ((8, 0, 9),), ((7, 0, 3), (7, 4, 9))])
+def test_a_token_without_a_version_is_refused(spans):
+    samples, advantage, columns = make_step(lengths=((3, 9),))
+    samples[0].policy_versions = spans
+    with pytest.raises(ValueError, match="sample r0: policy_versions=.* of 9 response tokens"):
+        packed(samples, advantage, columns, version=7)
+
+
 def test_the_cases_reach_every_branch():
     """Clips, dual clips and truncations happen in the data above, on both sides."""
     samples, advantage, columns = make_step()

@@ -107,7 +107,7 @@ def test_a_dead_engine_loses_and_doubles_nothing(in_flight: int) -> None:
     assert [s.request_id for s in samples] == [r.id for r in asked] and len(samples) == 48
     assert set(seen.values()) == {1} and len(seen) == 48
     assert len(dying.drawn) == 7 and not set(dying.drawn) & set(healthy.drawn)
-    assert dying.closed and pool.engines == (healthy,) and pool.failures == ["dying: gone"]
+    assert dying.closed and pool.engines == (healthy,) and pool.failures == {id(dying): "dying: gone"}
     assert len(pool.generate(requests(2), SAMPLING)) == 8
 
 

@@ -1,0 +1,65 @@
+"""A run that is killed, at whatever moment, and resumed ends with the bytes of one that was not."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from short_run import finish, make_start, train
+
+from megatron_rlspec.metrics import read_records
+
+# The embedded engine, since its start costs nothing. Speculation adapts, so killed runs draft differently, too.
+OPTIONS = {"rollout__engine": "embedded", "train__eval_prompts": 1}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+def kill(start: Path, run_dir: Path, seconds: float, **options: object) -> int:
+    """Start or resume, SIGKILL so many seconds after the trainer is built; the steps that were done by then."""
+    (run_dir / "config.json").unlink(missing_ok=True)
+    process = train(start, run_dir, train__resume="true", **options)
+    deadline = time.monotonic() + 120
+    while not (run_dir / "config.json").exists():  # written next
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.005)
+    time.sleep(seconds)
+    assert process.poll() is None, "the run ended before it was killed"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return len(read_records(run_dir / "metrics.jsonl"))
+
+
+def files(run_dir: Path, steps: int) -> dict[str, bytes]:
+    """Policy, drafter, both optimizers, generators; and what was exported."""
+    folders = (run_dir / f"checkpoints/step-{steps:06d}", run_dir / "hf")
+    return {str(f.relative_to(run_dir)): f.read_bytes() for folder in folders for f in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("staleness", "steps", "kills"),
+    [
+        (1, 20, 2),
+        pytest.param(0, 120, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(1, 120, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
+)
+def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tmp_path, staleness, steps, kills):
+    options = OPTIONS | {"rollout__staleness": staleness, "train__steps": steps}
+    finish(train(start, tmp_path / "whole", **options))
+    moments = random.Random(steps)
+    reached = [kill(start, tmp_path / "killed", moments.uniform(0.0, 1.0), **options) for _ in range(kills)]
+    assert 0 < reached[-1] < steps, reached
+    finish(train(start, tmp_path / "killed", train__resume="true", **options))
+    expected, found = files(tmp_path / "whole", steps), files(tmp_path / "killed", steps)
+    assert len(expected) >= 4 and found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
+    assert [r["step"] for r in records[1]] == list(range(steps))
+    assert [r["rollout/reward"] for r in records[1]] == [r["rollout/reward"] for r in records[0]]
+    if staleness:
+        assert [r["policy/staleness"] for r in records[1]] == [0.0] + [1.0] * (steps - 1)
