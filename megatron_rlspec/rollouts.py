@@ -206,6 +206,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     drafts = sum(i * n for s in samples for i, n in enumerate(s.accepted))
     lengths = [len(s.response) for s in samples]
     return {
+        "samples": float(len(samples)),
         "reward": float(np.mean([s.reward for s in samples])),
         "reward_std": float(np.std([s.reward for s in samples])),
         "accept_length": 1 + drafts / rounds if rounds else math.nan,

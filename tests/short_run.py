@@ -35,11 +35,16 @@ def python(script: Path, *arguments: object) -> None:
     subprocess.run([sys.executable, script, *map(str, arguments)], check=True, capture_output=True, text=True)
 
 
-def train(start: Path, run_dir: Path, **options: object) -> subprocess.Popen:
+def train(
+    start: Path, run_dir: Path, script: Path | None = None, ranks: int = 1, **options: object
+) -> subprocess.Popen:
+    """`rlspec train` of a tiny model; `script` is what runs instead of `megatron_rlspec.cli`, with its arguments."""
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
     values |= {name.replace("__", "."): value for name, value in options.items()}
-    command = [sys.executable, "-m", "megatron_rlspec.cli", "train"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    program = [str(script)] if script else ["-m", "megatron_rlspec.cli"]
+    command = [sys.executable, *launcher, *program, "train"]
     command += [text for name, value in values.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -1,0 +1,99 @@
+"""Engines that die or hang in the middle of a rollout: nothing is lost or doubled; or the run stops, to be resumed."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from short_run import finish, make_start, train
+
+from megatron_rlspec.metrics import read_records
+
+LOSING = Path(__file__).parent / "losing_run.py"
+WATCHED = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
+SGLANG = {"rollout__max_new_tokens": 96, "rollout__timeout_seconds": 10, "train__steps": 4, "train__eval_prompts": 1}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+def drawn(run_dir: Path) -> list[list[float]]:
+    """What every step's samples were like: the same text gives the same numbers."""
+    return [[record[name] for name in WATCHED] for record in read_records(run_dir / "metrics.jsonl")]
+
+
+def stopped(process: subprocess.Popen) -> str:
+    """The one line of a run that ended itself."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output[-3000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    return line
+
+
+@pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), (1, 1)])
+def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ranks, staleness):
+    options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
+    finish(train(start, tmp_path / "whole", **options))
+    line = stopped(train(start, tmp_path / "lost", script=LOSING, train__save_every=0, **options))
+    # Ahead of training, the third step's samples are drawn beside the second step, which is finished before the stop.
+    assert line.startswith(
+        "rlspec: no engine is left; the last one failed with: embedded engine: closed; the last good "
+    )
+    assert line.endswith("lost/checkpoints/step-000002") and Path(line.split()[-1]).is_dir()
+    assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")[: 2 - staleness]
+    finish(train(start, tmp_path / "lost", train__resume="true", **options))
+    if not staleness:  # else the third step is drawn anew, by weights that are not older
+        assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
+    assert [record["rollout/samples"] for record in read_records(tmp_path / "lost/metrics.jsonl")] == [16.0] * 4
+
+
+def engines(process: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "megatron_rlspec.rollout.sglang.serve" in child.cmdline()]
+
+
+def during_rollout(run_dir: Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until that step's samples are being drawn."""
+    deadline = time.monotonic() + 180
+    while len(read_records(run_dir / "metrics.jsonl")) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.02)
+    time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    finish(train(start, run_dir, **SGLANG))
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sign", "told"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "silent for 10 s")]
+)
+def test_the_other_engine_draws_what_a_lost_one_owed(start, undisturbed, tmp_path, sign, told):
+    """Position-keyed, so which engine drew a sample cannot be seen in it: every step is that of an undisturbed run."""
+    process = train(start, tmp_path, rollout__engines=2, **SGLANG)
+    during_rollout(tmp_path, 1, process)
+    engines(process)[0].send_signal(sign)
+    finish(process)
+    assert drawn(tmp_path) == drawn(undisturbed)
+    (event,) = [event for event in read_records(tmp_path / "events.jsonl") if event["kind"] == "engine"]
+    assert "engine-0: left out, 1 remain:" in event["message"] and told in event["message"], event
+    assert "generate broke off" in event["message"], event  # in the middle, not between rollouts
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_where_its_only_engine_died(start, undisturbed, tmp_path):
+    process = train(start, tmp_path, **SGLANG)
+    during_rollout(tmp_path, 2, process)
+    engines(process)[0].kill()
+    line = stopped(process)
+    assert line.startswith("rlspec: no engine is left;") and line.endswith("checkpoints/step-000002"), line
+    finish(train(start, tmp_path, train__resume="true", **SGLANG))
+    assert drawn(tmp_path) == drawn(undisturbed)
