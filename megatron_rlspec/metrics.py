@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,7 @@ class Recorder:
         self._metrics = self.run_dir / "metrics.jsonl"
         kept = [line for line in read_records(self._metrics) if line["step"] < first_step]
         write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        self.latest: deque[str] = deque(maxlen=4)  # events, for whoever shows them
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,6 +75,7 @@ class Recorder:
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Say it on the terminal and keep it: these lines are what the report lists as events."""
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
+        self.latest.append(f"[{kind}] {message}")
         with (self.run_dir / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "kind": kind, "message": message, **fields}) + "\n")
 

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlspec import data, wire
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.live import View
 from megatron_rlspec.metrics import Clock, Recorder, write_atomically
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rl.packing import pack
@@ -284,13 +284,12 @@ class Session:
         return bool(stop)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Steps still to do; rank 0 shows a bar."""
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        with Progress(*columns, disable=not self.main) as self._bar:
-            self._task = self._bar.add_task("step", total=total, completed=self.done)
-            for step in range(self.done, total):
-                yield step
-                self._bar.advance(self._task)
+        """Steps still to do; rank 0 shows what they bring."""
+        if not self.main:
+            yield from range(self.done, total)
+            return
+        with View(total, self.done, self.recorder.latest) as self._view:
+            yield from range(self.done, total)
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`. Steps that went wrong are counted."""
@@ -303,18 +302,14 @@ class Session:
             self.recorder.event("loss", f"step {step}: loss or gradient norm of {who} not finite; step skipped")
         seconds = self.clock.drain()
         values = dict(metrics) | seconds
-        line = f"loss {metrics.get('policy/loss', metrics.get('drafter/objective')):.3f}"
         samples = [sample for group in groups for sample in group.samples]
         if samples:
             found = rollout_metrics(samples)
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4])
-            line = f"reward {found['reward']:.3f}  accept {found['accept_length']:.2f}"
-        if "drafter/match_1" in metrics:
-            line += f"  drafter {metrics['drafter/match_1']:.2f}"
         self.recorder.write(step, values)
-        self._bar.update(self._task, description=line)
+        self._view.update(step, values)
 
 
 def _read_groups(file: Path) -> list[Group]:

@@ -10,8 +10,13 @@ from short_run import finish, make_start, train
 
 from megatron_rlspec.metrics import read_records
 
-# The embedded engine, since its start costs nothing. Speculation adapts, so killed runs draft differently, too.
+# The embedded engine, since its start costs nothing. What was drafted changes no token, but the last bits of the
+# engine's log-probs, which weigh a gradient unless tis_clip=0; and an adaptive policy that was killed starts over.
 OPTIONS = {"rollout__engine": "embedded", "train__eval_prompts": 1}
+FIXED = {"spec__mode": "fixed", "rollout__staleness": 0}
+AHEAD = {"spec__mode": "fixed", "rollout__staleness": 1}
+ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0, "rollout__staleness": 0}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +46,14 @@ def files(run_dir: Path, steps: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "steps", "kills"),
+    ("settings", "steps", "kills"),
     [
-        (1, 20, 2),
-        pytest.param(0, 120, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
-        pytest.param(1, 120, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        (AHEAD, 20, 2),
+        *(pytest.param(settings, 120, 20, marks=SLOW) for settings in (FIXED, AHEAD, ADAPTIVE)),
     ],
 )
-def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tmp_path, staleness, steps, kills):
-    options = OPTIONS | {"rollout__staleness": staleness, "train__steps": steps}
+def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tmp_path, settings, steps, kills):
+    options = OPTIONS | settings | {"train__steps": steps}
     finish(train(start, tmp_path / "whole", **options))
     moments = random.Random(steps)
     reached = [kill(start, tmp_path / "killed", moments.uniform(0.0, 1.0), **options) for _ in range(kills)]
@@ -61,5 +65,5 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
     assert [r["step"] for r in records[1]] == list(range(steps))
     assert [r["rollout/reward"] for r in records[1]] == [r["rollout/reward"] for r in records[0]]
-    if staleness:
+    if settings["rollout__staleness"]:
         assert [r["policy/staleness"] for r in records[1]] == [0.0] + [1.0] * (steps - 1)
