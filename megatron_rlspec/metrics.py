@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,34 @@ class Recorder:
         with (self.run_dir / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "kind": kind, "message": message, **fields}) + "\n")
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Texts to read, with what the drafter got right, to `samples.jsonl`."""
+    def samples(self, step: int, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]) -> None:
+        """Texts to read, cut into pieces [text, whether accepted drafts are its tokens], to `samples.jsonl`."""
         with (self.run_dir / "samples.jsonl").open("a") as file:
             for s in samples:
                 row = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
                 row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted)}
+                row["pieces"] = pieces(s, decode)
                 file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         self._board.close()
+
+
+def pieces(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[tuple[str, bool]]:
+    """The response's text, cut where accepted drafts begin and end; put together it is the decoded response.
+
+    A character whose bytes are tokens on both sides of a cut goes to the later piece.
+    """
+    tokens, cuts = sample.response, [0, *(cut for span in sample.accepted_spans for cut in span), len(sample.response)]
+    found, taken = [], ""
+    for i, (first, last) in enumerate(itertools.pairwise(cuts)):
+        text = decode(tokens[:last])
+        if last < len(tokens):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if last > first and len(text) > len(taken):
+            found.append((text[len(taken) :], i % 2 == 1))
+            taken = text
+    return found
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

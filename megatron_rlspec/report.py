@@ -38,6 +38,7 @@ def render(run_dir: Path, records: Records) -> str:
     for sample in samples:
         rounds = sum(sample["accepted"])
         drafts = sum(i * n for i, n in enumerate(sample["accepted"]))
+        sample.setdefault("pieces", [(sample["response"], False)])
         sample["accept_length"] = f"{1 + drafts / rounds:.2f}" if rounds else "plain"
     shown = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "policy/loss")
     last = {key.split("/")[1]: f"{records[-1][key]:.3g}" for key in shown if key in records[-1]}
@@ -69,8 +70,9 @@ def plots(records: Records) -> list[tuple[str, str]]:
         ("drafter agreement by depth", sorted(k for k in records[-1] if k.startswith("drafter/match_")), "line"),
         ("seconds of a step", [f"seconds_{part}" for part in parts], "stack"),
         ("rollout tokens per second", ["rollout/tokens_per_second"], "line"),
-        ("response length: mean and longest", ["rollout/response_length", "rollout/longest_response"], "line"),
+        ("response length", [f"rollout/{name}_response" for name in ("median", "p90", "longest")], "line"),
         ("policy loss", ["policy/loss"], "line"),
+        ("drafter loss, all depths", ["drafter/objective"], "line"),
         ("gradient norms", ["policy/grad_norm", "drafter/grad_norm"], "line"),
     ]
     kept = [(t, [k for k in keys if any(k in r for r in records)], kind) for t, keys, kind in wanted]
@@ -85,7 +87,10 @@ def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> st
 
     steps = [record["step"] + 1 for record in records]
     series = [[record.get(key, 0.0 if kind == "stack" else float("nan")) for record in records] for key in keys]
-    labels = [key.removeprefix("spec/share_").removeprefix("seconds_").removeprefix("rollout/") for key in keys]
+    labels = [
+        key.removeprefix("spec/share_").removeprefix("seconds_").removeprefix("rollout/").removesuffix("_response")
+        for key in keys
+    ]
     figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
     if kind == "stack":
         axes.stackplot(steps, series, labels=labels)

@@ -148,10 +148,13 @@ class Rollouts:
         drawn = self.engines.generate(requests, self.sampling)
         self._tell_losses()
         for sample in drawn:
-            sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
+            sample.text = self.decode(sample.response)
         for failure in self.scorer.score(drawn):
             self.recorder.event("reward", failure)
         return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
         """One response to each of the first held-out prompts, the same seeds every time; {} if there are none."""
@@ -212,6 +215,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "accept_length": 1 + drafts / rounds if rounds else math.nan,
         "response_tokens": float(sum(lengths)),
         "response_length": float(np.mean(lengths)),
+        "median_response": float(np.median(lengths)),
+        "p90_response": float(np.percentile(lengths, 90)),
         "longest_response": float(max(lengths)),
         "truncated": float(np.mean([s.status == "truncated" for s in samples])),
     }

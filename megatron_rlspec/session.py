@@ -307,7 +307,7 @@ class Session:
             found = rollout_metrics(samples)
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
-            self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4])
+            self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4], self.rollouts.decode)
         self.recorder.write(step, values)
         self._view.update(step, values)
 

@@ -151,6 +151,7 @@ class Sample:
     behaviour_logprobs [L] float32 log-probability under the policy that drew the token; 0 on the prompt
     policy_versions                spans (version, first, last + 1), counted from the response's first token
     accepted                       histogram over verify rounds: accepted[i] rounds accepted i drafts
+    accepted_spans                 runs (first, last + 1) of response tokens that were drafts; one per round, at most
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class Sample:
     status: Status = "finished"
     policy_versions: tuple[tuple[int, int, int], ...] = ()
     accepted: tuple[int, ...] = ()
+    accepted_spans: tuple[tuple[int, int], ...] = ()
     reward: float = 0.0
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -124,6 +125,11 @@ def test_samples_are_complete_and_the_cache_is_empty_afterwards(model):
         assert not set(s.response[:-1].tolist()) & {0, 3, 4, 5, 6}
         assert s.policy_versions == ((0, 0, len(s.response)),)
         assert sum((i + 1) * n for i, n in enumerate(s.accepted)) >= len(s.response)
+        runs = [last - first for first, last in s.accepted_spans]
+        drafts = sum(i * n for i, n in enumerate(s.accepted))
+        assert len(runs) == sum(s.accepted[1:]) and drafts - 3 <= sum(runs) <= drafts  # the last round may be cut short
+        assert all(b > last for (_, last), (b, _) in itertools.pairwise(s.accepted_spans))
+    assert any(s.accepted_spans for s in samples)
     assert engine.cache.left == engine.cache.total and not engine.cache.prefixes
     rounds = engine.stats()
     assert sum(sum(r.accepted) for r in rounds) == sum(r.rounds * r.batch for r in rounds)

@@ -43,6 +43,7 @@ class Run:
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     sample: Sample | None = None
 
     def commit(self, new: Committed, version: int, limit: int) -> Status | None:
@@ -56,6 +57,8 @@ class Run:
                 status = "finished" if token in self.stops else "truncated"
                 break
         last = len(self.response)
+        if new.accepted:
+            self.spans.append((first, min(first + new.accepted, last)))
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][2] = last
         else:
@@ -76,6 +79,7 @@ class Run:
             status=status,
             policy_versions=tuple((v, first, last) for v, first, last in self.versions),
             accepted=tuple(self.accepted),
+            accepted_spans=tuple(self.spans),
         )
 
 

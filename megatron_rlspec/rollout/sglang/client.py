@@ -244,7 +244,15 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         status=_STATUS[line["finish"]["type"]],
         policy_versions=spans,
         accepted=tuple(line["accepted"]),
+        accepted_spans=tuple(_runs(line["drafted"][: len(response)])),
     )
+
+
+def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of every run of ones."""
+    padded = np.array([0, *marks, 0])
+    edges = np.flatnonzero(np.diff(padded)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from megatron_rlspec.rollout.sglang.served_weights import fingerprints, of_sched
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 METHOD = "rlspec"
+DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
 
@@ -30,6 +31,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
+    yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _after_prefill, "AFTER"
 
@@ -125,6 +127,15 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             controller.decider.policy.observe(config, accepted)
         _rounds.observe(config, context, accepted, last=all(r.finished() for r in batch.reqs))
     return returned
+
+
+def _mark_drafts(request: Any, accepted: int) -> None:
+    """One mark per output token, 1 for a draft. Called before a round's tokens, accepted drafts and one more, come."""
+    if request.customized_info is None:
+        request.customized_info = {}
+    marks = request.customized_info.setdefault(DRAFTED, [])
+    marks += [0] * (len(request.output_ids) - len(marks))  # of a prefill, which no round gave
+    marks += [1] * accepted + [0]
 
 
 def _after_prefill(returned: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from megatron_rlspec.rollout.sglang.control import METHOD
+from megatron_rlspec.rollout.sglang.control import DRAFTED, METHOD
 
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 
@@ -92,6 +92,7 @@ async def _one(r: dict[str, Any]) -> dict[str, Any]:
         "finish": meta["finish_reason"],
         "weight_versions": meta["weight_versions"],
         "accepted": meta.get("spec_correct_drafts_histogram", []),
+        "drafted": meta.get(DRAFTED, []),
     }
 
 
