@@ -123,10 +123,15 @@ def installed(path: Sequence[str] = ()) -> Read:
 
     @cache
     def read(module: str) -> str | None:
-        file = next((f for folder in path if (f := _file(Path(folder), module.split(".")))), None) or _find(module)
+        file = locate(module, path)
         return file.read_text(encoding="utf-8") if file else None
 
     return read
+
+
+def locate(module: str, path: Sequence[str] = ()) -> Path | None:
+    """The file of a module: in the directories of `path`, or else as Python would find it."""
+    return next((f for folder in path if (f := _file(Path(folder), module.split(".")))), None) or _find(module)
 
 
 def signature(dotted: str, read: Read) -> inspect.Signature | None:

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Literal
 
 from megatron_rlspec import contracts
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.integrations import patches
 
 State = Literal["present", "absent", "unknown", "read", "not installed"]
 WORKER_SECONDS = 300
@@ -348,13 +349,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json == "-":
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
-        _show(findings, config)
+        _show(findings, config, patches.found(options.path))
         if options.json:
             Path(options.json).write_text(json.dumps([asdict(f) for f in findings], indent=2))
     return int(any(f.hits for f in findings))
 
 
-def _show(findings: Sequence[Finding], config: Config | None) -> None:
+def _show(findings: Sequence[Finding], config: Config | None, patched: Mapping[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -368,6 +369,8 @@ def _show(findings: Sequence[Finding], config: Config | None) -> None:
         table.add_row(f.name, f"[{style[f.state]}]{f.state}[/]", by_name[f.name].harm, f.seen, here)
     console = Console()
     console.print(table)
+    for name, now in patched.items():
+        console.print(f"patches/{name}: {now}")
     if config is not None:
         hit = ", ".join(f.name for f in findings if f.hits)
         console.print(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}")

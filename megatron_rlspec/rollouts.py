@@ -27,6 +27,7 @@ from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import Group, Prompt, Request, Sample, Sampling
 from megatron_rlspec.weights.health import Health, HealthError, stamp_finding
+from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
 EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
@@ -53,6 +54,8 @@ class Rollouts:
         self.seconds = math.nan  # that the last rollout took, rewards included
         self.thread = ThreadPoolExecutor(1, "rollout")
         self.ahead: Future[tuple[list[Group], float]] | None = None
+        layers = 1 if config.drafter.repeated_layer else config.drafter.depth
+        self.drafter_names = frozenset(family_of({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
         self.starting = StartingEngines(config, run_dir)
         self.scorer: rewards.Scorer | None = None
 
@@ -67,7 +70,7 @@ class Rollouts:
         self.scorer = rewards.Scorer(self.config.reward)
         engines = self.starting.wait()
         self.engines = EnginePool(list(engines.values()))
-        self.health = Health(Pusher(engines), is_drafter=lambda name: ".mtp" in name)
+        self.health = Health(Pusher(engines), is_drafter=self.drafter_names.__contains__)
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))

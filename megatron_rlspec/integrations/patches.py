@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from megatron_rlspec.contracts import locate
+
 State = Literal["clean", "applied"]
+SHIPPED = Path(__file__).parent.parent.parent / "patches"  # in a checkout of this repository
+# A module that lies in each project, and how far above it the project's root is.
+PROJECTS = {"slime": ("slime.__init__", 1), "megatron-lm": ("megatron.core.__init__", 2)}
 _FILE = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]+)\.\.([0-9a-f]+)", re.M)
 
 
@@ -39,6 +44,22 @@ def state(root: Path, patch: Path) -> State:
     if len(states) != 1:
         raise PatchError(f"{patch.name}: {'names no file' if not states else 'applied to some of its files only'}")
     return states.pop()
+
+
+def found(path: Sequence[str] = ()) -> dict[str, str]:
+    """Of each patch in this repository, whether it is applied to the project that Python finds (`path` first)."""
+    out = {}
+    for patch in sorted(SHIPPED.glob("*/*/*.patch")):
+        module, above = PROJECTS[patch.parent.parent.name]
+        file = locate(module, path)
+        if file is None:
+            continue
+        try:
+            now = "applied" if state(file.parents[above], patch) == "applied" else "not applied"
+        except PatchError:
+            now = "not for this version"
+        out[str(patch.relative_to(SHIPPED).with_suffix(""))] = now
+    return out
 
 
 def change(root: Path, patches: Sequence[Path], reverse: bool = False) -> list[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rlspec.integrations import patches as module
 from megatron_rlspec.integrations.patches import PatchError, change, main, state
 
 SHIPPED = sorted((Path(__file__).parents[2] / "patches").glob("*/*/*.patch"))
@@ -79,6 +80,25 @@ def test_command_line(tree, capsys):
     (root / "c.py").unlink()
     assert main([folder, str(root), "--reverse"]) == 2
     assert "has no c.py" in capsys.readouterr().out
+
+
+def test_state_of_what_python_finds(tree, tmp_path, monkeypatch):
+    root, made = tree
+    shipped = tmp_path / "shipped"
+    folder = shipped / "slime/1"
+    folder.mkdir(parents=True)
+    for patch in made:
+        shutil.copy(patch, folder)
+    monkeypatch.setattr(module, "SHIPPED", shipped)
+    monkeypatch.setattr(module, "PROJECTS", {"slime": ("a", 0)})
+    names = [f"slime/1/{patch.stem}" for patch in made]
+    assert module.found([str(root)]) == dict.fromkeys(names, "not applied")
+    change(root, made)
+    assert module.found([str(root)]) == dict.fromkeys(names, "applied")
+    (root / "a.py").write_text("another")
+    assert "not for this version" in module.found([str(root)]).values()
+    monkeypatch.setattr(module, "PROJECTS", {"slime": ("no_such_module", 0)})
+    assert module.found([str(root)]) == {}
 
 
 @pytest.mark.parametrize("patch", SHIPPED, ids=lambda p: "/".join(p.parts[-3:]))
