@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,6 +76,8 @@ class Session:
             self._closing.callback(self.rollouts.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
+        if config.algorithm.kl_coef:
+            self.trainer.keep_reference()  # model.path, whatever a checkpoint makes of it
         self.done = 0  # optimizer steps that the parameters have behind them; their version is one more
         self._last_accept_length = 0.0
         self._bad_steps = 0
@@ -172,6 +175,9 @@ class Session:
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
         """One step of policy and drafter each: `Trainer.train_step`."""
+        if self.trainer.reference and options["objective"] == "grpo":
+            rows = self.trainer.reference_logprobs(batches)
+            batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         metrics = self.trainer.train_step(batches, **options)
         self.done += 1
         return metrics

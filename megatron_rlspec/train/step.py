@@ -66,6 +66,7 @@ class Trainer:
         self.model_config.finalize_model_grads_func = self.learner.finalize
         # Greedy rollouts are trained at temperature 1: the distribution that they are the mode of.
         self.temperature = config.rollout.temperature or 1.0
+        self.reference: list[Tensor] = []
         self.embedding: Tensor | None = None
         self.refresh_embedding()
 
@@ -142,6 +143,23 @@ class Trainer:
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
         return [self._from_last_stage(row) for row in rows]
+
+    def keep_reference(self) -> None:
+        """Remember the policy as it is now, on the CPU: the one that `reference_logprobs` speaks of."""
+        self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
+
+    @torch.no_grad()
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """`logprobs` of the remembered policy. It takes the present one's place meanwhile, bit for bit."""
+        parameters = list(self.policy.parameters())
+        present = [parameter.clone() for parameter in parameters]
+        try:
+            for parameter, value in zip(parameters, self.reference, strict=True):
+                parameter.copy_(value)
+            return self.logprobs(batches)
+        finally:
+            for parameter, value in zip(parameters, present, strict=True):
+                parameter.copy_(value)
 
     def refresh_embedding(self) -> None:
         """Give the drafter the policy's present embedding: a view of it, or a replica on a later pipeline stage."""

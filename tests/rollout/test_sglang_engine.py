@@ -147,8 +147,6 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
             runs, drafts = [b - a for a, b in spans], sum(i * n for i, n in enumerate(sample.accepted))
             assert len(runs) == sum(sample.accepted[1:]) and drafts - 3 <= sum(runs) <= drafts  # the last may be cut
             assert all(1 <= run <= 3 for run in runs) and all(a > b for (_, b), (a, _) in itertools.pairwise(spans))
-            # Between two runs lie rounds that accepted nothing, and the target's own token that ended each round.
-            assert len(sample.response) == 1 + sum(sample.accepted) + sum(runs) or drafts > sum(runs)
         return 1 + float(rounds @ np.arange(4) / rounds.sum())
 
     try:
