@@ -26,7 +26,7 @@ SMALL = {
 def make_start(folder: Path) -> Path:
     """`folder`, with the quickstart's task and a small random model."""
     python(EXAMPLES / "make_task.py", "--out", folder / "task", "--train", 32, "--rl", 64, "--eval", 8)
-    shape = ("--layers", 3, "--hidden", 32, "--ffn", 64)
+    shape = ("--layers", 4, "--hidden", 32, "--ffn", 64)
     python(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)
     return folder
 

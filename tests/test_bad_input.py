@@ -407,7 +407,24 @@ def session(settings: str = "", **changes: object) -> Act:
     return act
 
 
+def pending(content: bytes | None) -> Act:
+    """Resuming from a checkpoint whose drawn rollout is gone or cut off."""
+
+    def act(place: Place) -> None:
+        from megatron_rlspec.session import _read_groups
+
+        file = place.here / "step-000002.groups"
+        if content is not None:
+            file.write_bytes(content)
+        _read_groups(file)
+
+    return act
+
+
 ROWS += [
+    ("drawn rollout missing", CheckpointError, pending(None), ("step-000002.groups: missing", "remove step-000002")),
+    ("drawn rollout cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.groups: missing or truncated",)),
+    ("drawn rollout of another kind", CheckpointError, pending(b"\x81\x01\x02"), ("step-000002.groups",)),
     ("scaled rotary", ConfigError, session(rope_scaling={"type": "yarn"}), ("config.json of", "of type yarn")),
     ("window", ConfigError, session(use_sliding_window=True), ("config.json of", "use_sliding_window=true")),
     ("activation", ConfigError, session(hidden_act="gelu"), ("config.json of", "hidden_act=gelu", "expected silu")),
