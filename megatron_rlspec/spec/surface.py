@@ -109,6 +109,8 @@ class Surface:
         """(ms, extrapolated) of the broadcast shape of `batch` and `context`.
 
         Outside the grid the nearest measured cost is scaled by the fitted model's ratio, so nothing jumps at the edge.
+        Contexts shorter than any measured cost what the shortest one does: the fitted slope, not better than its noise,
+        would otherwise decide there.
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
         length = context / batch
@@ -117,7 +119,8 @@ class Surface:
         for i, (lengths, ms) in enumerate(self.rows):
             near = np.clip(length, lengths[0], lengths[-1])
             beyond[i] = length != near
-            along[i] = np.interp(near, lengths, ms) * self._ratio(self.batches[i], length, self.batches[i], near)
+            longer = np.maximum(length, lengths[0])
+            along[i] = np.interp(near, lengths, ms) * self._ratio(self.batches[i], longer, self.batches[i], near)
         near_batch = np.clip(batch, self.batches[0], self.batches[-1])
         upper = np.clip(np.searchsorted(self.batches, near_batch), 1, max(len(self.batches) - 1, 1))
         upper = np.minimum(upper, len(self.batches) - 1)
@@ -126,7 +129,8 @@ class Surface:
         share = np.where(upper > lower, (near_batch - self.batches[lower]) / span, 0.0)
         low = np.take_along_axis(along, lower[None], 0)[0]
         high = np.take_along_axis(along, upper[None], 0)[0]
-        ms = (low + share * (high - low)) * self._ratio(batch, length, near_batch, length)
+        longer = np.maximum(length, np.interp(near_batch, self.batches, [lengths[0] for lengths, _ in self.rows]))
+        ms = (low + share * (high - low)) * self._ratio(batch, longer, near_batch, longer)
         outside = (batch != near_batch) | np.where(share < 1, np.take_along_axis(beyond, lower[None], 0)[0], False)
         outside |= np.where(share > 0, np.take_along_axis(beyond, upper[None], 0)[0], False)
         return ms, outside

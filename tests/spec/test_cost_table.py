@@ -66,6 +66,15 @@ def test_one_row_or_one_point_still_answers():
     assert point.ms(OFF, 8, 800) >= point.ms(OFF, 4, 400)
 
 
+def test_a_context_shorter_than_any_measured_costs_what_the_shortest_does():
+    """A slope fitted to noise must not decide between configurations where nobody looked."""
+    for config in CONFIGS:
+        for batch in (1, 7, 64):
+            shortest = min(table().lengths())
+            assert table().ms(config, batch, batch * 1) == table().ms(config, batch, batch * shortest)
+            assert table().extrapolates(config, batch, batch * 1)
+
+
 def test_grid_equals_single_answers():
     t = table()
     batch, context = np.array([[1], [7], [40]]), np.array([50, 5000])

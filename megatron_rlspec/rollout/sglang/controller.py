@@ -22,6 +22,8 @@ class Decider:
         self._settings = settings.policy
         self.candidates: list[SpecConfig] = []
         self.policy: Policy | None = None
+        self.stock: Any = None  # SGLang's own rule, while it decides
+        self._stock: Any = None  # the same, with what it has learnt
 
     def start(self, candidate_steps: Sequence[int], start: int) -> None:
         """Step 0 stands for two configurations: with the drafter kept up to date, and off."""
@@ -32,18 +34,38 @@ class Decider:
             self.policy = Policy(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
 
     def replace(self, data: Mapping[str, Any]) -> None:
-        """`Policy.from_json` data; without `candidates` it may choose from all that the engine has."""
+        """`Policy.from_json` data; without `candidates` it may choose from all that the engine has.
+
+        `{"stock": true}` lets SGLang's own adaptive rule decide instead, to compare with.
+        """
+        if data.get("stock"):
+            self.stock = self._stock = self._stock or self._stock_rule()
+            return
         everything = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
         policy = Policy.from_json({"candidates": everything, **data})
         self._check(policy.candidates)
         if policy.schedule is not None:
             self._check({config for row in policy.schedule.configs for config in row})
-        self.policy = policy
+        self.policy, self.stock = policy, None
+
+    def choose(self, batch: int, context_tokens: int) -> SpecConfig:
+        if self.stock:
+            return SpecConfig(self.stock.get_steps_for_batch(batch))
+        return self.policy.choose(batch, context_tokens)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check({config for row in schedule.configs for config in row})
         if self.policy is not None:
             self.policy.update(schedule=schedule)
+            self.stock = None
+
+    def _stock_rule(self) -> Any:
+        """With the steps per batch size that SGLang has built in."""
+        from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+        rule = AdaptiveSpeculativeParams(initial_steps=max(c.num_steps for c in self.candidates or [OFF]))
+        self._check({SpecConfig(steps) for steps in rule.candidate_steps})
+        return rule
 
     def _check(self, wanted: Sequence[SpecConfig] | set[SpecConfig]) -> None:
         allowed = self.candidates or [OFF]
@@ -78,14 +100,16 @@ def controller_class(settings: Settings) -> type:
         def activate_step_by_batch(self, batch_size: int) -> None:
             reqs = self._batch.reqs
             if reqs:
-                self._config = decider.policy.choose(batch_size, sum(r.seqlen for r in reqs))
+                self._config = decider.choose(batch_size, sum(r.seqlen for r in reqs))
                 if self._gap.rounds and (not self._config.off or self._gap.rounds >= self._gap.limit):
                     self._gap.close(self._batch)
             if self._config.num_steps != self.worker.speculative_num_steps:
                 self._activate(self._config.num_steps)
 
         def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-            """Nothing is decided here: under overlap the worker may already run another configuration."""
+            """Ours decides nothing here: under overlap the worker may already run another configuration."""
+            if decider.stock:
+                decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
         def _remember_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._batch = batch

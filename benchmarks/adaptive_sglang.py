@@ -1,0 +1,274 @@
+"""Adaptive speculation in SGLang's real engine on a CPU, against plain decoding, fixed steps and SGLang's own rule.
+
+    python benchmarks/adaptive_sglang.py [--quick] [--json FILE]
+
+One engine speculates and is told, run by run, which contestant decides: `off` (ours), `k0` (SGLang's step 0), fixed
+steps, `stock` (SGLang's own adaptive rule, its code and its built-in steps per batch size), `ours` (the policy, by a
+cost table that `rlspec profile` measured on this engine a moment before). A second engine was launched without
+speculation: `plain`. All sample with the same position-keyed sampler. The workload is a long tail: most responses are
+short, a few are long, so the batch shrinks from many to one; lengths are fixed by request, so every contestant emits
+the same tokens, and texts are compared to the last one. A good, a middling and a useless drafter are pushed in turn.
+
+Contestants run in turn within each repetition, in an order that rotates; ratios are medians over repetitions of
+plain's time / the contestant's within the same one, with the 95 % interval of their bootstrap. The first repetition of
+each drafter is not counted: there, ours and stock learn what it is worth, and keep what they learnt, as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+import torch
+from bigram_model import VOCAB, checkpoint, worse_drafter
+
+from megatron_rlspec.rollout import profile
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.spec.cost_table import CostTable
+from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import write_hf
+
+STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule wants 7
+FIXED = {"off": OFF, "k0": SpecConfig(0)} | {f"k{k}": SpecConfig(k) for k in STEPS if k}
+CONTESTANTS = ("plain", *FIXED, "stock", "ours")
+NOISE = {"good": 0.0, "middling": 0.45, "useless": 1.0}
+SHARPNESS, PROMPT = 16.0, 8
+
+
+def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
+    """Response lengths: log-normal, the longest one given; half of them are below a tenth of it."""
+    drawn = np.random.default_rng(seed).lognormal(0.0, 1.0, samples)
+    return np.maximum(4, np.round(longest * drawn / drawn.max())).astype(int).tolist()
+
+
+def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
+    """Seconds of one rollout, and its texts. Prompts and seeds are the same for every engine."""
+    rng = np.random.default_rng(seed)
+    wanted = [
+        {
+            "id": f"{next(_serial):08d}.",
+            "input_ids": rng.integers(3, VOCAB, PROMPT).tolist(),
+            "sampling": {"max_new_tokens": n, "ignore_eos": True, "sampling_seed": 1000 * seed + i},
+        }
+        for i, n in enumerate(lengths)
+    ]
+    texts = {}
+    start = time.perf_counter()
+    with requests.post(f"{engine.url}/rlspec/generate", json={"requests": wanted}, stream=True, timeout=600) as answer:
+        for line in answer.iter_lines(chunk_size=None):
+            found = json.loads(line)
+            texts[found["id"]] = found["output_ids"]
+    seconds = time.perf_counter() - start
+    if [len(texts[w["id"]]) for w in wanted] != list(lengths):
+        raise SystemExit("an engine did not emit the tokens that it was asked for")
+    return seconds, [texts[w["id"]] for w in wanted]
+
+
+_serial = itertools.count()
+
+
+class Contestants:
+    """The two engines, and who decides on the one that speculates."""
+
+    def __init__(self, spec: SGLangEngine, plain: SGLangEngine, table: Path, layers: int) -> None:
+        self.spec, self.plain = spec, plain
+        self.adapter = Adapter(STEPS, str(table), layers, 0.0, margin=0.01, probe_share=0.01)
+        self.rounds: dict[str, list[RoundStats]] = {}
+
+    def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
+        if name == "plain":
+            return rollout(self.plain, lengths, seed)
+        if name == "ours":
+            self.spec.set_policy(self.adapter.policy())
+        elif name == "stock":
+            self.spec.set_policy({"stock": True})
+        else:
+            self.spec.set_schedule(SpecSchedule.fixed(FIXED[name]))
+        self.spec.stats()
+        self.spec.policy_report()
+        result = rollout(self.spec, lengths, seed)
+        stats = self.spec.stats()
+        if name == "ours":
+            self.adapter.observe(stats, [self.spec.policy_report()])
+        self.rounds.setdefault(name, []).extend(stats)
+        return result
+
+
+def compete(contestants: Contestants, lengths: Sequence[int], repetitions: int, salt: int) -> dict[str, np.ndarray]:
+    """Seconds `[repetitions]` of each contestant; their texts must agree."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for repetition in range(-1, repetitions):
+        turn = max(repetition, 0) % len(CONTESTANTS)
+        order = [*CONTESTANTS[turn:], *CONTESTANTS[:turn]]
+        if repetition == 0:
+            contestants.rounds.clear()
+        texts = {}
+        for name in order:
+            taken, texts[name] = contestants.run(name, lengths, salt + repetition + 1)
+            if repetition >= 0:
+                seconds[name].append(taken)
+        for name in CONTESTANTS:
+            same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
+            if same != len(lengths):
+                raise SystemExit(f"{name}: {len(lengths) - same} of {len(lengths)} texts differ from plain decoding's")
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def ratio(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
+    """Median of slow / fast within repetitions, and the 95 % interval of its bootstrap."""
+    paired = slow / fast
+    rng = np.random.default_rng(0)
+    medians = np.median(paired[rng.integers(0, len(paired), (4000, len(paired)))], axis=1)
+    return float(np.median(paired)), *map(float, np.quantile(medians, [0.025, 0.975]))
+
+
+def tokens_per_round(stats: Sequence[RoundStats]) -> float:
+    drawn = sum(sum(s.accepted) for s in stats)
+    return sum((1 + i) * n for s in stats for i, n in enumerate(s.accepted)) / drawn
+
+
+def shares(stats: Sequence[RoundStats]) -> str:
+    total = sum(s.rounds for s in stats)
+    by: dict[SpecConfig, int] = {}
+    for s in stats:
+        by[s.config] = by.get(s.config, 0) + s.rounds
+    return " ".join(f"{config} {n / total:.0%}" for config, n in sorted(by.items()) if n / total >= 0.005)
+
+
+def overhead(table: CostTable, most: int) -> dict[int, float]:
+    """What choosing and observing takes of a round, by batch: at the cheapest round of the table, the worst case."""
+    found = {}
+    for batch in (1, most):
+        policy, took = Policy(table.configs(), table), []
+        for t in range(2000):
+            start = time.perf_counter()
+            policy.choose(batch, batch * (64 + t % 512))
+            policy.observe(SpecConfig(3), [t % 4] * batch)
+            took.append(1000 * (time.perf_counter() - start))
+        found[batch] = float(np.median(took)) / min(table.ms(c, batch, 64 * batch) for c in table.configs())
+    return found
+
+
+def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -> dict[str, bool]:
+    """The aims, each with what was found; intervals decide where two contestants are close."""
+    aims = {}
+    for drafter, row in found.items():
+        ahead, behind = row["ours / stock"], row["ours / best fixed"]
+        aims[f"{drafter} drafter: ours ahead of SGLang's rule ({ahead[0]:.3f} x)"] = ahead[1] > 1.0
+        aims[
+            f"{drafter} drafter: not below the best fixed choice, {row['best']}, by more than the interval "
+            f"({behind[0]:.3f} x, {behind[1]:.3f} to {behind[2]:.3f})"
+        ] = behind[2] >= 1.0
+    plain = found["useless"]["x plain"]["ours"][0]
+    aims[f"useless drafter: within 3 % of plain decoding ({plain:.3f} x)"] = plain >= 0.97
+    aims[f"policy <= 0.5 % of a round ({max(spent.values()):.2%})"] = max(spent.values()) <= 0.005
+    return aims
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--quick", action="store_true", help="fewer repetitions and a coarser cost table")
+    p.add_argument("--json", type=Path, help="write every figure to this file")
+    p.add_argument("--layers", type=int, default=16, help="of the target; narrow and deep, so that a drafter is cheap")
+    p.add_argument("--hidden", type=int, default=32, help="width of the model")
+    p.add_argument("--samples", type=int, default=32, help="requests of a rollout")
+    p.add_argument("--longest", type=int, default=256, help="tokens of the longest response")
+    p.add_argument("--repetitions", type=int, default=0, help="default: 11, or 3 with --quick")
+    p.add_argument("--drafters", default=",".join(NOISE), help=f"among {','.join(NOISE)}")
+    p.add_argument("--cost-table", type=Path, help="a table of this engine, instead of profiling")
+    args = p.parse_args(argv)
+    repetitions = args.repetitions or (3 if args.quick else 11)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    lengths = long_tail(args.samples, args.longest)
+    conditions = {
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, 1 thread an engine",
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "model": f"{args.layers} layers of {args.hidden}, vocabulary {VOCAB}, float32",
+        "workload": f"{args.samples} requests, {min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):.0f}",
+        "repetitions": repetitions,
+    }
+    print("conditions:", "; ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
+    config, tensors = checkpoint(SHARPNESS, args.layers, args.hidden)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_hf(folder / "model", config, tensors)
+        serve = ["--device", "cpu", "--dtype", "float32", "--max-running-requests", str(max(64, args.samples))]
+        serve += ["--max-total-tokens", "32768", "--disable-radix-cache"]
+        steps = ",".join(map(str, STEPS))
+        adaptive = ["--spec", "adaptive", "--candidate-steps", steps, "--num-steps", "3"]
+        with (
+            launch(folder / "model", folder / "spec.log", arguments=[*serve, *adaptive]) as first,
+            launch(folder / "model", folder / "plain.log", arguments=[*serve, "--spec", "off"]) as second,
+        ):
+            spec, plain = (SGLangEngine.of(process.wait()) for process in (first, second))
+            table = args.cost_table or _profile(folder, spec, steps, args)
+            spent = overhead(CostTable.load(table), args.samples)
+            found = {}
+            for version, drafter in enumerate(args.drafters.split(","), start=1):
+                spec.update_weights(version, worse_drafter(tensors, NOISE[drafter]).items(), scope="drafter")
+                # What another drafter was accepted at says nothing of this one: everybody learns anew.
+                contestants = Contestants(spec, plain, table, args.layers)
+                seconds = compete(contestants, lengths, repetitions, 1000 * version)
+                found[drafter] = _report(drafter, seconds, contestants.rounds, sum(lengths))
+    aims = judged(found, spent) if "useless" in found else {}
+    print("\n" + "\n".join(f"{'ok' if met else 'MISSED':7}{aim}" for aim, met in aims.items()))
+    print(f"load at the end {os.getloadavg()[0]:.2f}")
+    if args.json:
+        result = {"conditions": conditions, "aims": aims, "policy_share_of_a_round": spent, "drafters": found}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(aims.values()) else 1
+
+
+def _profile(folder: Path, spec: SGLangEngine, steps: str, args: argparse.Namespace) -> Path:
+    table = folder / "table.json"
+    points = "1,4,16,32" if args.quick else "1,2,4,8,16,32"
+    budget = ["--seconds", "45" if args.quick else "120", "--samples", "8" if args.quick else "16"]
+    wanted = ["--batches", points, "--lengths", "16", "--steps", steps, *budget]
+    if profile.main([str(table), "--url", spec.url, "--model", str(folder / "model"), *wanted]):
+        raise SystemExit("the engine could not be profiled")
+    return table
+
+
+def _report(
+    drafter: str, seconds: dict[str, np.ndarray], rounds: Mapping[str, Sequence[RoundStats]], tokens: int
+) -> dict[str, Any]:
+    best = min(("plain", *FIXED), key=lambda name: float(np.median(seconds[name] / seconds["plain"])))
+    row = {
+        "seconds": {name: values.tolist() for name, values in seconds.items()},
+        "x plain": {name: ratio(seconds["plain"], values) for name, values in seconds.items()},
+        "best": best,
+        "ours / best fixed": ratio(seconds[best], seconds["ours"]),
+        "ours / stock": ratio(seconds["stock"], seconds["ours"]),
+        "tokens per round": {name: tokens_per_round(stats) for name, stats in rounds.items()},
+        "rounds": {name: shares(stats) for name, stats in rounds.items()},
+    }
+    print(f"\n{drafter} drafter; all texts equal\ncontestant  tokens/s  tokens per round  x plain (95 %)        rounds")
+    for name, values in seconds.items():
+        middle, low, high = row["x plain"][name]
+        per_round = f"{row['tokens per round'][name]:.2f}" if name in rounds else "1.00"
+        decided = row["rounds"][name] if name in ("stock", "ours") else ""
+        print(
+            f"{name:10}{tokens / float(np.median(values)):10.0f}{per_round:>18}  {middle:5.3f} [{low:.3f}, {high:.3f}]"
+            f"  {decided}",
+            flush=True,
+        )
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
