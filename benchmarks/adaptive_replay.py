@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rlspec.spec.cost_table import CostTable, Provenance
-from megatron_rlspec.spec.policy import GAP_ROUNDS, Policy
+from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.spec.roofline import HARDWARE, Roofline
 from megatron_rlspec.spec.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig
@@ -109,7 +109,7 @@ def replay(
         gap = 0
         for c in choice:
             if c == off:
-                gap = gap + batch if gap < GAP_ROUNDS * batch else batch  # an engine catches up now and then anyway
+                gap += batch
             else:
                 took, gap = took + score.catch_up_ms * gap, 0
         return float(1 - (tokens[choice, at] / best).sum() / took)
@@ -167,7 +167,7 @@ class Engine:
             configs.append(config)
             ms += self.score.ms(config, batch, batch * length)
             if config.off:
-                self.gap = self.gap + batch if self.gap < GAP_ROUNDS * batch else batch
+                self.gap += batch
             else:
                 ms, self.gap = ms + self.score.catch_up_ms * self.gap, 0
         return configs, ms

@@ -179,12 +179,9 @@ class Sweep:
     def table(self) -> CostTable:
         rounds = [cell for cells in self.cells.values() for cell in cells]
         switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
-        per_token = [(ms - switch) / tokens for tokens, ms in self.catch_ups]
-        # Of large gaps alone: a small one is lost in the noise of a round.
-        large = max((tokens for tokens, _ in self.catch_ups), default=0) / 2
-        per_token = [p for p, (tokens, _) in zip(per_token, self.catch_ups, strict=True) if tokens >= large]
-        catch_up = max(statistics.median(per_token), 0.0) if per_token else 0.0
-        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up)
+        return CostTable(
+            self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=_slope(self.catch_ups, switch)
+        )
 
     def closer(self, tolerance: float) -> list[Point]:
         """Points to measure next, the most doubtful first: where a batch's cost leaves the line of its neighbours.
@@ -247,7 +244,22 @@ class Sweep:
             self.cells.setdefault((cell.batch, length), []).append(cell)
         self.prefill = list(known.prefill)
         self.switches = [known.switch_ms]
-        self.catch_ups = [(1, known.switch_ms + known.catch_up_ms)]
+        self.catch_ups = [(tokens, known.switch_ms + tokens * known.catch_up_ms) for tokens in (1, 1000)]
+
+
+def _slope(points: Sequence[tuple[int, float]], fixed: float) -> float:
+    """ms per token of (tokens, ms), whatever a pass costs at any size; not negative.
+
+    The median over pairs of sizes (Theil and Sen), each size its median; of one size alone, ms beyond `fixed`.
+    """
+    by_size: dict[int, list[float]] = {}
+    for tokens, ms in points:
+        by_size.setdefault(tokens, []).append(ms)
+    medians = sorted((tokens, statistics.median(ms)) for tokens, ms in by_size.items())
+    slopes = [(high - low) / (b - a) for (a, low), (b, high) in itertools.combinations(medians, 2)]
+    if not slopes:
+        slopes = [(ms - fixed) / tokens for tokens, ms in medians] or [0.0]
+    return max(statistics.median(slopes), 0.0)
 
 
 def sweep(

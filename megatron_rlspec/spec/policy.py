@@ -22,7 +22,6 @@ VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
 EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
-GAP_ROUNDS = 128  # an engine that is off lets its drafter catch up this often: the cheapest moment for a probe
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
@@ -62,7 +61,8 @@ class Policy:
         self._current = self.candidates.index(start) if start is not None else -1
         self._lag = [0.0] * len(self.candidates)
         self._unseen = 0  # rounds since acceptance was last observed
-        self._gap: list[int] = []  # requests of each round since the drafter last ran
+        self._catch_up = 0.0  # ms that the drafter would need to read what it missed while off
+        self._gap = 0  # rounds since the drafter last ran: what each running request's drafter has to catch up on
         self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
         self._probe_left = 0
@@ -105,8 +105,6 @@ class Policy:
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self._unseen += 1
-        if len(self._gap) >= GAP_ROUNDS:
-            self._gap.clear()
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
             self._rounds[config] = self._rounds.get(config, 0) + 1
@@ -116,14 +114,12 @@ class Policy:
         best = rates.index(max(rates))
         if self._current < 0:
             self._current = best
+        self._catch_up = self.cost.catch_up_ms * self._gap * batch
         self._follow(rates, ms, best)
         self._budget += EARNED * self.probe_share * ms[self._current]
         chosen = self._probing(batch, rates, ms)
         config = self.candidates[chosen]
-        if config.off:
-            self._gap.append(batch)
-        elif self._gap:
-            self._gap.clear()
+        self._gap = self._gap + 1 if config.off else 0
         self._rounds[config] = self._rounds.get(config, 0) + 1
         self._ms += ms[chosen]
         self._lost_ms += ms[chosen] * (1.0 - rates[chosen] / rates[best])
@@ -214,7 +210,7 @@ class Policy:
     def _follow(self, rates: list[float], ms: list[float], best: int) -> None:
         """Add up what staying loses; switch when it has lost enough."""
         now, lag, mine = self._current, self._lag, rates[self._current]
-        enough = PATIENCE * max(self.margin, 1e-3) + (self.cost.switch_ms + self._catch_up(best)) / ms[now]
+        enough = PATIENCE * max(self.margin, 1e-3) + (self.cost.switch_ms + self._catch_up) / ms[now]
         most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
             lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
@@ -238,7 +234,7 @@ class Policy:
             self._probe = self._worth_probing(rates[now], ms)
             if self._probe < 0:
                 return now
-            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + self._catch_up(self._probe)
+            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + self._catch_up
             if least > self._budget:
                 self._wait = 1  # ask again when more has been earned
                 return now
@@ -246,7 +242,7 @@ class Policy:
             self._interval = min(2 * self._interval, LAST_PROBE)
         probe = self._probe
         # Nothing accepted: one token each for a whole round.
-        worst = max(ms[probe] - per_token, 0.0) + self._catch_up(probe)
+        worst = max(ms[probe] - per_token, 0.0) + self._catch_up
         if worst > self._budget:
             self._probe_left = 0
             return now
@@ -256,12 +252,6 @@ class Policy:
         self._probes += 1
         self._bills.setdefault(self.candidates[probe], []).append((per_token, ms[probe] / per_token))
         return probe
-
-    def _catch_up(self, candidate: int) -> float:
-        """ms that the drafter needs to read what it missed while off, if this candidate starts it again."""
-        if not self._gap or self.candidates[candidate].off:
-            return 0.0
-        return self.cost.catch_up_ms * sum(self._gap)
 
     def _worth_probing(self, rate: float, ms: list[float]) -> int:
         """The next deeper candidate, if some deeper one would win by accepting as well as the depth above; else -1."""

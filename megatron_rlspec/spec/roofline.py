@@ -32,6 +32,7 @@ class Roofline:
     drafter      a drafter pass as a share of a target pass
     host_ms      launch and sampling, once a round
     pass_ms      launch, once a drafter pass
+    drafter_layer  the layer's share of a drafter pass; the rest is the output head
     """
 
     weights_ms: float
@@ -41,11 +42,12 @@ class Roofline:
     host_ms: float = 0.0
     pass_ms: float = 0.0
     switch_ms: float = 0.0
+    drafter_layer: float = 1.0
 
     @property
     def catch_up_ms(self) -> float:
-        """Computing one token through the drafter."""
-        return self.drafter * self.token_ms
+        """Computing one token through the drafter's layer: only the last one's logits are wanted."""
+        return self.drafter_layer * self.drafter * self.token_ms
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -74,6 +76,7 @@ class Roofline:
         parameters: float = 7.6e9,
         context_bytes: float = 147_456.0,
         drafter: float = 0.1,
+        drafter_layer: float = 0.3,
         read_efficiency: float = 0.8,
         compute_efficiency: float = 0.6,
         host_ms: float = 1.5,
@@ -86,6 +89,7 @@ class Roofline:
             token_ms=2 * parameters / (tflops * 1e9 * compute_efficiency),
             context_ms=context_bytes / per_ms,
             drafter=drafter,
+            drafter_layer=drafter_layer,
             host_ms=host_ms,
             pass_ms=pass_ms,
         )

@@ -101,7 +101,7 @@ def controller_class(settings: Settings) -> type:
             reqs = self._batch.reqs
             if reqs:
                 self._config = decider.choose(batch_size, sum(r.seqlen for r in reqs))
-                if self._gap.rounds and (not self._config.off or self._gap.rounds >= self._gap.limit):
+                if self._gap.rounds and (not self._config.off or self._gap.full):
                     self._gap.close(self._batch)
             if self._config.num_steps != self.worker.speculative_num_steps:
                 self._activate(self._config.num_steps)

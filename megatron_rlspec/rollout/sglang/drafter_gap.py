@@ -14,17 +14,27 @@ import torch
 
 
 class DrafterGap:
-    """What the drafter of one `EAGLEWorkerV2` has not seen. Rounds that are off add one position per request."""
+    """What the drafter of one `EAGLEWorkerV2` has not seen. Rounds that are off add one position per request.
 
-    def __init__(self, worker: Any, limit: int = 128) -> None:
-        """limit: rounds after which the gap is closed even while off, so that what is kept stays bounded."""
+    Every `every` rounds what was kept moves to host memory, without the requests that have ended. Past `most_tokens`
+    positions `full` asks to close the gap even while off, so that memory stays bounded.
+    """
+
+    def __init__(self, worker: Any, every: int = 64, most_tokens: int = 1 << 18) -> None:
         self.worker = worker
-        self.limit = limit
+        self.every, self.most_tokens = every, most_tokens
+        self._reset()
+
+    def _reset(self) -> None:
         self.rounds = 0
         self._hidden: list[torch.Tensor] = []
         self._tokens: list[torch.Tensor] = []
         self._rows: dict[str, list[int]] = {}
         self._size = 0
+
+    @property
+    def full(self) -> bool:
+        return self._size >= self.most_tokens
 
     def record(self, reqs: list[Any], hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """hidden [B, H] of the position that each request just passed, tokens [B] at that position."""
@@ -34,6 +44,8 @@ class DrafterGap:
             self._rows.setdefault(req.rid, []).append(self._size + i)
         self._size += len(reqs)
         self.rounds += 1
+        if self.rounds % self.every == 0:
+            self._store({req.rid for req in reqs})
 
     def forget(self, reqs: list[Any]) -> None:
         """A prefill rebuilds the drafter's cache from the prompt on."""
@@ -47,10 +59,24 @@ class DrafterGap:
         if behind:
             counts = [len(rows[i]) for i in behind]
             device = batch.seq_lens.device
-            flat = torch.tensor([row for i in behind for row in rows[i]], device=device)
-            hidden, tokens = torch.cat(self._hidden)[flat], torch.cat(self._tokens)[flat]
-            self._extend(batch, behind, counts, hidden, tokens.to(torch.int64))
-        self._hidden, self._tokens, self._rows, self._size, self.rounds = [], [], {}, 0, 0
+            hidden, tokens = self._take([row for i in behind for row in rows[i]])
+            self._extend(batch, behind, counts, hidden.to(device), tokens.to(device, torch.int64))
+        self._reset()
+
+    def _store(self, running: set[str]) -> None:
+        self._rows = {rid: rows for rid, rows in self._rows.items() if rid in running}
+        hidden, tokens = self._take([row for rows in self._rows.values() for row in rows])
+        self._hidden, self._tokens, self._size = [hidden.cpu()], [tokens.cpu()], len(tokens)
+        start = 0
+        for rid, rows in self._rows.items():
+            self._rows[rid] = list(range(start, start + len(rows)))
+            start += len(rows)
+
+    def _take(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """These rows of all that was kept, on the device of the first part."""
+        device = self._hidden[0].device
+        index = torch.tensor(rows, dtype=torch.int64, device=device)
+        return tuple(torch.cat([part.to(device) for part in parts])[index] for parts in (self._hidden, self._tokens))
 
     def _extend(
         self, batch: Any, behind: list[int], counts: list[int], hidden: torch.Tensor, tokens: torch.Tensor
