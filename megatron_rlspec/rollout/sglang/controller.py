@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rlspec.rollout.sglang import plain_round
 from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.spec.policy import Policy
@@ -92,12 +93,18 @@ def controller_class(settings: Settings) -> type:
             self._config = SpecConfig(worker.speculative_num_steps)
             self._gap = DrafterGap(worker)
             self._batch: Any = None
+            self._decided = False  # this round's configuration, before SGLang asked for it
             self._forward = worker.forward_batch_generation
-            worker.forward_batch_generation = self._remember_batch
+            worker.forward_batch_generation = self._round
             self._extend = worker.draft_worker._draft_extend_for_decode
             worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
 
         def activate_step_by_batch(self, batch_size: int) -> None:
+            if not self._decided:
+                self._decide(batch_size)
+            self._decided = False
+
+        def _decide(self, batch_size: int) -> None:
             reqs = self._batch.reqs
             if reqs:
                 self._config = decider.choose(batch_size, sum(r.seqlen for r in reqs))
@@ -111,17 +118,29 @@ def controller_class(settings: Settings) -> type:
             if decider.stock:
                 decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
-        def _remember_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._batch = batch
-            if self._gap.rounds and batch.forward_mode.is_extend():
-                self._gap.forget(batch.reqs)
-            return self._forward(batch, *args, **kwargs)
+            if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
+                if self._gap.rounds:
+                    self._gap.forget(batch.reqs)
+                return self._forward(batch, on_publish, *args, **kwargs)
+            self._decide(len(batch.reqs))
+            if not (self._config.off and plain_round.possible(self.worker, batch)):
+                self._decided = True
+                return self._forward(batch, on_publish, *args, **kwargs)
+            result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
+            self._leave_out(batch, result, hidden, tokens)
+            return result
 
         def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
             if not self._config.off or not batch.reqs:
                 self._extend(batch, result, **kwargs)
                 return
-            self._gap.record(batch.reqs, result.logits_output.hidden_states, batch.spec_info.draft_token)
+            self._leave_out(batch, result, result.logits_output.hidden_states, batch.spec_info.draft_token)
+
+        def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
+            """The drafter skips this round; what it would have read is kept."""
+            self._gap.record(batch.reqs, hidden, tokens)
             self.worker._stub_skipped_draft_extend(batch, result)
             result.rlspec_off = True
 
