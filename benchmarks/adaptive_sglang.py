@@ -45,7 +45,7 @@ from megatron_rlspec.weights.checkpoint import write_hf
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule wants 7
 FIXED = {"off": OFF, "k0": SpecConfig(0)} | {f"k{k}": SpecConfig(k) for k in STEPS if k}
 CONTESTANTS = ("plain", *FIXED, "stock", "ours")
-NOISE = {"good": 0.0, "middling": 0.45, "useless": 1.0}
+NOISE = {"good": 0.0, "middling": 0.2, "useless": 1.0}
 SHARPNESS, PROMPT = 16.0, 8
 
 

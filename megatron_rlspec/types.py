@@ -6,6 +6,7 @@ D the drafter's depth. Times are milliseconds unless a name says otherwise.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,8 +94,8 @@ class SpecSchedule:
         return cls((1,), (0,), ((config,),))
 
     def choose(self, batch: int, context: int) -> SpecConfig:
-        row = max(0, int(np.searchsorted(self.batch_edges, batch, side="right")) - 1)
-        column = max(0, int(np.searchsorted(self.context_edges, context, side="right")) - 1)
+        row = max(0, bisect_right(self.batch_edges, batch) - 1)
+        column = max(0, bisect_right(self.context_edges, context) - 1)
         return self.configs[row][column]
 
     def to_json(self) -> dict[str, Any]:

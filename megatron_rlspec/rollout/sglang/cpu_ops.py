@@ -52,6 +52,8 @@ def assign_extend_cache_locs_cpu(
 def _ragged(slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
+    if bool((lengths == 1).all()):
+        return slots.long(), start.long()  # what most decode rounds ask for
     rows = torch.repeat_interleave(slots.long(), lengths)
     first = torch.repeat_interleave(start.long() - (lengths.cumsum(0) - lengths), lengths)
     return rows, first + torch.arange(len(rows))
