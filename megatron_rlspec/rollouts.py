@@ -20,6 +20,7 @@ import numpy as np
 from megatron_rlspec import data
 from megatron_rlspec.config import Config
 from megatron_rlspec.metrics import Recorder, write_atomically
+from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
@@ -50,6 +51,7 @@ class Rollouts:
             spec.probe_share,
         )
         rollout = config.rollout
+        self.forecast = Forecast(max(*spec.candidate_steps, spec.num_steps, 1))
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # that the last rollout took, rewards included
         self.thread = ThreadPoolExecutor(1, "rollout")
@@ -74,6 +76,8 @@ class Rollouts:
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
+        if resumed.get("forecast"):
+            self.forecast = Forecast.from_json(resumed["forecast"])
         if "acceptance" in resumed:
             self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
         if self.config.spec.mode == "adaptive":
@@ -90,7 +94,7 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside `pending`."""
-        return {"acceptance": self.adapter.acceptance.to_json()}
+        return {"acceptance": self.adapter.acceptance.to_json(), "forecast": self.forecast.to_json()}
 
     def pending(self) -> list[Group]:
         """The settled rollout that the next step will train on; weights that could draw it again are gone."""
@@ -192,11 +196,15 @@ class Rollouts:
             reason = self.engines.failures[id(pushed.pop(name))]
             self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}", engine=name)
 
-    def adapt(self) -> dict[str, float]:
-        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given."""
+    def adapt(self, prediction: Prediction | None) -> dict[str, float]:
+        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given.
+
+        `prediction` is of the next rollout's acceptance; the one made a step ago is scored by this rollout.
+        """
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.policy_report()) if adaptive else []
-        found = self.adapter.observe(self.engines.stats(), reports)
+        stats = self.engines.stats()
+        found = self.adapter.observe(stats, reports) | self.forecast.score(stats) | self.forecast.expect(prediction)
         write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
         return found
 

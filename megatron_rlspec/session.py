@@ -203,7 +203,7 @@ class Session:
         """Take in what the engines observed."""
         with self._leading() as leads:
             if leads:
-                self._adapted = self.rollouts.adapt()
+                self._adapted = self.rollouts.adapt(self.trainer.prediction)
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""

@@ -30,6 +30,7 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
         assert record["policy/skipped"] == 0 and record["drafter/grad_norm"] > 0
         assert record["rollout/response_tokens"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert {"seconds_generate", "seconds_push", "seconds_train"} <= record.keys()
+        assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 1.5  # an untrained drafter
     evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
     assert [event["name"] for event in evaluations] == ["first", "last"]
     assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3

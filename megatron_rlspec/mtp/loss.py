@@ -171,6 +171,7 @@ class Student:
         chunk: int = 1024,
         tp_group: dist.ProcessGroup | None = None,
         vocab_size: int | None = None,
+        keep_rows: bool = False,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}, but a drafter's loss is one of {', '.join(KINDS)}")
@@ -194,6 +195,8 @@ class Student:
         names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
+        # What became of single rows `[N]`, for who asks (`mtp/predict.py`); rows without a weight stay 0.
+        self.rows: dict[str, torch.Tensor] | None = {} if keep_rows else None
 
     def learn_labels(self) -> None:
         """Cross entropy without a teacher."""
@@ -258,6 +261,11 @@ class Student:
         logq = scores.sub_(lse[:, None])
         sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
         loss = ce
+        if self.rows is not None:
+            self._keep(part, match=sums["match"])
+            if logp is not None:
+                label_p = head.sum(head.pick(logp, labels))
+                self._keep(part, label_ratio=(-ce - label_p).exp())
         if logp is not None:
             sums["overlap"], divergence, grad = _divergence(self._kind, logq, logp, head.sum)
             sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
@@ -268,6 +276,8 @@ class Student:
             grad = head.add_at(logq.exp_(), labels, -1)
         else:
             loss = divergence
+        if self.rows is not None and logp is not None:
+            self._keep(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
         weight = self._weight[part]
         self._total += (weight * loss).sum()
         if self._grad is not None:
@@ -275,6 +285,11 @@ class Student:
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
+
+    def _keep(self, part: slice, **values: torch.Tensor) -> None:
+        for name, x in values.items():
+            kept = self.rows.setdefault(name, x.new_zeros(len(self._source)))
+            kept.index_copy_(0, self._rows[part], x)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -12,7 +12,7 @@ drafter's prediction of token t + 1 + d, as `PackedBatch.drafter_*` do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.spec.acceptance import expected_tokens
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import RoundStats, SpecConfig
 
 Verifier = Literal["position_keyed", "target_only", "rejection"]
 
@@ -82,6 +82,12 @@ class Prediction:
     reached: np.ndarray
     accepted: np.ndarray
 
+    @classmethod
+    def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
+        """From the two arrays flattened, as they come back from a reduction over ranks."""
+        shape = (len(steps), max(steps))
+        return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
+
     def __add__(self, other: Prediction) -> Prediction:
         if self.steps != other.steps:
             raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
@@ -96,6 +102,36 @@ class Prediction:
 
     def tokens_per_round(self, num_steps: int) -> float:
         return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0
+
+
+def of_rows(
+    rows: Mapping[str, torch.Tensor], depth: int, verifier: Verifier, *, sampled: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(accept, reach), `[T, depth]`, from what `Student.rows` kept of a training step, `[depth * T]`, depth by depth.
+
+    sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered; otherwise (greedy,
+             top-p, top-k) what was accepted is all that is known of what might have been, and the text itself tells it
+    """
+    if verifier == "rejection":
+        if not sampled or "overlap" not in rows:
+            raise ValueError("acceptance by rejection is predicted from a teacher's unfiltered distribution only")
+        accept, reach = rows["overlap"], rows["label_ratio"].clamp(max=1.0)
+    else:
+        reach = rows["match"]
+        accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach
+    return accept.view(depth, -1).T, reach.view(depth, -1).T
+
+
+def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
+    """`[T, D]` to `[T, depth]`: below the deepest trained depth, its column one position on stands for the next.
+
+    Row t, depth D + j and row t + j, depth D predict the same token. Of accept, reach and mask alike: a row whose
+    shallower depths lie within one response is within it at the next one, too, if its successor is.
+    """
+    columns = list(table.unbind(1))
+    while len(columns) < depth:
+        columns.append(torch.cat([columns[-1][1:], columns[-1].new_zeros(1)]))
+    return torch.stack(columns[:depth], 1)
 
 
 def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]) -> Prediction:
@@ -216,6 +252,48 @@ class Calibration:
         calibration.offset = [float(x) for x in data["offset"]]
         calibration.last = None if data["last"] is None else [float(x) for x in data["last"]]
         return calibration
+
+
+class Forecast:
+    """A prediction waiting for the rollout it was made for, and the calibration that follows their differences."""
+
+    def __init__(self, depth: int) -> None:
+        self.calibration = Calibration(depth)
+        self.pending: Prediction | None = None
+
+    def score(self, stats: Iterable[RoundStats]) -> dict[str, float]:
+        """The pending prediction against the rounds of the rollout that has just ended, as `predict/…` metrics."""
+        observed: dict[int, np.ndarray] = {}
+        for s in stats:
+            if k := s.config.num_steps:
+                histogram = observed.setdefault(k, np.zeros(k + 1))
+                histogram[: len(s.accepted)] += s.accepted
+        if self.pending is None or not observed:
+            return {}
+        return {f"predict/{name}": x for name, x in self.calibration.update(self.pending, observed).items()}
+
+    def expect(self, prediction: Prediction | None) -> dict[str, float]:
+        """Wait for the rollout that `prediction` is of; its calibrated tokens per round, by step count."""
+        self.pending = prediction
+        if prediction is None:
+            return {}
+        rates = {k: self.calibration.apply(prediction.rates(k)) for k in prediction.steps}
+        return {f"predict/next_tokens_k{k}": expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        waiting = self.pending
+        return {
+            "calibration": self.calibration.to_json(),
+            "pending": waiting and [list(waiting.steps), waiting.reached.tolist(), waiting.accepted.tolist()],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Forecast:
+        forecast = cls(1)
+        forecast.calibration = Calibration.from_json(data["calibration"])
+        if data["pending"]:
+            forecast.pending = Prediction.of_sums(*data["pending"])
+        return forecast
 
 
 def _logit(rate: float) -> float:

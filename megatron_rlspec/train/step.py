@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_rlspec.config import Config
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.mtp.predict import Prediction, deepen, of_rows, walk
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
@@ -64,6 +65,8 @@ class Trainer:
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
         # Last: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
+        self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
+        self._steps = _predicted_steps(config)
         # Greedy rollouts are trained at temperature 1: the distribution that they are the mode of.
         self.temperature = config.rollout.temperature or 1.0
         self.reference: list[Tensor] = []
@@ -122,7 +125,10 @@ class Trainer:
             self.drafter.train()
             self.drafter_learner.zero_grad()
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
-        metrics = means(reduce_sums(sums))
+        totals = reduce_sums(sums)
+        found = [totals.pop(f"prediction/{name}", None) for name in ("reached", "accepted")]
+        self.prediction = Prediction.of_sums(self._steps, *found) if found[0] is not None else None
+        metrics = means(totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
@@ -221,7 +227,8 @@ class Trainer:
         hidden = hidden[:, 0]
         head = self._head(1.0 if objective == "sft" else self.temperature)
         loss, sums = hidden.new_zeros(()), {}
-        student = None if self.drafter is None else self._student(head, batch, packed, hidden)
+        predict = objective == "grpo" and bool(self._steps)
+        student = None if self.drafter is None else self._student(head, batch, packed, hidden, predict)
         # A teacher row is a row of the policy's own loss: where no other rank holds it, its logits are computed once.
         shared = student is not None and self.config.drafter.loss != "ce" and ps.get_context_parallel_world_size() == 1
         if train_policy:
@@ -233,6 +240,8 @@ class Trainer:
             elif not (shared and train_policy):
                 student.learn_from(_of_all_ranks(hidden.detach(), batch))
             drafter, metrics = student.finish()
+            if student.rows is not None:
+                sums |= self._predict(student.rows, batch)
             sums |= {f"drafter/{name}": value for name, value in metrics.items()}
             sums["drafter/objective"] = drafter.detach()
             if self.config.drafter.mtp_detach_heads:
@@ -241,7 +250,9 @@ class Trainer:
                 loss = loss + drafter
         return loss, torch.zeros((), dtype=torch.int), sums
 
-    def _student(self, head: Head, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> Student:
+    def _student(
+        self, head: Head, batch: PackedBatch, packed: PackedSequences, hidden: Tensor, predict: bool
+    ) -> Student:
         """The drafter's forward at all depths, in one batch of rows, ready to learn."""
         options, T = self.config.drafter, len(batch.tokens)
         assert self.drafter_learner is not None and self.embedding is not None
@@ -269,7 +280,21 @@ class Trainer:
             num_groups=options.depth,
             temperature=head.temperature,
             tp_group=head.tensor_group,
+            keep_rows=predict,
         )
+
+    def _predict(self, rows: Mapping[str, Tensor], batch: PackedBatch) -> Sums:
+        """Sums over round starts (`mtp/predict.py`) of this micro-batch; a context-parallel group counts once."""
+        options, depth, rollout = self.config.spec, self.config.drafter.depth, self.config.rollout
+        sampled = rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k < 0
+        accept, reach = of_rows(rows, depth, options.verifier, sampled=sampled)
+        mask = torch.stack([m * (batch.drafter_weight != 0) for m in batch.drafter_mask], 1).to(accept)
+        table = _of_all_ranks(torch.cat([accept, reach, mask], 1), batch)
+        if ps.get_context_parallel_rank():
+            table = table[:0]
+        deep = (deepen(part, max(self._steps)) for part in table.split(depth, 1))
+        found = walk(*deep, self._steps)
+        return {f"prediction/{n}": torch.from_numpy(getattr(found, n)).to(accept) for n in ("reached", "accepted")}
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
@@ -296,6 +321,18 @@ class Trainer:
             result = [norm, float(not updated)]
         norm, skipped = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
         return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
+
+
+def _predicted_steps(config: Config) -> tuple[int, ...]:
+    """The step counts that rollouts may run, ascending; none where this training step cannot predict acceptance."""
+    spec, rollout = config.spec, config.rollout
+    if spec.mode == "off" or not config.drafter.train:
+        return ()
+    unfiltered = rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k < 0
+    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not unfiltered):
+        return ()
+    steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
+    return tuple(sorted({k for k in steps if k > 0}))
 
 
 def _of_all_ranks(hidden: Tensor, batch: PackedBatch) -> Tensor:

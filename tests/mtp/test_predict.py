@@ -1,16 +1,22 @@
 import itertools
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.mtp.predict import (
     Calibration,
+    Forecast,
     Prediction,
     accept_probabilities,
+    deepen,
+    of_rows,
     target_probabilities,
     walk,
 )
+from megatron_rlspec.types import RoundStats, SpecConfig
 
 V, DEPTH = 6, 3
 
@@ -238,3 +244,56 @@ def test_wrong_shapes_and_names_are_refused():
         accept_probabilities(x, x, torch.zeros(4, dtype=torch.int64), "greedy")
     with pytest.raises(ValueError, match="do not add"):
         walk(x, x, x, [1]) + walk(x, x, x, [2])
+
+
+@pytest.mark.parametrize("verifier", ["position_keyed", "rejection"])
+def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
+    """What the loss saw in chunks, in its own order, against `accept_probabilities` on whole logits."""
+    g = torch.Generator().manual_seed(3)
+    positions, hidden_size = 40, 8
+    hidden = torch.randn(DEPTH * positions, hidden_size, generator=g)
+    teacher = torch.randn(positions + DEPTH, hidden_size, generator=g)
+    head = torch.randn(V, hidden_size, generator=g)
+    labels = torch.randint(0, V, (DEPTH * positions,), generator=g)
+    weight = (torch.rand(DEPTH * positions, generator=g) < 0.7).float()
+    index = torch.cat([torch.arange(positions) + d for d in range(1, DEPTH + 1)])
+    student = Student(
+        hidden, head, labels, weight, "forward_kl", teacher_index=index, temperature=0.7, chunk=16, keep_rows=True
+    )
+    student.learn_from(teacher)
+    student.finish()
+    accept, reach = of_rows(student.rows, DEPTH, verifier, sampled=True)
+    target = target_probabilities(teacher[index] @ head.T, 0.7)
+    expected = accept_probabilities(target, hidden @ head.T, labels, verifier, temperature=0.7)
+    for got, want in zip((accept, reach), expected, strict=True):
+        want = torch.where(weight != 0, want, 0.0).view(DEPTH, positions).T
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_depths_below_the_trained_ones_follow_the_deepest():
+    """A drafter whose rates stay the same from depth 2 on: predicting from two trained depths misses nothing."""
+    rng = np.random.default_rng(1)
+    length, wanted = 60_000, 5
+    mask = masks([length], depth=wanted)
+    rates = np.where(np.arange(len(mask) + wanted + 2) // 500 % 2, 0.3, 0.9)
+    match = rng.random(len(rates)) < rates
+    shifted = [slice(d, d + len(mask)) for d in range(1, wanted + 1)]
+    accept = torch.tensor(np.stack([rates[s] for s in shifted], 1))
+    reach = torch.tensor(np.stack([match[s] for s in shifted], 1), dtype=torch.float64)
+    whole = walk(accept, reach, mask, [5])
+    two = walk(*(deepen(part[:, :2], wanted) for part in (accept, reach, mask)), [5])
+    assert two.rates() == pytest.approx(whole.rates(), abs=0.003)
+    assert torch.equal(deepen(mask[:, :2], wanted), mask)
+
+
+def test_a_forecast_is_scored_by_the_rollout_it_was_made_for():
+    forecast, config = Forecast(3), SpecConfig(2)
+    rounds = [RoundStats(config, 4, 100, 10, 5.0, (20, 10, 10)), RoundStats(SpecConfig(0), 4, 100, 10, 5.0, (40,))]
+    assert forecast.score(rounds) == {}
+    expected = forecast.expect(Prediction((1, 2, 3), np.ones((3, 3)), np.full((3, 3), 0.5)))
+    assert expected["predict/next_tokens_k2"] == pytest.approx(1.75)
+    forecast = Forecast.from_json(json.loads(json.dumps(forecast.to_json())))
+    found = forecast.score(rounds)
+    assert found["predict/observed_tokens"] == pytest.approx(1.75)
+    assert found["predict/predicted_tokens"] == pytest.approx(1.75) and abs(found["predict/error"]) < 1e-9
+    assert "predict/last_value_error" in forecast.score(rounds)
