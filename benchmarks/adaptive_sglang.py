@@ -195,11 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     lengths = long_tail(args.samples, args.longest)
     conditions = {
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, 1 thread an engine",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "model": f"{args.layers} layers of {args.hidden}, vocabulary {VOCAB}, float32",
-        "workload": f"{args.samples} requests, {min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):.0f}",
+        "workload": f"{args.samples} requests of {min(lengths)} to {max(lengths)} tokens (median {np.median(lengths):.0f})",
         "repetitions": repetitions,
     }
     print("conditions:", "; ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
