@@ -130,7 +130,8 @@ def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
     """
     columns = list(table.unbind(1))
     while len(columns) < depth:
-        columns.append(torch.cat([columns[-1][1:], columns[-1].new_zeros(1)]))
+        last = columns[-1]
+        columns.append(torch.cat([last[1:], torch.zeros_like(last[:1])]))
     return torch.stack(columns[:depth], 1)
 
 
