@@ -54,6 +54,7 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.attention.SelfAttentionSubmodules": ("core_attention", "q_layernorm", "k_layernorm"),
     "megatron.core.transformer.mlp.MLPSubmodules": ("activation_func",),
     "megatron.core.transformer.moe.moe_layer.MoESubmodules": ("experts", "shared_experts"),
+    "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias": (),
     "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining": SCHEDULE,
     "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": SCHEDULE,
     "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.get_states": (),

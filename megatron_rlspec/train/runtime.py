@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
@@ -216,6 +218,8 @@ def install() -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine 0.16.1 forgets to define it
         moe_utils.te_general_gemm = None
+    # Compiled by torch, for which a CPU needs a C++ compiler and half a minute.
+    TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
     # Main asks isinstance() of Transformer Engine's classes, which without it are none.
     multi_token_prediction.is_inference_column_parallel_linear = lambda _: False
     # The CUDA generator's state, for init and recompute: there is one generator here.
