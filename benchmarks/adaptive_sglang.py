@@ -43,7 +43,7 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule wants 7
-FIXED = {"off": OFF, "k0": SpecConfig(0)} | {f"k{k}": SpecConfig(k) for k in STEPS if k}
+FIXED = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in (0, 1, 2, 3, 5)}
 CONTESTANTS = ("plain", *FIXED, "stock", "ours")
 NOISE = {"good": 0.0, "middling": 0.2, "useless": 1.0}
 SHARPNESS, PROMPT = 16.0, 8
@@ -185,13 +185,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", type=Path, help="write every figure to this file")
     p.add_argument("--layers", type=int, default=16, help="of the target; narrow and deep, so that a drafter is cheap")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
-    p.add_argument("--samples", type=int, default=32, help="requests of a rollout")
-    p.add_argument("--longest", type=int, default=256, help="tokens of the longest response")
-    p.add_argument("--repetitions", type=int, default=0, help="default: 11, or 3 with --quick")
+    p.add_argument("--samples", type=int, default=64, help="requests of a rollout")
+    p.add_argument(
+        "--longest", type=int, default=0, help="tokens of the longest response; default: 192, or 96 with --quick"
+    )
+    p.add_argument("--repetitions", type=int, default=0, help="default: 9, or 3 with --quick")
     p.add_argument("--drafters", default=",".join(NOISE), help=f"among {','.join(NOISE)}")
     p.add_argument("--cost-table", type=Path, help="a table of this engine, instead of profiling")
     args = p.parse_args(argv)
-    repetitions = args.repetitions or (3 if args.quick else 11)
+    repetitions = args.repetitions or (3 if args.quick else 9)
+    args.longest = args.longest or (96 if args.quick else 192)
     os.environ["OMP_NUM_THREADS"] = "1"
     lengths = long_tail(args.samples, args.longest)
     conditions = {
@@ -236,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _profile(folder: Path, spec: SGLangEngine, steps: str, args: argparse.Namespace) -> Path:
     table = folder / "table.json"
-    points = "1,4,16,32" if args.quick else "1,2,4,8,16,32"
-    budget = ["--seconds", "45" if args.quick else "120", "--samples", "8" if args.quick else "16"]
+    points = "1,4,16,64" if args.quick else "1,2,4,8,16,32,64"
+    budget = ["--seconds", "30" if args.quick else "100", "--samples", "6" if args.quick else "12"]
     wanted = ["--batches", points, "--lengths", "16", "--steps", steps, *budget]
     if profile.main([str(table), "--url", spec.url, "--model", str(folder / "model"), *wanted]):
         raise SystemExit("the engine could not be profiled")
