@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "model": f"{args.layers} layers of {args.hidden}, vocabulary {VOCAB}, float32",
-        "workload": f"{args.samples} requests of {min(lengths)} to {max(lengths)} tokens (median {np.median(lengths):.0f})",
+        "workload": f"{args.samples} requests, {min(lengths)} to {max(lengths)} tokens, median {np.median(lengths)}",
         "repetitions": repetitions,
     }
     print("conditions:", "; ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)

@@ -54,7 +54,7 @@ def main() -> None:
     ):
         with CONSOLE.status("starting a speculating and a plain engine"):
             engines = {"spec": SGLangEngine.of(fast.wait()), "plain": SGLangEngine.of(slow.wait())}
-        summary = rewards(run) | times(run)
+        summary = rewards(run) | times(run) | predictions(run)
         with CONSOLE.status("accept length of three drafters on the final policy's rollouts"):
             summary |= accept_lengths(run, engines["spec"], prompts[: args.prompts], sampling)
         engines["spec"].set_policy(json.loads((run / "rl/policy.json").read_text()))
@@ -92,6 +92,22 @@ def times(run: Path) -> dict:
     records = read_records(run / "rl/metrics.jsonl")
     parts = ("seconds_generate", "seconds_push", "seconds_train")
     return {part: sum(record[part] for record in records) for part in parts} | {"steps": len(records)}
+
+
+def predictions(run: Path) -> dict:
+    """How far the training steps' predictions of the next rollout's tokens per round were off, in the mean."""
+    records = read_records(run / "rl/metrics.jsonl")
+    scored = [r for r in records if "predict/error" in r and "predict/last_value_error" in r]
+    if not scored:
+        return {}
+    return {
+        "predicted_steps": len(scored),
+        "prediction_error": float(np.mean([abs(r["predict/error"]) for r in scored])),
+        "last_value_error": float(np.mean([abs(r["predict/last_value_error"]) for r in scored])),
+        "uncalibrated_error": float(
+            np.mean([abs(r["predict/uncalibrated_tokens"] - r["predict/observed_tokens"]) for r in scored])
+        ),
+    }
 
 
 def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
@@ -164,6 +180,11 @@ def show(summary: dict) -> None:
         row(f"{text}, batch {batch}: tokens/s plain", f"{name}_tokens_per_s_plain", form="{:.0f}")
         faster = summary[f"{name}_speedup"] > 1
         row(f"{text}, batch {batch}: speed-up", f"{name}_speedup", f"{name}_speedup_range", faster, "{:.2f}")
+    if "prediction_error" in summary:
+        text = f"tokens per round predicted one step ahead, {summary['predicted_steps']} steps"
+        row(f"{text}: mean absolute error", "prediction_error", hoped=summary["prediction_error"] <= 0.1)
+        row("the same, assuming the last rollout's rates", "last_value_error")
+        row("the same, without calibration", "uncalibrated_error")
     for part in ("generate", "push", "train"):
         row(f"seconds, {part}", f"seconds_{part}", form="{:.1f}")
     CONSOLE.print(table)
