@@ -63,7 +63,8 @@ class View:
 def line(step: int, total: int, values: Numbers) -> str:
     """One step in plain text."""
     told = [f"{name} {style.format(values[key])}" for key, (name, style) in SHOWN.items() if key in values]
-    return f"step {step + 1}/{total}  " + "  ".join([*told, configs(values), split(values).plain])
+    parts = [f"step {step + 1}/{total}", *told, configs(values), split(values).plain]
+    return "  ".join(part for part in parts if part)
 
 
 def panel(step: int, total: int, left: timedelta, history: Sequence[Numbers], events: Sequence[str]) -> Panel:
