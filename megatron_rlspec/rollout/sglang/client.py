@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import requests
 import torch
+from urllib3.exceptions import ReadTimeoutError
 
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess
@@ -213,7 +214,8 @@ class SGLangEngine:
     def _why(self, error: requests.RequestException) -> str:
         if self._process is not None and self._process.process.poll() is not None:
             return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
-        if isinstance(error, requests.Timeout):
+        # Within a stream, requests tells a timeout as a ConnectionError around urllib3's own.
+        if isinstance(error, requests.Timeout) or isinstance((*error.args, None)[0], ReadTimeoutError):
             return f"silent for {self._timeout:.0f} s"
         return "the engine is gone" if isinstance(error, requests.ConnectionError) else str(error)
 
