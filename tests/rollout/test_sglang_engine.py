@@ -297,6 +297,8 @@ def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
         engines["adaptive"].set_schedule(k(5))
     with pytest.raises(EngineError, match="cannot run k1; it was launched with off$"):
         engines["plain"].set_schedule(k(1))
+    with pytest.raises(EngineError, match="cannot run k5, k7; it was launched with off, k0, k1, k2, k3$"):
+        engines["adaptive"].set_policy({"stock": True})  # SGLang's built-in rule wants both
     engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
     with pytest.raises(EngineError, match="request r-000.: .*4096"):
         engines["plain"].generate([Request("r-000.", Prompt(0, np.full(5000, 7)), 1)], SAMPLINGS["T=1"])
