@@ -287,6 +287,10 @@ class Trainer:
         """Sums over round starts (`mtp/predict.py`) of this micro-batch; a context-parallel group counts once."""
         options, depth, rollout = self.config.spec, self.config.drafter.depth, self.config.rollout
         sampled = rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k < 0
+        if not rows:  # nothing is trained in this share of a batch; the record and the other ranks want its zeros
+            exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
+            zeros = torch.zeros(depth * len(batch.tokens), dtype=exact, device=self.device)
+            rows = dict.fromkeys(("match", "overlap", "label_ratio"), zeros)
         accept, reach = of_rows(rows, depth, options.verifier, sampled=sampled)
         mask = torch.stack([m * (batch.drafter_weight != 0) for m in batch.drafter_mask], 1).to(accept)
         table = _of_all_ranks(torch.cat([accept, reach, mask], 1), batch)
