@@ -20,9 +20,9 @@ def train(config: Config) -> None:
                 metrics = run.train_step(batches, objective="grpo")  # policy and drafter, one step each
             with run.clock("generate"):
                 run.settle()  # a rollout that runs ahead ends first: weights change between rollouts only
-            with run.clock("push"):
-                run.push()  # target and drafter, one versioned session, every fingerprint compared
             run.adapt()  # what the engines' policies did, and what was accepted
+            with run.clock("push"):
+                run.push()  # target and drafter, one versioned session: fingerprints compared, a canary heard
             run.record(step, metrics, groups)
             run.checkpoint()
             if run.due(config.train.eval_every):

@@ -22,12 +22,22 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.metrics import Recorder, write_atomically
 from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.types import Group, Prompt, Request, Sample, Sampling
-from megatron_rlspec.weights.health import Health, HealthError, stamp_finding
+from megatron_rlspec.types import (
+    Group,
+    Prompt,
+    Request,
+    RoundStats,
+    Sample,
+    Sampling,
+    SpecConfig,
+    SpecSchedule,
+)
+from megatron_rlspec.weights.health import Health, HealthError, HealthSettings, stamp_finding
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
@@ -38,7 +48,7 @@ class Rollouts:
     """Engines start with the object, and answer after `open`; `close` ends them, whatever happened."""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
-        self.config, self.tokenizer, self.run_dir = config, tokenizer, run_dir
+        self.config, self.hf_config, self.tokenizer, self.run_dir = config, hf_config, tokenizer, run_dir
         held_out = config.data.eval_path
         self.held_out = data.Prompts(held_out, tokenizer, config).rows if held_out else []
         spec = config.spec
@@ -72,7 +82,7 @@ class Rollouts:
         self.scorer = rewards.Scorer(self.config.reward)
         engines = self.starting.wait()
         self.engines = EnginePool(list(engines.values()))
-        self.health = Health(Pusher(engines), is_drafter=self.drafter_names.__contains__)
+        self.health = self._health(engines)
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
@@ -82,6 +92,27 @@ class Rollouts:
             self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
         if self.config.spec.mode == "adaptive":
             self.engines.everywhere(lambda engine: engine.set_policy(self.adapter.policy()))
+
+    def _health(self, engines: Mapping[str, RolloutEngine]) -> Health:
+        options, spec = self.config.health, self.config.spec
+        chain = spec.num_steps or max(spec.candidate_steps)
+        rows = self.held_out or (self.prompts.rows if self.prompts else [])
+        return Health(
+            Pusher(engines),
+            self.drafter_names.__contains__,
+            self._speculate if spec.mode != "off" and chain else None,
+            rows[: options.canary_prompts],
+            self.sampling,
+            HealthSettings(options.on_failure, chain, options.canary_tokens, options.floor_share),
+            lambda record: self.recorder.event("health", f"{record['engine']}: {record['action']}", **record),
+        )
+
+    def _speculate(self, engine: RolloutEngine) -> None:
+        """The run's own way of drafting, after canaries and repairs."""
+        if self.config.spec.mode == "adaptive":
+            engine.set_policy(self.adapter.policy())
+        else:
+            engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.config.spec.num_steps)))
 
     def close(self) -> None:
         """Engines first: that ends a rollout that still runs."""
@@ -184,9 +215,12 @@ class Rollouts:
     def push(self, version: int, source: Source) -> dict[str, float]:
         """Every tensor of `source` to every engine, proven; returns what the records keep. Raises HealthError."""
         self._tell_losses()
-        report = self.health.push(version, source)
-        for record in report.records:
-            self.recorder.event("health", f"{record['engine']}: {record['action']}", **record)
+        canary = SpecConfig(self.health.settings.canary_steps)
+        report = self.health.push(version, source, predicted=self.adapter.expected().get(canary))
+        for name in set(report.pushes[0].engines) - set(report.serving):
+            self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
+        self.engines.stats()  # the canary's rounds are not the rollouts'
+        self._tell_losses()
         return report.metrics()
 
     def _tell_losses(self) -> None:
@@ -199,12 +233,19 @@ class Rollouts:
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
         """Take in what the engines observed. They decide by themselves, every round, by the policy they were given.
 
-        `prediction` is of the next rollout's acceptance; the one made a step ago is scored by this rollout.
+        `prediction` is of the next rollout's acceptance; the one made a step ago is scored by this rollout. To be
+        called before the push, whose canary runs under another configuration.
         """
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.policy_report()) if adaptive else []
-        stats = self.engines.stats()
-        found = self.adapter.observe(stats, reports) | self.forecast.score(stats) | self.forecast.expect(prediction)
+        expected, names = self.adapter.expected(), {id(e): n for n, e in self.health.pusher.engines.items()}
+        seen: list[RoundStats] = []
+        for engine, stats in self.engines.everywhere(lambda engine: (engine, engine.stats())):
+            seen += stats
+            if finding := self.health.watch(names[id(engine)], stats, expected):
+                message = f"{names[id(engine)]}: no speculation until the next push: {finding.message}"
+                self.recorder.event("health", message, engine=names[id(engine)], found=[finding.detector])
+        found = self.adapter.observe(seen, reports) | self.forecast.score(seen) | self.forecast.expect(prediction)
         write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
         return found
 

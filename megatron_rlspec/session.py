@@ -178,7 +178,7 @@ class Session:
         if self.trainer.reference and options["objective"] == "grpo":
             rows = self.trainer.reference_logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
-        metrics = self.trainer.train_step(batches, **options)
+        metrics = self.trainer.train_step(batches, logprob_gap=self.config.health.logprob_gap, **options)
         self.done += 1
         return metrics
 
@@ -304,8 +304,11 @@ class Session:
         if not self.main:
             return
         if skipped:
-            who = " and ".join(skipped)
-            self.recorder.event("loss", f"step {step}: loss or gradient norm of {who} not finite; step skipped")
+            gap = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0)
+            why = f"loss or gradient norm of {' and '.join(skipped)} not finite"
+            if gap > self.config.health.logprob_gap:
+                why = f"engines and trainer differ by {gap:.3f} nats a token, as if the samples were another model's"
+            self.recorder.event("loss", f"step {step}: {why}; step skipped")
         seconds = self.clock.drain()
         values = dict(metrics) | seconds
         samples = [sample for group in groups for sample in group.samples]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, PushConfig
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.engine import RolloutEngine
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
+from megatron_rlspec.rollout.sglang.transport import Files, Group, Http, Transport
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
@@ -37,12 +38,23 @@ class StartingEngines:
         except BaseException:
             self.close()
             raise
-        attached = {url: SGLangEngine(url, timeout=self._timeout) for url in self._config.rollout.urls}
-        return attached | {name: SGLangEngine.of(p, timeout=self._timeout) for name, p in started.items()}
+        urls, push, timeout = self._config.rollout.urls, self._config.push, self._timeout
+        attached = {url: SGLangEngine(url, timeout=timeout, transport=_transport(push)) for url in urls}
+        return attached | {
+            name: SGLangEngine.of(process, timeout=timeout, transport=_transport(push))
+            for name, process in started.items()
+        }
 
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
+
+
+def _transport(push: PushConfig) -> Transport:
+    """One for each engine: a group joins two."""
+    if push.transport == "group":
+        return Group(push.address)
+    return Files(push.directory) if push.transport == "files" else Http()
 
 
 def _embedded(config: Config) -> EmbeddedEngine:

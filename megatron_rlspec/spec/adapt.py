@@ -12,6 +12,8 @@ from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.spec.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
 
+LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
+
 
 class Adapter:
     """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, so that a resumed run knows it.
@@ -42,6 +44,12 @@ class Adapter:
     def policy(self) -> dict[str, Any]:
         learnt = {"acceptance": self.acceptance.to_json()}
         return self.cost | learnt | {"margin": self.margin, "probe_share": self.probe_share}
+
+    def expected(self) -> dict[SpecConfig, float]:
+        """Accept length of every chain all of whose depths were seen often enough lately to expect it again."""
+        known = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]
+        deep = known.index(False) if False in known else len(known)
+        return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deep + 1)}
 
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
