@@ -1,0 +1,119 @@
+"""The health contract as a run keeps it: rank 0's side with the embedded engine, at the default canary."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_faults import MTP, swap
+from weight_oracles import echo_checkpoint
+
+from megatron_rlspec.config import load
+from megatron_rlspec.metrics import Recorder, read_records
+from megatron_rlspec.rollouts import Rollouts
+from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import write_hf
+from megatron_rlspec.weights.health import HealthError
+
+PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
+CHAIN = SpecConfig(3)
+
+
+class Run:
+    def __init__(self, tmp_path, **options):
+        self.hf_config, tensors = echo_checkpoint(0)
+        write_hf(tmp_path / "model", self.hf_config, tensors)
+        overrides = {
+            "model.path": str(tmp_path / "model"),
+            "model.dtype": "float32",
+            "model.max_length": "64",
+            "rollout.engine": "embedded",
+            "rollout.max_new_tokens": "32",
+            "rollout.max_running_requests": "32",
+            "rollout.max_total_tokens": "4096",
+            "spec.mode": "fixed",
+        }
+        config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
+        self.run_dir = tmp_path / "run"
+        self.rollouts = Rollouts(config, self.hf_config, None, self.run_dir)
+        self.rollouts.open(Recorder(self.run_dir), SimpleNamespace(rows=PROMPTS), {}, [])
+        (self.engine,) = self.rollouts.engines.engines
+
+    def push(self, version, damage=lambda name, tensor: tensor):
+        tensors = echo_checkpoint(version)[1]
+        return self.rollouts.push(version, lambda scope: ((n, damage(n, t)) for n, t in tensors.items()))
+
+    def draw(self, name):
+        requests = [Request(f"{name}-{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        self.rollouts.engines.generate(requests, self.rollouts.sampling)
+
+    def events(self):
+        return [event for event in read_records(self.run_dir / "events.jsonl") if event["kind"] == "health"]
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    made = Run(tmp_path, **getattr(request, "param", {}))
+    yield made
+    made.rollouts.close()
+
+
+def half_swap(name, tensor):
+    return swap(tensor, 1) if name == MTP + "input_proj.weight" else tensor
+
+
+@pytest.mark.parametrize("run", [{}, {"spec__mode": "adaptive"}], ids=["fixed", "adaptive"], indirect=True)
+def test_a_healthy_run_is_not_disturbed(run):
+    for version in range(1, 6):
+        metrics = run.push(version)
+        assert metrics["health/canary_accept_length"] > 1.8 and metrics["health/canary_seconds"] > 0
+        if run.rollouts.config.spec.mode == "fixed":
+            assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+        else:
+            assert isinstance(run.engine.schedule, Policy) and run.engine.schedule.schedule is None
+        assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
+        run.draw(f"v{version}")
+        assert run.rollouts.adapt()["spec/rounds"] > 0
+    assert run.events() == []
+
+
+def test_an_exporters_bug_turns_speculation_off_and_is_told(run):
+    run.push(1)
+    metrics = run.push(2, half_swap)
+    assert metrics["health/plain_engines"] == 1 and run.engine.schedule == SpecSchedule.fixed(OFF)
+    (event,) = run.events()
+    assert event["action"] == "plain" and "canary: accept length 1." in event["after_second_push"][0]
+    assert run.push(3)["health/plain_engines"] == 0 and run.engine.schedule == SpecSchedule.fixed(CHAIN)
+    assert len(run.events()) == 1
+
+
+@pytest.mark.parametrize("run", [{"health__on_failure": "stop"}], indirect=True)
+def test_a_run_that_shall_stop_stops_and_has_told_why(run):
+    run.push(1)
+    with pytest.raises(HealthError, match="on_failure is stop: embedded: canary: accept length 1"):
+        run.push(2, half_swap)
+    assert len(run.events()) == 1
+
+
+def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
+    for version in (1, 2):
+        run.push(version)
+        run.draw(f"v{version}")
+        run.rollouts.adapt()
+    assert 2 < run.rollouts.adapter.expected()[CHAIN] < 4 and run.events() == []
+    run.push(3)
+    for name in echo_checkpoint(3)[1]:
+        if name.startswith(MTP):
+            run.engine.model.tensors[name].view.zero_()
+    for again in range(8):
+        run.draw(f"w{again}")
+    run.rollouts.adapt()
+    (event,) = run.events()
+    assert event["found"] == ["drift"] and run.engine.schedule == SpecSchedule.fixed(OFF)
+    run.push(4)
+    assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+
+
+@pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
+def test_without_a_canary_or_a_drafter_in_use_pushes_go_through(run):
+    assert "health/canary_accept_length" not in run.push(1) and run.events() == []
