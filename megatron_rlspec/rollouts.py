@@ -37,7 +37,8 @@ from megatron_rlspec.types import (
     SpecConfig,
     SpecSchedule,
 )
-from megatron_rlspec.weights.health import Health, HealthError, HealthSettings, stamp_finding
+from megatron_rlspec.weights.detectors import HealthSettings, stamp_finding
+from megatron_rlspec.weights.health import Health, HealthError
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
@@ -103,7 +104,7 @@ class Rollouts:
             self._speculate if spec.mode != "off" and chain else None,
             rows[: options.canary_prompts],
             self.sampling,
-            HealthSettings(options.on_failure, chain, options.canary_tokens, options.floor_share),
+            HealthSettings(options.on_failure, chain, options.canary_tokens, options.canary_share, options.floor_share),
             lambda record: self.recorder.event("health", f"{record['engine']}: {record['action']}", **record),
         )
 

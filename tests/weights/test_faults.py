@@ -16,7 +16,8 @@ from weight_oracles import echo_checkpoint, mimo_logits
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.health import Health, HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, PushError
 

@@ -6,18 +6,17 @@ import torch
 from memory_engine import MemoryEngine
 
 from megatron_rlspec.types import OFF, Prompt, RoundStats, Sample, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.health import (
+from megatron_rlspec.weights.detectors import (
     Drift,
     Finding,
-    Health,
-    HealthError,
     HealthSettings,
     canary_finding,
     decide,
     logprob_finding,
     stamp_finding,
 )
+from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.health import Health, HealthError
 from megatron_rlspec.weights.push import Pusher
 
 CHAIN = SpecConfig(3)
@@ -188,6 +187,29 @@ def test_an_exporter_bug_that_bits_cannot_show_ends_in_plain_decoding():
     assert engines["a"].schedule == SCHEDULE
 
 
+def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
+    """Pushes 1 s apart, canaries of 0.3 s: with a tenth of the time every third push has one, and all in doubt do."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    engines = {"a": MemoryEngine()}
+    generate = engines["a"].generate
+
+    def slowly(requests, sampling):
+        clock[0] += 0.3
+        return generate(requests, sampling)
+
+    engines["a"].generate = slowly
+    health = healthy(engines, canary_share=0.11)
+    sang = []
+    for version in range(12):
+        sang.append("health/canary_accept_length" in push(health, version).metrics())
+        clock[0] += 1.0 - 0.3 * sang[-1]
+    assert sang[:4] == [True, False, False, True] and 0.3 * sum(sang) <= 0.11 * 12 + 0.3
+    wrong = exporter(12, lambda name, t: t * 2 if is_drafter(name) else t)
+    assert push(health, 12, source=wrong).plain == ("a",)
+    assert "health/canary_accept_length" in push(health, 13).metrics()
+
+
 def test_stop_by_configuration():
     health = healthy({"a": MemoryEngine()}, on_failure="stop")
     push(health, 0)
@@ -225,7 +247,7 @@ def test_old_version_on_one_of_two_engines():
 
     engines["b"].after_update = only_the_stamp
     report = push(health, 2)
-    assert "stamp: canary-00000002-0000: tokens 4 to 16 drawn by version 0, expected 2" in report.records[0]["found"][0]
+    assert "stamp: canary-00000002-0000: tokens 4 to 12 drawn by version 0, expected 2" in report.records[0]["found"][0]
 
 
 def test_sleep_loses_the_drafter():

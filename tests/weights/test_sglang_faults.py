@@ -28,8 +28,9 @@ from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
 from megatron_rlspec.types import Request, SpecConfig
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan
+from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
-from megatron_rlspec.weights.health import Health, HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, PushError
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-import safetensors
-import safetensors.torch
+import numpy as np
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -32,11 +32,13 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_rlspec.rollout.sglang.control import DRAFTED, METHOD
 
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_shared = torch.empty(0, dtype=torch.uint8)
 
 
 def _manager() -> Any:
@@ -124,16 +126,35 @@ async def begin(scope: str) -> JSONResponse:
 
 async def bucket(request: Request, scope: str, version: str = "") -> JSONResponse:
     """The body is a safetensors file of full tensors. The last bucket bears `version`, and flushes the cache."""
-    return await _load(safetensors.torch.load(await request.body()), scope, version)
+    size = int(request.headers["content-length"])
+    landed, at = _landing(size), 0
+    view = memoryview(landed.numpy())
+    async for chunk in request.stream():
+        view[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return await _load(landed, scope, version)
 
 
 async def file(scope: str, path: str, version: str = "") -> JSONResponse:
     """As `bucket`, from a file that this machine sees."""
     try:
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        return _answer(False, f"{path}: {error}")
-    return await _load(tensors, scope, version)
+        with open(path, "rb") as opened:
+            landed = _landing(os.fstat(opened.fileno()).st_size)
+            opened.readinto(memoryview(landed.numpy()))
+    except OSError as error:
+        return _answer(False, f"{path}: {error.strerror}")
+    return await _load(landed, scope, version)
+
+
+def _landing(size: int) -> torch.Tensor:
+    """`size` bytes of memory that SGLang's scheduler processes can map; the same for every bucket of a push.
+
+    Fresh pages cost more than the copy into them.
+    """
+    global _shared
+    if _shared.numel() < size:
+        _shared = torch.empty(size, dtype=torch.uint8).share_memory_()
+    return _shared[:size]
 
 
 async def join(request: Request) -> JSONResponse:
@@ -165,34 +186,44 @@ async def receive(request: Request, scope: str, version: str = "") -> JSONRespon
     return _answer(*await _manager().update_weights_from_distributed(message, None))
 
 
-async def _load(tensors: dict[str, torch.Tensor], scope: str, version: str) -> JSONResponse:
-    by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
-    groups = list(by_dtype.values())
-    for i, group in enumerate(groups):
-        last = bool(version) and i + 1 == len(groups)
-        flat = FlattenedTensorBucket(named_tensors=group)
-        # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
-        # own: what hands the memory over can be taken once.
-        parts = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
-        success, message = await _manager().update_weights_from_tensor(
-            UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=payloads,
-                load_format="flattened_bucket",
-                flush_cache=last,
-                weight_version=version if last else None,
-                selector=_SELECTOR[scope],
-            ),
-            None,
-        )
-        if not success:
-            return _answer(False, message)
-    return _answer(True, "")
+async def _load(landed: torch.Tensor, scope: str, version: str) -> JSONResponse:
+    try:
+        metadata = _metadata(landed.numpy())
+    except (ValueError, KeyError, TypeError) as error:
+        return _answer(False, f"bucket of {len(landed)} bytes: not a safetensors file: {error}")
+    # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
+    # own: what hands the memory over can be taken once.
+    parts = {"flattened_tensor": landed, "metadata": metadata}
+    payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
+    message = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=payloads,
+        load_format="flattened_bucket",
+        flush_cache=bool(version),
+        weight_version=version or None,
+        selector=_SELECTOR[scope],
+    )
+    return _answer(*await _manager().update_weights_from_tensor(message, None))
+
+
+def _metadata(data: np.ndarray) -> list[FlattenedTensorMetadata]:
+    """Where each tensor lies in the bytes of a safetensors file: 8 bytes of length, a JSON header, the data."""
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:begin].tobytes())
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+        first, end = (begin + offset for offset in entry["data_offsets"])
+        if end > len(data) or end - first != shape.numel() * dtype.itemsize:
+            raise ValueError(f"{name} does not fill bytes {first} to {end}")
+        found.append(FlattenedTensorMetadata(name, shape, dtype, first, end, end - first))
+    return found
 
 
 async def end() -> JSONResponse:
+    global _shared
+    _shared = torch.empty(0, dtype=torch.uint8)
     return _answer(*await _manager().end_weight_update(EndWeightUpdateReqInput()))
 
 

@@ -1,0 +1,162 @@
+"""What engines show -> findings -> one action per engine. Pure: nothing here touches an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_rlspec.types import RoundStats, Sample, SpecConfig
+
+Detector = Literal["session", "fingerprint", "stamp", "canary", "drift", "logprobs"]
+Action = Literal["speculate", "push_again", "plain", "drop"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One detector's complaint about one engine. `target`: the target itself is in doubt, not only the drafter."""
+
+    detector: Detector
+    message: str
+    target: bool
+
+
+@dataclass(frozen=True)
+class HealthSettings:
+    """What counts as healthy, and what follows if even a second push does not help.
+
+    `on_failure`          plain: go on without speculation, or without the engine; stop: raise HealthError
+    `canary_steps`        drafts per round of the canary; the engine must be able to run such a chain
+    `canary_tokens`       its longest answer; many prompts with short answers cost an engine less than the reverse
+    `canary_share`        of the time since the first push; a push whose canary would cost more goes without, unless an
+                          engine is in doubt
+    `floor_share`         share of the predicted accepted drafts per round that canary and drift test must reach
+    `z`                   how many standard errors below that the canary must lie to fail
+    `false_alarm`         bound on the probability, per observation, that the drift test alarms above its floor
+    `correlated_rounds`   rounds that count as one observation there: those of one request resemble each other
+    """
+
+    on_failure: Literal["plain", "stop"] = "plain"
+    canary_steps: int = 3
+    canary_tokens: int = 8
+    canary_share: float = 1.0
+    floor_share: float = 0.5
+    z: float = 4.0
+    false_alarm: float = 1e-9
+    correlated_rounds: int = 8
+
+
+def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
+    """Every response token must carry a version in [oldest, newest]. Check before training on the samples."""
+    for sample in samples:
+        spans = sorted(sample.policy_versions, key=lambda span: span[1])
+        for version, first, end in spans:
+            if not oldest <= version <= newest:
+                allowed = str(newest) if oldest == newest else f"{oldest} to {newest}"
+                message = f"{sample.request_id}: tokens {first} to {end} drawn by version {version}, expected {allowed}"
+                return Finding("stamp", message, target=True)
+        covered = sum(end - first for _, first, end in spans)
+        if covered != len(sample.response):
+            message = f"{sample.request_id}: versions cover {covered} of {len(sample.response)} response tokens"
+            return Finding("stamp", message, target=True)
+    return None
+
+
+def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:
+    """Does a histogram of accepted drafts per round (index = accepted) reach its floor?
+
+    `predicted` is the expected accept length, tokens per round, the target's own included; None: unknown, then it is
+    enough that speculation ran. The floor is `1 + floor_share (predicted - 1)`, and the canary fails when the observed
+    mean lies `z` standard errors below it.
+    """
+    counts = np.asarray(accepted, dtype=np.float64)
+    rounds = counts.sum()
+    if rounds == 0:
+        return Finding("canary", "speculation is on, but not one round was verified", target=False)
+    if predicted is None:
+        return None
+    values = np.arange(len(counts))
+    mean = float(counts @ values / rounds)
+    # The sample's variance is 0 when nothing is accepted; the floor's own Bernoulli variance bounds it from below.
+    floor = floor_share * (predicted - 1)
+    variance = max(float(counts @ (values - mean) ** 2 / rounds), min(floor, 0.25))
+    if mean + z * math.sqrt(variance / rounds) >= floor:
+        return None
+    message = (
+        f"accept length {1 + mean:.2f} over {int(rounds)} rounds, but {predicted:.2f} was predicted "
+        f"and at least {1 + floor:.2f} must be reached"
+    )
+    return Finding("canary", message, target=False)
+
+
+def logprob_finding(samples: Sequence[Sample], recomputed: Sequence[np.ndarray], bound: float) -> Finding | None:
+    """The engine's log-probs of its own tokens against the trainer's, `recomputed[i]` token-aligned as in `Sample`.
+
+    Sees a target that was exported wrongly. `bound`: on the mean absolute difference over response tokens; it depends
+    on dtype and kernels (float32 1e-3, bfloat16 about 0.05), so it is the caller's.
+    """
+    total, tokens = 0.0, 0
+    for sample, values in zip(samples, recomputed, strict=True):
+        response = slice(sample.prompt_len, len(sample.tokens))
+        total += float(np.abs(sample.behaviour_logprobs[response] - np.asarray(values)[response]).sum())
+        tokens += len(sample.response)
+    gap = total / max(1, tokens)
+    if gap <= bound:  # NaN is above every bound
+        return None
+    return Finding(
+        "logprobs", f"engine and trainer differ by {gap:.4f} nats a token, allowed are {bound:g}", target=True
+    )
+
+
+@dataclass
+class Drift:
+    """A sequential test, while the engine runs, that the mean of accepted drafts per round is at least its floor.
+
+    A betting martingale (Waudby-Smith and Ramdas, arXiv 2010.09686): each observation multiplies the evidence by
+    1 + bet (floor - accepted), whose mean is at most 1 while the floor is reached. By Ville's inequality evidence that
+    starts at any given moment ever exceeds 1 / false_alarm with at most that probability, however often one looks. It
+    is restarted whenever it falls below 1, as in CUSUM, so that a good past does not delay the alarm; among n starts a
+    false alarm has then at most the probability n × false_alarm. `correlated_rounds` rounds are averaged
+    geometrically into one observation, which keeps this true for any dependence among them.
+    """
+
+    settings: HealthSettings
+    predicted: dict[SpecConfig, float]
+    log_evidence: float = 0.0
+    rounds: int = 0
+    accepted: int = 0
+    alarmed: bool = False
+
+    def observe(self, stats: Sequence[RoundStats]) -> Finding | None:
+        """`predicted[config]` is the accept length expected under that config; other configs' rounds are not judged."""
+        for round_stats in stats:
+            predicted = self.predicted.get(round_stats.config)
+            if predicted is None or round_stats.config.num_steps == 0 or predicted <= 1:
+                continue
+            floor = self.settings.floor_share * (predicted - 1)
+            counts = np.asarray(round_stats.accepted, dtype=np.float64)
+            values = np.arange(len(counts))
+            # Half of the largest bet that cannot ruin: good against any alternative, and never far from the best one.
+            bet = 0.5 / max(1.0, round_stats.config.num_steps - floor)
+            gain = float(counts @ np.log1p(bet * (floor - values)))
+            self.log_evidence = max(0.0, self.log_evidence) + gain / self.settings.correlated_rounds
+            self.rounds += int(counts.sum())
+            self.accepted += int(counts @ values)
+        if self.log_evidence < -math.log(self.settings.false_alarm):
+            return None
+        mean = 1 + self.accepted / max(1, self.rounds)
+        return Finding("drift", f"accept length {mean:.2f} over {self.rounds} rounds since the push", target=False)
+
+
+def decide(first: Sequence[Finding], second: Sequence[Finding] | None) -> Action:
+    """One engine's findings after the push, and after everything was pushed again -> what to do with it."""
+    if not first:
+        return "speculate"
+    if second is None:
+        return "push_again"
+    if not second:
+        return "speculate"
+    return "drop" if any(finding.target for finding in second) else "plain"
