@@ -25,7 +25,7 @@ from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.spec.acceptance import Acceptance
+from megatron_rlspec.spec.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import (
     Group,
@@ -216,13 +216,19 @@ class Rollouts:
     def push(self, version: int, source: Source) -> dict[str, float]:
         """Every tensor of `source` to every engine, proven; returns what the records keep. Raises HealthError."""
         self._tell_losses()
-        canary = SpecConfig(self.health.settings.canary_steps)
-        report = self.health.push(version, source, predicted=self.adapter.expected().get(canary))
+        report = self.health.push(version, source, predicted=self._expected_of_canary())
         for name in set(report.pushes[0].engines) - set(report.serving):
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
         self.engines.stats()  # the canary's rounds are not the rollouts'
         self._tell_losses()
         return report.metrics()
+
+    def _expected_of_canary(self) -> float | None:
+        """Accept length by what the training forward predicted, else by what engines observed, else unknown."""
+        chain, waiting = SpecConfig(self.health.settings.canary_steps), self.forecast.pending
+        if waiting is not None and chain.num_steps in waiting.steps:
+            return expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
+        return self.adapter.expected().get(chain)
 
     def _tell_losses(self) -> None:
         """Engines that the pool gave up are no longer pushed to, and each is told once."""

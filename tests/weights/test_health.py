@@ -188,7 +188,7 @@ def test_an_exporter_bug_that_bits_cannot_show_ends_in_plain_decoding():
 
 
 def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
-    """Pushes 1 s apart, canaries of 0.3 s: with a tenth of the time every third push has one, and all in doubt do."""
+    """Pushes 1 s apart, canaries of 0.3 s: with a ninth of the time about every third push has one."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     engines = {"a": MemoryEngine()}
@@ -205,9 +205,14 @@ def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
         sang.append("health/canary_accept_length" in push(health, version).metrics())
         clock[0] += 1.0 - 0.3 * sang[-1]
     assert sang[:4] == [True, False, False, True] and 0.3 * sum(sang) <= 0.11 * 12 + 0.3
-    wrong = exporter(12, lambda name, t: t * 2 if is_drafter(name) else t)
-    assert push(health, 12, source=wrong).plain == ("a",)
-    assert "health/canary_accept_length" in push(health, 13).metrics()
+    for version in range(12, 18):
+        clock[0] += 1.0
+        report = push(health, version, source=exporter(version, lambda name, t: t * 2 if is_drafter(name) else t))
+        if report.plain:
+            break
+    assert report.plain == ("a",)
+    report = push(health, version + 1)  # at once, and yet with a canary: the engine is in doubt
+    assert "health/canary_accept_length" in report.metrics() and not report.plain
 
 
 def test_stop_by_configuration():

@@ -74,7 +74,7 @@ def test_a_healthy_run_is_not_disturbed(run):
             assert isinstance(run.engine.schedule, Policy) and run.engine.schedule.schedule is None
         assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
         run.draw(f"v{version}")
-        assert run.rollouts.adapt()["spec/rounds"] > 0
+        assert run.rollouts.adapt(None)["spec/rounds"] > 0
     assert run.events() == []
 
 
@@ -100,7 +100,7 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
     for version in (1, 2):
         run.push(version)
         run.draw(f"v{version}")
-        run.rollouts.adapt()
+        run.rollouts.adapt(None)
     assert 2 < run.rollouts.adapter.expected()[CHAIN] < 4 and run.events() == []
     run.push(3)
     for name in echo_checkpoint(3)[1]:
@@ -108,7 +108,7 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
             run.engine.model.tensors[name].view.zero_()
     for again in range(8):
         run.draw(f"w{again}")
-    run.rollouts.adapt()
+    run.rollouts.adapt(None)
     (event,) = run.events()
     assert event["found"] == ["drift"] and run.engine.schedule == SpecSchedule.fixed(OFF)
     run.push(4)
