@@ -240,7 +240,8 @@ class Calibration:
             predicted = sum(draws[k] * raw[k][d] for k in draws) / n
             last.append(rate)
             if d < len(self.offset):
-                pull = self.gain * n / (n + 20)
+                known_to = n * predicted * (1 - predicted)  # a logit's information: little where nearly all pass
+                pull = self.gain * known_to / (known_to + 20)
                 self.offset[d] += pull * (_logit((rate * n + 0.5) / (n + 1)) - _logit(predicted) - self.offset[d])
         self.last = last or self.last
 
