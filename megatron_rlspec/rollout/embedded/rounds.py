@@ -43,6 +43,7 @@ class Rounds:
         self.temperature, self.top_p, self.top_k = np.zeros(rows), np.ones(rows), np.zeros(rows, np.int64)
         self.seeds = np.zeros((rows, 5), np.int64)  # the request's own, then the streams of `verify`
         self.draws = np.zeros(rows, np.int64)  # noise keys used up by the verifiers that are not position-keyed
+        self.verified = 0  # tokens that rounds have sent through the target so far
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set how a row is sampled; `draws` continues the noise of a sample that was put back."""
@@ -95,6 +96,7 @@ class Rounds:
         cache = self.cache
         read = self._read(rows, cache.length[rows] - 1 + scratch(config))
         tree, q = self._draft(rows, read, config)
+        self.verified += int(tree.valid.sum())
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
         if self.budget is not None and tree.tokens.shape[1] > 1:

@@ -1,0 +1,381 @@
+"""The embedded engine against Hugging Face `generate` and SGLang on a CPU, and tree budgets against fixed trees.
+
+    python benchmarks/embedded.py [--quick] [--json FILE] [--parts huggingface,sglang,trees,selection]
+
+huggingface  the same weights, prompts and machine, sampling at temperature 1: plain generation at batch 1, 8 and 64,
+             and assisted generation at batch 1, whose assistant is as good as our drafter
+sglang       SGLang's own engine on the CPU (float32, over HTTP), without and with the drafter
+trees        one budget for the batch against one n per round (RLHFSpec) and the best fixed n, over acceptance and
+             batch: tokens per verified token, tokens per second
+selection    RLHFSpec's table 1: the throughput of its selection as a share of the best fixed n in 2 to 48, by samples
+
+The models are random. Each target is nearly a bigram model and its drafter computes the bigram part exactly, so that
+the sharpness of the output distribution sets the acceptance; every layer is computed in full. What the budgets know of
+cost and acceptance is fitted on other prompts and seeds than they are scored on. All contestants of a row run in turn,
+in one process, one thread; ratios are medians over medians with the 5 % and 95 % quantiles of their bootstrap. Texts
+of our own engine must be identical in every row. These are CPU figures: a verified token is never free here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.spec.tree import AcceptanceMap, TreeBudget, VerifyCost, top
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import write_hf
+
+VOCAB, PROMPT = 512, 32
+SHARPNESS = {"low": 3.0, "middling": 6.0, "high": 16.0}
+TREE = SpecConfig(num_steps=5, topk=4, num_draft_tokens=49)
+FIXED = (2, 4, 6, 8, 12, 16, 24, 32, 48)
+
+
+def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(config.json, tensors) of a MiMo whose MTP layer passes the embedding on and whose layers add little to it."""
+    g, heads, kv, inter = torch.Generator().manual_seed(0), 4, 2, 3 * hidden
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * std
+
+    one, unit = torch.ones(hidden), 1 / math.sqrt(hidden)
+    tensors = {
+        "model.embed_tokens.weight": normal(VOCAB, hidden, std=1.0),
+        "model.norm.weight": one,
+        "lm_head.weight": normal(VOCAB, hidden, std=sharpness * unit),
+    }
+    for prefix in [*(f"model.layers.{i}." for i in range(layers)), "model.mtp_layers.0."]:
+        for name, rows in (("q", hidden), ("k", hidden // heads * kv), ("v", hidden // heads * kv)):
+            tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, hidden, std=unit)
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+        tensors[prefix + "self_attn.o_proj.weight"] = normal(hidden, hidden, std=0.02 * unit)
+        for name in ("gate", "up"):
+            tensors[f"{prefix}mlp.{name}_proj.weight"] = normal(inter, hidden, std=unit)
+        tensors[prefix + "mlp.down_proj.weight"] = normal(hidden, inter, std=0.02 / math.sqrt(inter))
+        tensors[prefix + "input_layernorm.weight"] = tensors[prefix + "post_attention_layernorm.weight"] = one
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"model.mtp_layers.0.{name}.weight"] = one
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+    config = {
+        "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "hidden_size": hidden,
+        "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "head_dim": hidden // heads, "num_key_value_heads": kv, "vocab_size": VOCAB, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "hidden_act": "silu",
+        "eos_token_id": None, "bos_token_id": None, "use_sliding_window": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    return config, {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+class FixedTree:
+    """A budget that verifies each sample's n best candidates, and records what became of them."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.scores, self.accepted = n, [], []
+
+    def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
+        return top(scores, min(self.n, limit))
+
+    def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
+        self.scores.append(scores)
+        self.accepted.append(accepted)
+
+
+class Contestant:
+    """One embedded engine under one configuration."""
+
+    def __init__(self, model: tuple[dict, dict], spec: SpecConfig, tokens: int, budget: Any = None) -> None:
+        config, tensors = model
+        self.engine = EmbeddedEngine(
+            config,
+            tensors.items(),
+            schedule=SpecSchedule.fixed(spec),
+            budget=budget,
+            max_running_requests=64,
+            max_total_tokens=64 * (PROMPT + tokens + 80),
+            max_length=PROMPT + tokens + 1,
+            max_draft_tokens=max(64, spec.num_draft_tokens),
+        )
+        self.sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
+        self.verified = self.committed = 0
+
+    def __call__(self, requests: Sequence[Request]) -> list[list[int]]:
+        before = self.engine.rounds.verified
+        samples = self.engine.generate(requests, self.sampling)
+        self.verified += self.engine.rounds.verified - before
+        self.committed += sum(len(s.response) for s in samples)
+        return [s.response.tolist() for s in samples]
+
+    def tokens_per_round(self) -> float:
+        """Accepted drafts and one per sample and round, over everything since the last call."""
+        stats = self.engine.stats()
+        rounds = sum(sum(s.accepted) for s in stats)
+        return sum((i + 1) * n for s in stats for i, n in enumerate(s.accepted)) / rounds
+
+
+def requests(batch: int, seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [Request(f"{i:02d}.", Prompt(i, rng.integers(0, VOCAB, PROMPT)), seed * 1000 + i) for i in range(batch)]
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def in_turn(calls: dict[str, Callable[[int], Any]], repetitions: int, same: Sequence[str]) -> dict[str, np.ndarray]:
+    """Seconds [repetitions] of each call, which is told the repetition; `same`: whose results must agree."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(-1, repetitions):  # the first is a warm-up
+        results = {}
+        for name, call in calls.items():
+            taken, results[name] = seconds(lambda: call(repetition + 1))  # noqa: B023
+            if repetition >= 0:
+                times[name].append(taken)
+        if any(results[name] != results[same[0]] for name in same):
+            raise SystemExit(f"texts differ between {', '.join(same)}")
+    return {name: np.array(taken) for name, taken in times.items()}
+
+
+def ratio(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
+    """median(slow) / median(fast), and the 5 % and 95 % quantiles of its bootstrap."""
+    rng = np.random.default_rng(0)
+    pick = rng.integers(0, len(slow), (2, 2000, len(slow)))
+    spread = np.median(slow[pick[0]], 1) / np.median(fast[pick[1]], 1)
+    return float(np.median(slow) / np.median(fast)), *map(float, np.quantile(spread, [0.05, 0.95]))
+
+
+def shown(found: tuple[float, float, float]) -> str:
+    return f"{found[0]:5.2f} [{found[1]:.2f}, {found[2]:.2f}]"
+
+
+# -- parts
+
+
+def huggingface(options: argparse.Namespace) -> list[dict[str, Any]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config, tensors = model = checkpoint(SHARPNESS["high"], options.layers, options.hidden)
+
+    def qwen(layers: int, state: dict[str, torch.Tensor]) -> Any:
+        made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config | {"num_hidden_layers": layers})).eval()
+        missing, _ = made.load_state_dict(state, strict=False)
+        assert not missing, missing
+        return made
+
+    target = qwen(options.layers, {k: v for k, v in tensors.items() if "mtp" not in k})
+    first = {k: v for k, v in tensors.items() if "mtp" not in k and not k.startswith("model.layers.")}
+    layer = {k: v for k, v in tensors.items() if k.startswith("model.layers.0.")}
+    silent = {k: torch.zeros_like(v) if "o_proj" in k or "down_proj" in k else v for k, v in layer.items()}
+    assistant = qwen(1, first | silent)  # the bigram part alone
+    assistant.generation_config.num_assistant_tokens = options.steps
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+
+    def generate(wanted: list[Request], **more: Any) -> None:
+        ids = torch.from_numpy(np.stack([r.prompt.tokens for r in wanted]))
+        tokens = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens}
+        out = target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, pad_token_id=0, **tokens, **more
+        )
+        assert out.shape[1] == PROMPT + options.tokens
+
+    rows = []
+    print(f"\nHugging Face, {options.layers} layers of {options.hidden}, {options.tokens} tokens each, temperature 1")
+    print("batch  contestant        tokens/s  tokens per round  × plain HF            × assisted HF")
+    for batch in (1, 8, 64):
+        ours = {"embedded off": Contestant(model, OFF, options.tokens)}
+        ours |= {f"embedded k{k}": Contestant(model, SpecConfig(k), options.tokens) for k in (3, options.steps)}
+        calls: dict[str, Callable[[int], Any]] = {"HF": lambda r, b=batch: generate(requests(b, r))}
+        if batch == 1:
+            calls["HF assisted"] = lambda r: generate(requests(1, r), assistant_model=assistant)
+        calls |= {n: lambda r, c=c, b=batch: c(requests(b, r)) for n, c in ours.items()}
+        times = in_turn(calls, options.repetitions, tuple(ours))
+        for name, taken in times.items():
+            row = {"part": "huggingface", "batch": batch, "contestant": name}
+            row["tokens_per_second"] = batch * options.tokens / float(np.median(taken))
+            row["tokens_per_round"] = ours[name].tokens_per_round() if name in ours else None
+            row["over_hf"] = ratio(times["HF"], taken)
+            row["over_assisted"] = ratio(times["HF assisted"], taken) if batch == 1 else None
+            rows.append(row)
+            rounds = f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-"
+            assisted = shown(row["over_assisted"]) if batch == 1 else ""
+            print(
+                f"{batch:5d}  {name:16s} {row['tokens_per_second']:9.0f}  {rounds:>16s}  {shown(row['over_hf']):20s}  "
+                f"{assisted}"
+            )
+    return rows
+
+
+def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from megatron_rlspec.rollout.sglang.client import SGLangEngine
+    from megatron_rlspec.rollout.sglang.launcher import launch
+
+    model = checkpoint(SHARPNESS["high"], options.layers, options.hidden)
+    steps, rows = options.steps, []
+    with tempfile.TemporaryDirectory() as folder:
+        write_hf(Path(folder) / "model", *model)
+        serve = f"--device cpu --dtype float32 --spec adaptive --candidate-steps 0,{steps} --num-steps {steps}"
+        serve += " --max-running-requests 64 --max-total-tokens 16384"
+        process = launch(Path(folder) / "model", Path(folder) / "log", arguments=serve.split())
+        try:
+            theirs = SGLangEngine.of(process.wait(), timeout=300)
+            print(f"\nSGLang on the CPU, {options.layers} layers of {options.hidden}")
+            print("batch  contestant        tokens/s  × SGLang, same configuration")
+            for batch in (1, 8, 64):
+                calls, sampling = {}, Sampling(max_new_tokens=options.tokens, ignore_eos=True)
+                for spec in (OFF, SpecConfig(steps)):
+                    ours = Contestant(model, spec, options.tokens)
+
+                    def served(r: int, spec: SpecConfig = spec, batch: int = batch) -> None:
+                        theirs.set_schedule(SpecSchedule.fixed(spec))
+                        theirs.generate(requests(batch, r), sampling)  # noqa: B023
+
+                    calls[f"SGLang {spec}"] = served
+                    calls[f"embedded {spec}"] = lambda r, c=ours, b=batch: c(requests(b, r))
+                same = tuple(name for name in calls if name.startswith("embedded"))
+                times = in_turn(calls, options.repetitions, same)
+                for name, taken in times.items():
+                    row = {"part": "sglang", "batch": batch, "contestant": name}
+                    row["tokens_per_second"] = batch * options.tokens / float(np.median(taken))
+                    row["over_sglang"] = ratio(times["SGLang " + name.split()[1]], taken)
+                    rows.append(row)
+                    print(f"{batch:5d}  {name:16s} {row['tokens_per_second']:9.0f}  {shown(row['over_sglang'])}")
+        finally:
+            process.close()
+    return rows
+
+
+def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
+    """Cost and acceptance of trees, from fixed trees on prompts of their own."""
+    rounds, acceptance = [], AcceptanceMap(window=1e9)
+    for n in FIXED[:: 1 if not options.quick else 3]:
+        budget = FixedTree(n)
+        contestant = Contestant(model, TREE, options.tree_tokens, budget)
+        for batch in (4, 16, 64) if options.quick else (4, 8, 16, 32, 64):
+            contestant(requests(batch, 900_000 + batch))
+            contestant.engine.stats()
+            contestant(requests(batch, 910_000 + batch))
+            rounds += [
+                (s.batch, s.context_tokens, s.batch * (n + 1), s.ms / s.rounds)
+                for s in contestant.engine.stats()
+                if s.rounds >= 4
+            ]
+        acceptance.observe(np.concatenate(budget.scores), np.concatenate(budget.accepted))
+    return VerifyCost.fit(rounds), acceptance
+
+
+def scored(model: tuple[dict, dict], batch: int, fixed: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+    """Times and verified tokens of every fixed n, of one n per round and of one budget per round."""
+    cost, acceptance = model_profile(model, options)
+    contestants = {f"n = {n}": Contestant(model, TREE, options.tree_tokens, FixedTree(n)) for n in fixed}
+    for name, share in (("one n per round", "sample"), ("one budget per round", "batch")):
+        budget = TreeBudget(cost, AcceptanceMap.from_json(acceptance.to_json()), share=share)
+        contestants[name] = Contestant(model, TREE, options.tree_tokens, budget)
+    contestants["off"] = Contestant(model, OFF, options.tree_tokens)
+    calls = {n: lambda r, c=c: c(requests(batch, 10 * batch + r)) for n, c in contestants.items()}
+    times = in_turn(calls, options.tree_repetitions, tuple(contestants))
+    best = min((f"n = {n}" for n in fixed), key=lambda name: float(np.median(times[name])))
+    return {"times": times, "best": best, "contestants": contestants}
+
+
+_PROFILES: dict[int, tuple[VerifyCost, AcceptanceMap]] = {}
+
+
+def model_profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
+    if id(model) not in _PROFILES:
+        _PROFILES[id(model)] = profile(model, options)
+    return _PROFILES[id(model)]
+
+
+def trees(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\nTrees of {TREE.num_steps} steps and {TREE.topk} branches, {options.layers} layers of {options.hidden}")
+    print("acceptance  batch  contestant             tokens/s  per round  per verified token  × best fixed n")
+    for level, sharpness in SHARPNESS.items():
+        model = checkpoint(sharpness, options.layers, options.hidden)
+        for batch in (8, 32) if options.quick else (1, 8, 32, 64):
+            found = scored(model, batch, FIXED[::3] if options.quick else FIXED, options)
+            for name in (found["best"], "one n per round", "one budget per round", "off"):
+                taken, contestant = found["times"][name], found["contestants"][name]
+                row = {"part": "trees", "acceptance": level, "batch": batch, "contestant": name}
+                row["tokens_per_second"] = batch * options.tree_tokens / float(np.median(taken))
+                row["tokens_per_round"] = contestant.tokens_per_round()
+                row["tokens_per_verified"] = contestant.committed / contestant.verified
+                row["over_best_fixed"] = ratio(found["times"][found["best"]], taken)
+                rows.append(row)
+                speed, tokens = row["tokens_per_second"], row["tokens_per_round"]
+                print(
+                    f"{level:10s}  {batch:5d}  {name:20s} {speed:10.0f} {tokens:10.2f}  "
+                    f"{row['tokens_per_verified']:18.2f}  {shown(row['over_best_fixed'])}"
+                )
+    return rows
+
+
+def selection(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    model = checkpoint(SHARPNESS["middling"], options.layers, options.hidden)
+    print("\nSelection as a share of the best fixed n (RLHFSpec's table 1: 95.5 % to 99.9 % on their GPUs)")
+    print("samples  best fixed n  one n per round         one budget per round")
+    for samples in (8, 32, 64) if options.quick else range(8, 65, 8):
+        found = scored(model, samples, FIXED[::3] if options.quick else FIXED, options)
+        times = found["times"]
+        row = {"part": "selection", "samples": samples, "best": found["best"]}
+        for name in ("one n per round", "one budget per round"):
+            row[name] = ratio(times[found["best"]], times[name])
+        rows.append(row)
+        both = "  ".join(f"{shown(row[name]):22s}" for name in ("one n per round", "one budget per round"))
+        print(f"{samples:7d}  {found['best']:12s}  {both}")
+    return rows
+
+
+PARTS = {"huggingface": huggingface, "sglang": sglang, "trees": trees, "selection": selection}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--quick", action="store_true", help="fewer repetitions and points")
+    p.add_argument("--json", type=Path, help="write the rows here")
+    p.add_argument("--parts", default=",".join(PARTS), help=f"among {','.join(PARTS)}")
+    p.add_argument("--layers", type=int, default=16, help="of the target; narrow and deep, so that depth costs")
+    p.add_argument("--hidden", type=int, default=32, help="width of the model")
+    p.add_argument("--steps", type=int, default=7, help="drafter passes of chains")
+    options = p.parse_args()
+    unknown = set(options.parts.split(",")) - set(PARTS)
+    if unknown:
+        p.error(f"--parts: unknown {', '.join(sorted(unknown))}; expected among {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    options.repetitions, options.tree_repetitions = (3, 3) if options.quick else (9, 7)
+    options.tokens, options.tree_tokens = (32, 32) if options.quick else (96, 64)
+    conditions = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread",
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "layers": options.layers,
+        "hidden": options.hidden,
+        "vocab": VOCAB,
+        "repetitions": options.repetitions,
+    }
+    print("conditions:", ", ".join(f"{k} {v}" for k, v in conditions.items()))
+    rows = [row for part in options.parts.split(",") for row in PARTS[part](options)]
+    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    if options.json:
+        options.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
