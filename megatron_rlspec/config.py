@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_rlspec.types import OFF, SpecConfig
+
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -88,6 +90,11 @@ class RolloutConfig(Section):
 class SpecSection(Section):
     mode: Literal["adaptive", "fixed", "off"] = Field("adaptive", description="how the speculative config is chosen")
     num_steps: Count = Field(3, description="drafter passes per round (fixed), or at the start (adaptive)")
+    topk: Positive = Field(1, description="mode=fixed, embedded engine: children of a drafted node; 1 drafts a chain")
+    num_draft_tokens: Count = Field(0, description="most tokens of a sample that a round verifies; 0: all drafted")
+    tree_budget: Literal["none", "sample", "batch"] = Field(
+        "none", description="verify what pays: one number a round for every sample, or one for the whole batch"
+    )
     candidate_steps: tuple[int, ...] = Field((0, 1, 2, 3, 5), description="what the adaptive policy may choose from")
     verifier: Literal["position_keyed", "target_only", "rejection"] = Field(
         "position_keyed", description="position_keyed: the text does not depend on what was drafted"
@@ -103,11 +110,25 @@ class SpecSection(Section):
     def _consistent(self) -> SpecSection:
         if not self.candidate_steps or min(self.candidate_steps) < 0:
             raise ValueError(f"candidate_steps={list(self.candidate_steps)}, expected numbers of steps from 0 on")
+        trees = f"topk={self.topk}" if self.topk > 1 else f"tree_budget={self.tree_budget}"
+        if self.topk > 1 or self.tree_budget != "none":
+            if self.mode != "fixed":
+                raise ValueError(f"{trees} is for mode=fixed, but mode={self.mode}")
+            if self.verifier == "rejection":
+                raise ValueError(f"{trees} is not lossless with verifier=rejection; take position_keyed")
+        if self.mode == "fixed":
+            self.config()  # refuses numbers that do not fit together
         if self.cost_table and self.mode != "adaptive":
             raise ValueError(f"cost_table={self.cost_table} is what mode=adaptive decides by, but mode={self.mode}")
         if self.mode == "adaptive" and self.num_steps not in self.candidate_steps:
             raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(self.candidate_steps)}")
         return self
+
+    def config(self) -> SpecConfig:
+        """What mode=fixed runs, and other modes start with."""
+        if self.mode != "fixed" or self.num_steps == 0:
+            return OFF
+        return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens or -1)
 
 
 class PushConfig(Section):
@@ -239,6 +260,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.rollout.engine != "embedded" and (self.spec.topk > 1 or self.spec.tree_budget != "none"):
+            asked = f"spec.topk={self.spec.topk}" if self.spec.topk > 1 else f"spec.tree_budget={self.spec.tree_budget}"
+            raise ValueError(f"{asked} needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}")
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "

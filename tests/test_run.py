@@ -42,7 +42,11 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
 
 def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
     """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
-    finish(train(start, tmp_path, train__steps=1, rollout__engine="embedded", spec__mode="fixed"))
-    ours, theirs = (read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path, whole))
+    embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}
+    finish(train(start, tmp_path / "chains", **embedded))
+    finish(train(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch"))
+    chains, trees, theirs = (
+        read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "chains", tmp_path / "trees", whole)
+    )
     for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
-        assert ours[name] == theirs[name]
+        assert chains[name] == trees[name] == theirs[name]

@@ -9,10 +9,12 @@ import torch
 
 from megatron_rlspec.config import Config, PushConfig
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.engine import RolloutEngine
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.transport import Files, Group, Http, Transport
+from megatron_rlspec.spec.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
@@ -60,18 +62,20 @@ def _transport(push: PushConfig) -> Transport:
 def _embedded(config: Config) -> EmbeddedEngine:
     """In this process: rank 0's."""
     hf_config, tensors = read_hf(config.model.path)
-    steps = config.spec.num_steps if config.spec.mode == "fixed" else 0
+    share, spec = config.spec.tree_budget, config.spec.config()
     return EmbeddedEngine(
         hf_config,
         tensors.items(),
         dtype=getattr(torch, config.model.dtype),
         device="cuda" if torch.cuda.is_available() else "cpu",
         verifier=config.spec.verifier,
-        schedule=SpecSchedule.fixed(SpecConfig(steps) if steps else OFF),
+        schedule=SpecSchedule.fixed(spec),
+        budget=TreeBudget(share=share) if share != "none" else None,
         candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
         max_running_requests=config.rollout.max_running_requests,
         max_total_tokens=config.rollout.max_total_tokens,
         max_length=config.model.max_length,
+        max_draft_tokens=max(64, scratch(spec)),
     )
 
 

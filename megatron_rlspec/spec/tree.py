@@ -11,6 +11,7 @@ position-keyed and target-only. Under rejection it changes the distribution, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -105,16 +106,44 @@ class VerifyCost:
         return cls(data["knees"], data["weights"])
 
 
-class TreeBudget:
-    """Decides before every verification which candidates go to the target. An engine calls `keep`, then `observe`.
+class LearnedCost:
+    """A `VerifyCost` that an engine's own rounds teach: None at first, then fitted anew every `every` rounds.
 
+    The first `rounds` are kept for good: they were run with budgets of every size, which later ones are not.
+    """
+
+    TRIED = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the limit, in turn, while nothing is known
+
+    def __init__(self, rounds: int = 40, every: int = 64, recent: int = 256, warm_up: int = 4) -> None:
+        self.first: list[tuple[int, int, int, float]] = []
+        self.later: deque[tuple[int, int, int, float]] = deque(maxlen=recent)
+        self.rounds, self.every, self._seen, self._warm_up = rounds, every, 0, warm_up
+        self.cost: VerifyCost | None = None
+
+    def trial(self, limit: int) -> int:
+        """How many candidates a sample's next round should verify for the sake of learning."""
+        return round(self.TRIED[self._seen % len(self.TRIED)] * limit)
+
+    def observe(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
+        self._seen += 1
+        if self._seen <= self._warm_up:
+            return
+        (self.first if len(self.first) < self.rounds else self.later).append((samples, context_tokens, verified, ms))
+        if len(self.first) == self.rounds and (self._seen - self._warm_up - self.rounds) % self.every == 0:
+            self.cost = VerifyCost.fit([*self.first, *self.later])
+
+
+class TreeBudget:
+    """Decides before every verification which candidates go to the target.
+
+    An engine calls `keep`, `observe`, and at the round's end `timed`. Without a `cost` the budget learns it from there.
     share = "sample": RLHFSpec's one draft token number n for every sample, each sample's n best candidates.
     share = "batch": one budget for the batch, the best candidates of all samples, however they fall.
     """
 
     def __init__(
         self,
-        cost: Cost,
+        cost: Cost | None = None,
         acceptance: AcceptanceMap | None = None,
         share: Literal["sample", "batch"] = "batch",
         patience: int = 3,
@@ -122,12 +151,15 @@ class TreeBudget:
         if share not in ("sample", "batch"):
             raise ValueError(f"share={share!r}, expected sample or batch")
         self.cost, self.acceptance, self.share, self.patience = cost, acceptance or AcceptanceMap(), share, patience
+        self._learned = LearnedCost() if cost is None else None
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
         """Mask [B, M] of the candidates with `scores [B, M]` at `depth [M]` to verify, at most `limit` per sample.
 
         A child must score no higher than its parent and come after it; then the mask is closed under parents.
         """
+        if self.cost is None:
+            return top(scores, self._learned.trial(limit))
         weights = self.acceptance(scores)
         if self.share == "sample":
             n = self._search_layers(weights, depth, context_tokens, limit)
@@ -141,6 +173,12 @@ class TreeBudget:
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         self.acceptance.observe(scores, accepted)
+
+    def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
+        """What a whole round took: `samples` of them, their cached tokens, the tokens verified, milliseconds."""
+        if self._learned is not None:
+            self._learned.observe(samples, context_tokens, verified, ms)
+            self.cost = self._learned.cost
 
     def _search_layers(self, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
         """RLHFSpec section 5.3: n grows through the tree layer by layer until tokens per ms keep falling.

@@ -177,6 +177,11 @@ def _patch_reject(patch, residual):
         commit = torch.cat([drafts, torch.full_like(drafts[:, :1], -1)], 1)
         commit[torch.arange(k + 1) > accepted[:, None]] = -1
         commit[rows, accepted] = verify.draw(left.log(), residual_seeds, keys[rows, accepted])
+        # A replacement may be the rejected draft again; then the walk goes on to the next node and commits its token.
+        after = (accepted + 1).clamp(max=k)
+        again = (accepted < k) & (commit[rows, accepted] == drafts[rows, accepted.clamp(max=k - 1)])
+        next_token = verify.draw(p[rows, after].log(), residual_seeds, keys[rows, after])
+        commit[rows, after] = torch.where(again, next_token, commit[rows, after])
         return commit
 
     patch.setattr(verify, "reject", reject)

@@ -138,3 +138,29 @@ def test_dear_tokens_stop_the_budget_and_free_ones_do_not():
         assert (free.keep(scores, depth, 10, 7).sum(1) == 7).all()
     with pytest.raises(ValueError, match="share='tree', expected sample or batch"):
         TreeBudget(rising, share="tree")
+
+
+@pytest.mark.parametrize("share", ["sample", "batch"])
+def test_a_budget_without_a_cost_learns_it_from_its_rounds(share):
+    """It tries every size, then does what a budget that was told the cost does; a changed cost is noticed."""
+    rng = np.random.default_rng(5)
+    learning, told, sizes = TreeBudget(share=share), TreeBudget(rising, share=share), []
+    for _ in range(60):
+        scores, _, depth = forest(rng, samples=int(rng.integers(2, 9)))
+        verified = len(scores) + int(learning.keep(scores, depth, 1000, 12).sum())
+        if learning.cost is None:
+            sizes.append(verified / len(scores) - 1)
+        learning.timed(len(scores), 1000, verified, rising(len(scores), 1000, verified) * rng.uniform(0.97, 1.03))
+    assert {0.0, 12.0} <= set(sizes) and len(sizes) < 60
+    values = []
+    for _ in range(20):
+        scores, _, depth = forest(rng, samples=6)
+        kept = [budget.keep(scores, depth, 1000, 12) for budget in (learning, told)]
+        values.append([(6 + np.exp(scores[k]).sum()) / rising(6, 1000, 6 + int(k.sum())) for k in kept])
+    ours, best = np.mean(values, 0)
+    assert ours > 0.97 * best
+    before = learning.cost(6, 1000, 40)
+    for _ in range(400):
+        verified = int(rng.integers(6, 60))
+        learning.timed(6, 1000, verified, 3 * rising(6, 1000, verified))
+    assert learning.cost(6, 1000, 40) > 1.8 * before

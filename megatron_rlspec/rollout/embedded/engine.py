@@ -315,6 +315,7 @@ class EmbeddedEngine:
         context = int(self.cache.length[rows].sum())
         config, columns = self.rounds.config_for(self.schedule.choose(len(runs), context), rows)
         runs = self._back(runs, columns)
+        verified = self.rounds.verified
         committed = self.rounds.round(np.array([run.row for run in runs]), config)
         if isinstance(self.schedule, Policy):
             self.schedule.observe(config, [new.accepted for new in committed])
@@ -326,7 +327,10 @@ class EmbeddedEngine:
             if status is not None:
                 self._end(run, status)
         entry = self._stats.setdefault((config, len(runs)), [0, 0.0, 0, [0] * len(counts)])
-        entry[:3] = entry[0] + 1, entry[1] + (time.perf_counter() - began) * 1e3, entry[2] + context
+        ms = (time.perf_counter() - began) * 1e3
+        if self.rounds.budget is not None and config.num_steps > 0:
+            self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
+        entry[:3] = entry[0] + 1, entry[1] + ms, entry[2] + context
         entry[3] = [a + b for a, b in zip(entry[3], counts, strict=True)]
 
     def _back(self, runs: list[Run], columns: np.ndarray) -> list[Run]:

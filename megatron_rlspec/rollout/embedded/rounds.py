@@ -24,6 +24,9 @@ class Budget(Protocol):
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         """Verified nodes' scores and whether each was accepted, both [N]."""
 
+    def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
+        """What the whole round took."""
+
 
 class Committed(NamedTuple):
     """What one round appended to one row."""
