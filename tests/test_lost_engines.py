@@ -48,7 +48,9 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
     finish(train(start, tmp_path / "lost", train__resume="true", **options))
     if not staleness:  # else the third step is drawn anew, by weights that are not older
         assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
-    assert [record["rollout/samples"] for record in read_records(tmp_path / "lost/metrics.jsonl")] == [16.0] * 4
+    # The step that was training when the last engine was lost is in the checkpoint, but its record was never written.
+    samples = [record["rollout/samples"] for record in read_records(tmp_path / "lost/metrics.jsonl")]
+    assert samples == [16.0] * (4 - staleness)
 
 
 def engines(process: subprocess.Popen) -> list[psutil.Process]:
