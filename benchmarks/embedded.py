@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import tempfile
@@ -31,52 +30,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from bigram_model import VOCAB, checkpoint
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.spec.tree import AcceptanceMap, TreeBudget, VerifyCost, top
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 
-VOCAB, PROMPT = 512, 32
+PROMPT = 32
 SHARPNESS = {"low": 3.0, "middling": 6.0, "high": 16.0}
 TREE = SpecConfig(num_steps=5, topk=4, num_draft_tokens=49)
 FIXED = (2, 4, 6, 8, 12, 16, 24, 32, 48)
-
-
-def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config.json, tensors) of a MiMo whose MTP layer passes the embedding on and whose layers add little to it."""
-    g, heads, kv, inter = torch.Generator().manual_seed(0), 4, 2, 3 * hidden
-
-    def normal(*shape: int, std: float) -> torch.Tensor:
-        return torch.randn(*shape, generator=g) * std
-
-    one, unit = torch.ones(hidden), 1 / math.sqrt(hidden)
-    tensors = {
-        "model.embed_tokens.weight": normal(VOCAB, hidden, std=1.0),
-        "model.norm.weight": one,
-        "lm_head.weight": normal(VOCAB, hidden, std=sharpness * unit),
-    }
-    for prefix in [*(f"model.layers.{i}." for i in range(layers)), "model.mtp_layers.0."]:
-        for name, rows in (("q", hidden), ("k", hidden // heads * kv), ("v", hidden // heads * kv)):
-            tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, hidden, std=unit)
-            tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows)
-        tensors[prefix + "self_attn.o_proj.weight"] = normal(hidden, hidden, std=0.02 * unit)
-        for name in ("gate", "up"):
-            tensors[f"{prefix}mlp.{name}_proj.weight"] = normal(inter, hidden, std=unit)
-        tensors[prefix + "mlp.down_proj.weight"] = normal(hidden, inter, std=0.02 / math.sqrt(inter))
-        tensors[prefix + "input_layernorm.weight"] = tensors[prefix + "post_attention_layernorm.weight"] = one
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"model.mtp_layers.0.{name}.weight"] = one
-    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
-    config = {
-        "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "hidden_size": hidden,
-        "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "head_dim": hidden // heads, "num_key_value_heads": kv, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "hidden_act": "silu",
-        "eos_token_id": None, "bos_token_id": None, "use_sliding_window": False, "torch_dtype": "float32",
-    }  # fmt: skip
-    return config, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 class FixedTree:
