@@ -42,6 +42,8 @@ ERRORS = {
 }
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
 TRAIN_NOTES = """\
+With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
+
 Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
 
   torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\
@@ -81,6 +83,8 @@ def exit_code(error: Exception) -> int | None:
 
 
 def train(argv: list[str]) -> None:
+    if "--dry-run" in argv:
+        return dry_run(argv)
     config = parse("train", argv)  # before the heavy imports: a mistake is told at once
     doctor.refuse_if_affected(config, engines=True)
     from megatron_rlspec import loop
@@ -96,13 +100,29 @@ def sft(argv: list[str]) -> None:
     loop.warm_start(config)
 
 
+def dry_run(argv: list[str]) -> None:
+    """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, no weights and no GPU."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "1")))
+    options, rest = parser.parse_known_args(argv)
+    if options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}, expected 1 or more")
+    config = parse("train", rest, options.ranks)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
+    from megatron_rlspec.train import dry_run
+
+    for line in dry_run.report(config, dry_run.config_of(config.model.path), options.ranks):
+        print(line)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
-def parse(command: Literal["train", "sft"], argv: list[str]) -> Config:
-    """The run that a command line asks for. Raises ConfigError."""
+def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None = None) -> Config:
+    """The run that a command line asks for, on `ranks`, or as many as torchrun started. Raises ConfigError."""
     parser = _Parser(
         prog=f"rlspec {command}",
         usage=f"rlspec {command} [--config FILE] [--section.key value ...]",
@@ -126,7 +146,7 @@ def parse(command: Literal["train", "sft"], argv: list[str]) -> Config:
         load(None, {dotted: ""})  # raises, and names the nearest option
         raise ConfigError(f"unknown argument {unknown[0]!r}")
     config = load(known.config, overrides)
-    config.check_run(command, int(os.environ.get("WORLD_SIZE", "1")))
+    config.check_run(command, ranks or int(os.environ.get("WORLD_SIZE", "1")))
     return config
 
 

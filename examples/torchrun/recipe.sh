@@ -1,0 +1,22 @@
+# Sourced by the recipes beside it. MODEL: Hugging Face directory, drafter included. DATA: prompts. RUN: a new directory.
+# ENGINES: addresses of `rlspec serve`, with commas; they want GPUs of their own. On several machines NODE_RANK and
+# MASTER_ADDR, too, and the same command on each. With --dry-run nothing starts: it prints what each rank would hold.
+# Not yet run on GPUs.
+set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+
+# launch TOML NODES GPUS_PER_NODE COMMAND-LINE: `rlspec train` on NODES x GPUS_PER_NODE ranks
+launch() {
+  local config=$here/$1 nodes=${NODES:-$2} gpus=${GPUS:-$3} word
+  shift 3
+  for name in MODEL DATA RUN; do : "${!name:?set $name, see recipe.sh}"; done
+  local arguments=(train --config "$config" --model.path "$MODEL" --data.path "$DATA" --train.run_dir "$RUN" "$@")
+  for word in "$@"; do
+    [[ $word == --dry-run ]] && exec rlspec "${arguments[@]}" --ranks $((nodes * gpus))
+  done
+  : "${ENGINES:?set ENGINES, see recipe.sh}"
+  local master=(--standalone)
+  ((nodes > 1)) && master=(--node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}")
+  exec torchrun --nnodes "$nodes" --nproc-per-node "$gpus" "${master[@]}" \
+    -m megatron_rlspec.cli "${arguments[@]}" --rollout.urls "$ENGINES"
+}

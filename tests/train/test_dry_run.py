@@ -1,0 +1,268 @@
+"""`--dry-run` against Megatron's own groups, a real trainer's tensors, and parameters counted by hand."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
+
+from megatron_rlspec import cli
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.train import dry_run
+from megatron_rlspec.train.step import Trainer
+
+RECIPES = Path(__file__).parents[2] / "examples/torchrun"
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+MIMO = {
+    "architectures": ["MiMoForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151680,
+    "attention_bias": True,
+}
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "attention_bias": True,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+}
+MODELS = {"mimo-7b-rl": MIMO, "qwen2.5-7b-add-mtp": QWEN, "glm-4.5-air": GLM}
+RANKS = {"mimo-7b-rl": 4, "qwen2.5-7b-add-mtp": 4, "glm-4.5-air": 64}
+SCRIPTS = sorted(p.stem for p in RECIPES.glob("*.sh") if p.stem != "recipe")
+
+
+def counted(model):
+    """(policy, drafter) by the shapes in config.json, layer by layer."""
+    width, heads, groups = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
+    channels = model.get("head_dim", width // heads)
+    qkv = (heads + 2 * groups) * channels
+    attention = qkv * width + qkv + heads * channels * width
+    dense, experts = 3 * width * model["intermediate_size"], model.get("n_routed_experts", 0)
+    routed = experts * width + (experts + 1) * 3 * width * model.get("moe_intermediate_size", 0)
+    block = attention + 2 * width
+    first = model["first_k_dense_replace"] if experts else model["num_hidden_layers"]
+    layers = model["num_hidden_layers"] * block + first * dense + (model["num_hidden_layers"] - first) * routed
+    drafter = block + (routed if experts else dense) + 2 * width * width + 3 * width
+    return layers + 2 * model["vocab_size"] * width + width, drafter
+
+
+def arguments(recipe, folder, *extra):
+    """What the script hands to `rlspec` (to torchrun, without --dry-run)."""
+    for name in ("rlspec", "torchrun"):
+        stub = folder / name
+        stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@"\n')
+        stub.chmod(0o755)
+    (folder / "config.json").write_text(json.dumps(MODELS[recipe]))
+    env = {k: v for k, v in os.environ.items() if k not in ("NODES", "GPUS", "NODE_RANK", "MASTER_ADDR")}
+    env |= {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "MODEL": str(folder), "DATA": "prompts.jsonl"}
+    env |= {"RUN": str(folder / "run"), "ENGINES": "http://127.0.0.1:30004", "NODE_RANK": "0", "MASTER_ADDR": "one"}
+    done = subprocess.run(
+        ["bash", str(RECIPES / f"{recipe}.sh"), *extra], env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def printed(*argv):
+    """What `rlspec train` prints; or the error's message."""
+    lines: list[str] = []
+    cli.print = lambda line: lines.append(line)
+    try:
+        cli.train(list(argv))
+    except ConfigError as error:
+        return str(error)
+    return lines
+
+
+@pytest.mark.parametrize("recipe", SCRIPTS)
+def test_recipe_launches_and_its_dry_run_is_sane(recipe, tmp_path):
+    ranks = RANKS[recipe]
+    launched = arguments(recipe, tmp_path, "--train.steps", "2")
+    assert launched[0] == "torchrun" and launched[launched.index("--rollout.urls") + 1].startswith("http://")
+    nodes, gpus = (int(launched[launched.index(flag) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
+    assert nodes * gpus == ranks
+    assert cli.parse("train", launched[launched.index("train") + 1 :], ranks).train.steps == 2
+    program, command, *asked = arguments(recipe, tmp_path, "--dry-run")
+    assert (program, command) == ("rlspec", "train")
+    (lines,) = on_ranks(1, printed, *asked)
+    policy, drafter = counted(MODELS[recipe])
+    assert lines[0] == f"{MODELS[recipe]['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
+    rows = [line.split() for line in lines[4:]]
+    assert [int(row[0]) for row in rows] == list(range(ranks))
+    assert all(20 < float(row[-1]) < 75 for row in rows), "GiB of a GPU of 80 GB"
+    parallel = tomllib.loads((RECIPES / f"{recipe}.toml").read_text())["parallel"]
+    one_replica = [row for row in rows if row[2:4] == ["0", "0"]]
+    assert len(one_replica) == parallel["tensor"] * parallel.get("pipeline", 1)
+    held = sum(int(row[6].replace(",", "")) for row in one_replica)
+    assert policy < held < policy * 1.01, "shards, and what every tensor-parallel rank repeats"
+
+
+def test_no_recipe_ends_processes():
+    assert not [p.name for p in RECIPES.iterdir() if "kill" in p.read_text()]
+
+
+SIZES = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+SMALL = {
+    "mimo": HF_CONFIG,
+    "tied": HF_CONFIG | {"tie_word_embeddings": True},
+    "glm": HF_CONFIG
+    | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_shared_experts": 1}
+    | SIZES,
+}
+LAYOUTS = [
+    {"tensor": 2, "sequence": True},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 4, "sequence": True},
+    {"context": 2},
+]
+
+
+def sums():
+    return {
+        name: [dry_run.parameters(dry_run.stages(cfg, hf, 16), cfg.parallel.tensor) for cfg in layouts()]
+        for name, hf in SMALL.items()
+    }
+
+
+def layouts():
+    return [config(parallel=layout) for layout in [{}, *LAYOUTS]]
+
+
+def test_shards_sum_to_the_model_under_every_layout():
+    (found,) = on_ranks(1, sums)
+    for name, each in found.items():
+        policy, drafter = counted(SMALL[name])
+        policy -= HF_CONFIG["vocab_size"] * HF_CONFIG["hidden_size"] if name == "tied" else 0
+        assert each == [(policy, drafter)] * len(each), name
+
+
+def places(layout):
+    cfg, found = config(parallel=layout), []
+    for rank in range(16):
+        with dry_run._alone(cfg, 16, rank):
+            found.append(
+                {
+                    "tensor": ps.get_tensor_model_parallel_rank(),
+                    "context": ps.get_context_parallel_rank(),
+                    "data": ps.get_data_parallel_rank(),
+                    "pipeline": ps.get_pipeline_model_parallel_rank(),
+                }
+            )
+    assert not dist.is_initialized()
+    return found, [dry_run.place(rank, cfg, 16) for rank in range(16)]
+
+
+def test_ranks_stand_where_megatron_puts_them():
+    ((theirs, ours),) = on_ranks(1, places, {"tensor": 2, "context": 2, "pipeline": 2})
+    assert ours == theirs
+    assert len({tuple(place.values()) for place in ours}) == 16
+
+
+CELLS = [
+    ({"dtype": "bfloat16"}, {"tensor": 2, "sequence": True}, False),
+    ({"dtype": "bfloat16"}, {}, True),
+    ({"dtype": "float32"}, {"pipeline": 2}, False),
+    ({"dtype": "float64"}, {"context": 2}, False),
+]
+
+
+def cell(index):
+    model, parallel, distributed = CELLS[index]
+    return config(model=model, parallel=parallel, optimizer={"distributed": distributed, "lr": 1e-3})
+
+
+def held(index):
+    """Bytes of what a trainer has after a step: weights, gradients, optimizer."""
+    cfg = cell(index)
+    trainer = Trainer(cfg, HF_CONFIG)
+    cp = (ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())
+    dp = (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size())
+    trainer.train_step(batches(samples(8), cfg, dp=dp, cp=cp), objective="sft")
+    modules = [module for module in (trainer.policy, trainer.drafter) if module is not None]
+    weights = [p for module in modules for p in module.parameters()]
+    own = {p.untyped_storage().data_ptr() for p in weights}
+    gradients = sum(p.main_grad.nbytes for p in weights)
+    replica = [trainer.embedding] if trainer.embedding.untyped_storage().data_ptr() not in own else []
+    state = 0
+    for learner in trainer._learners().values():
+        inner = learner.optimizer.optimizer
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state += sum(t.nbytes for name, t in inner.state[parameter].items() if name != "step")
+            state += 0 if parameter.untyped_storage().data_ptr() in own else parameter.nbytes
+    return sum(p.nbytes for p in [*weights, *replica]), gradients, state
+
+
+def promised(index):
+    cfg = cell(index)
+    built = dry_run.stages(cfg, HF_CONFIG, 2)
+    found = [dry_run.memory(cfg, HF_CONFIG, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
+    return [(b.weights, b.gradients, b.optimizer) for b in found]
+
+
+@pytest.mark.parametrize("index", range(len(CELLS)))
+def test_memory_is_that_of_a_real_trainer(index):
+    (expected,) = on_ranks(1, promised, index)
+    for rank, (weights, gradients, state) in enumerate(on_ranks(2, held, index)):
+        here = expected[rank if len(expected) == 2 else 0]
+        assert here[:2] == (weights, gradients)
+        # the distributed optimizer cuts the buffer where it falls, padding included
+        assert here[2] == (pytest.approx(state, rel=0.02) if CELLS[index][2] else state)
+
+
+REFUSED = [
+    ({"--parallel.tensor": "3"}, MIMO, "needs a multiple of 3 ranks"),
+    ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
+    ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers is no multiple of the pipeline"),
+    ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),
+    ({"--ranks": "0"}, MIMO, "--ranks 0, expected 1 or more"),
+]
+
+
+def refused(folder):
+    out = []
+    for options, model, _ in REFUSED:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        words = {"--ranks": "8", "--model.path": str(folder), "--data.path": "x.jsonl"} | options
+        out.append(printed("--dry-run", *(word for pair in words.items() for word in pair)))
+    return out
+
+
+def test_bad_layouts_are_refused_in_one_line(tmp_path):
+    (messages,) = on_ranks(1, refused, tmp_path)
+    for message, (*_, expected) in zip(messages, REFUSED, strict=True):
+        assert isinstance(message, str) and expected in message and "\n" not in message
+
+
+def test_command_line_ends_with_the_message(tmp_path):
+    words = ["--dry-run", "--ranks", "8", "--parallel.tensor", "3", "--model.path", "x", "--data.path", "y"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rlspec.cli", "train", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
