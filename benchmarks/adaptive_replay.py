@@ -192,6 +192,12 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
             "ok": off_after <= 60 and cost <= 0.01 and on_after <= 900,
         }
     decide, score = simulated_pair("H20", perturbation, seed)
+    for batch in (16, 64, 256):
+        engine = Engine(decide, score)
+        engine.run(100, batch, 0.0)
+        _, ms = engine.run(2000, batch, 0.0)
+        cost = ms / (2000 * score.ms(OFF, batch, batch * 1024)) - 1
+        found[f"H20, zero acceptance, batch {batch}: probes and catching up"] = {"cost": cost, "ok": cost <= 0.03}
     engine = Engine(decide, score)
     for _ in range(100):
         engine.run(10, 4, 0.6)

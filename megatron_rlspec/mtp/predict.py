@@ -181,23 +181,36 @@ def _round_starts(inside: np.ndarray, carried: np.ndarray, steps: Sequence[int])
     return starts
 
 
-class Calibration:
-    """Learns, per depth, how far the next rollout's rates lie from the predicted ones, and keeps the score.
+GAINS = (0.1, 0.2, 0.4, 1.0)  # of the smoothing; 1: the last value
+TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that is believed
+MEMORY = 0.95  # of past errors, per step
+ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
+PRIOR_STEPS = 2.0  # steps' worth of sampling noise that every smoother is held to have erred by
 
-    The forward that predicts ran before the update it predicts across, so drafts improve in between: a shift of the
-    log-odds, followed with weight `gain` per step.
+
+class Calibration:
+    """From the predicted to the calibrated rates of the next rollout, learnt online; keeps the score.
+
+    The forward that predicts ran before the update it predicts across, so it is biased, slowly varying, and it sees one
+    rollout's texts, whose noise it carries. In log-odds, per depth: level = smoothed observed rates, before = predicted
+    ones smoothed alike; the forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias
+    tracked, trust 0 ignores it, and gain 1 with trust 0 is the last value. Every gain and trust runs; their forecasts are
+    averaged with weights that fall with their squared errors in tokens per round (Bayesian model averaging).
     """
 
-    def __init__(self, depth: int, gain: float = 0.3) -> None:
-        if depth < 1 or not 0 <= gain <= 1:
-            raise ValueError(f"depth={depth} must be positive and gain={gain} lie in [0, 1]")
-        self.gain = gain
-        self.offset = [0.0] * depth
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be positive")
+        self.level = np.zeros((len(GAINS), depth))
+        self.before = np.zeros((len(GAINS), depth))
+        self.steps = np.zeros(depth)  # rollouts that reached the depth
+        self.loss = np.zeros((len(GAINS), len(TRUST)))  # squared errors, forgotten with MEMORY
+        self.noise = 0.0  # variance of observed tokens per round from the draws alone, the latest
+        self.scored = 0.0  # errors in `loss`, forgotten alike
         self.last: list[float] | None = None  # rates that the previous rollout showed
 
     def apply(self, rates: Sequence[float]) -> list[float]:
-        shifts = [*self.offset, *[self.offset[-1]] * len(rates)]
-        return [_sigmoid(_logit(rate) + shift) for rate, shift in zip(rates, shifts, strict=False)]
+        return _sigmoid(np.einsum("gt,gtd->d", self._weights(), self._log_odds(rates))).tolist()
 
     def update(self, prediction: Prediction, observed: Mapping[int, Sequence[int]]) -> dict[str, float]:
         """Score `prediction` by the rollout it was made for, then learn from it; returns metrics for the record.
@@ -210,7 +223,8 @@ class Calibration:
             return {}
         rounds = {k: float(h.sum()) for k, h in known.items()}
         total = sum(rounds.values())
-        seen = sum(float((h * (1 + np.arange(len(h)))).sum()) for h in known.values()) / total
+        emitted = {k: 1.0 + np.arange(len(h)) for k, h in known.items()}
+        seen = sum(float(known[k] @ emitted[k]) for k in known) / total
         raw = {k: prediction.rates(k) for k in known}
         guess = self._mean_tokens({k: self.apply(r) for k, r in raw.items()}, rounds)
         metrics = {
@@ -221,8 +235,32 @@ class Calibration:
         }
         if self.last is not None:
             metrics["last_value_error"] = self._mean_tokens(dict.fromkeys(known, self.last), rounds) - seen
+            self.noise = sum(float(known[k] @ (emitted[k] - seen) ** 2) for k in known) / total**2
+            self._score(raw, rounds, seen)
         self._learn(known, raw)
         return metrics
+
+    def _log_odds(self, rates: Sequence[float]) -> np.ndarray:
+        """`[gains, trusts, depths]`: every smoother's forecast; depths never observed stay as predicted."""
+        predicted, depth = _logit(np.array(rates)), len(self.steps)
+        change = predicted[:depth] - self.before[:, : len(rates)]
+        shift = (self.level - self.before)[:, None, : len(rates)] + (np.array(TRUST)[:, None] - 1) * change[:, None]
+        shift = np.where(self.steps[: len(rates)] > 0, shift, 0.0)
+        beyond = np.repeat(shift[..., -1:], max(len(rates) - depth, 0), axis=-1)
+        return predicted + np.concatenate([shift, beyond], axis=-1)
+
+    def _weights(self) -> np.ndarray:
+        loss = self.loss + PRIOR_STEPS * self.noise
+        variance = loss.min() / (self.scored + PRIOR_STEPS)
+        weights = np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else np.ones_like(loss)
+        return weights / weights.sum()
+
+    def _score(self, raw: Mapping[int, Sequence[float]], rounds: Mapping[int, float], seen: float) -> None:
+        rates = {k: _sigmoid(self._log_odds(r)) for k, r in raw.items()}
+        self.loss *= MEMORY
+        self.scored = MEMORY * self.scored + 1
+        for at in np.ndindex(*self.loss.shape):
+            self.loss[at] += (self._mean_tokens({k: r[at] for k, r in rates.items()}, rounds) - seen) ** 2
 
     def _mean_tokens(self, rates: Mapping[int, Sequence[float]], rounds: Mapping[int, float]) -> float:
         mean = {k: expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
@@ -237,23 +275,37 @@ class Calibration:
             if n == 0:
                 break
             rate = sum(float(known[k][d + 1 :].sum()) for k in draws) / n
-            predicted = sum(draws[k] * raw[k][d] for k in draws) / n
             last.append(rate)
-            if d < len(self.offset):
-                known_to = n * predicted * (1 - predicted)  # a logit's information: little where nearly all pass
-                pull = self.gain * known_to / (known_to + 20)
-                self.offset[d] += pull * (_logit((rate * n + 0.5) / (n + 1)) - _logit(predicted) - self.offset[d])
+            if d < len(self.steps):
+                predicted = _logit(sum(draws[k] * raw[k][d] for k in draws) / n)
+                if self.steps[d] == 0:
+                    self.level[:, d] = self.before[:, d] = predicted
+                self.steps[d] += 1
+                rate = (rate * n + 0.5) / (n + 1)
+                information = n * rate * (1 - rate)  # a logit's: little where nearly all pass
+                pull = np.maximum(GAINS, 1 / self.steps[d]) * information / (information + ENOUGH)
+                self.level[:, d] += pull * (_logit(rate) - self.level[:, d])
+                self.before[:, d] += pull * (predicted - self.before[:, d])
         self.last = last or self.last
 
     def to_json(self) -> dict[str, Any]:
-        return {"gain": self.gain, "offset": list(self.offset), "last": self.last}
+        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        return {**arrays, "noise": self.noise, "scored": self.scored, "last": self.last}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        calibration = cls(len(data["offset"]), data["gain"])
-        calibration.offset = [float(x) for x in data["offset"]]
+        calibration = cls(len(data["steps"]))
+        for name in _ARRAYS:
+            value = np.array(data[name], float)
+            if value.shape != getattr(calibration, name).shape:
+                raise ValueError(f"calibration state: {name} has shape {value.shape}, from another release")
+            setattr(calibration, name, value)
+        calibration.noise, calibration.scored = float(data["noise"]), float(data["scored"])
         calibration.last = None if data["last"] is None else [float(x) for x in data["last"]]
         return calibration
+
+
+_ARRAYS = ("level", "before", "steps", "loss")
 
 
 class Forecast:
@@ -298,10 +350,10 @@ class Forecast:
         return forecast
 
 
-def _logit(rate: float) -> float:
-    rate = min(max(rate, 1e-4), 1 - 1e-4)
-    return float(np.log(rate / (1 - rate)))
+def _logit(rate: Any) -> Any:
+    rate = np.clip(rate, 1e-4, 1 - 1e-4)
+    return np.log(rate / (1 - rate))
 
 
-def _sigmoid(x: float) -> float:
-    return float(1 / (1 + np.exp(-x)))
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))

@@ -36,7 +36,8 @@ class Policy:
     `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
     settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
     it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
-    never exceeds `probe_share` of the time so far. Leaving `OFF` costs what the drafter has to catch up on.
+    never exceeds `probe_share` of the time so far. Leaving `OFF` costs what the drafter has to catch up on, for all
+    requests that run; probes may spend `catch_up_share` of the rounds that were off on it besides.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Policy:
         acceptance: Acceptance | None = None,
         margin: float = 0.01,
         probe_share: float = 0.01,
+        catch_up_share: float = 0.02,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
-        _check(self.candidates, start, margin, probe_share)
+        _check(self.candidates, start, margin, {"probe_share": probe_share, "catch_up_share": catch_up_share})
         self.margin = margin
         self.probe_share = probe_share
+        self.catch_up_share = catch_up_share
         deepest = max(c.num_steps for c in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
         if self.acceptance.depth < deepest:
@@ -63,6 +66,7 @@ class Policy:
         self._unseen = 0  # rounds since acceptance was last observed
         self._catch_up = 0.0  # ms that the drafter would need to read what it missed while off
         self._gap = 0  # rounds since the drafter last ran: what each running request's drafter has to catch up on
+        self._gap_ms = 0.0  # what these rounds took
         self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
         self._probe_left = 0
@@ -119,7 +123,11 @@ class Policy:
         self._budget += EARNED * self.probe_share * ms[self._current]
         chosen = self._probing(batch, rates, ms)
         config = self.candidates[chosen]
-        self._gap = self._gap + 1 if config.off else 0
+        if config.off:
+            self._gap, self._gap_ms = self._gap + 1, self._gap_ms + ms[chosen]
+        else:
+            self._gap, self._gap_ms = 0, 0.0
+            self._caught_up_ms += self._catch_up
         self._rounds[config] = self._rounds.get(config, 0) + 1
         self._ms += ms[chosen]
         self._lost_ms += ms[chosen] * (1.0 - rates[chosen] / rates[best])
@@ -159,6 +167,7 @@ class Policy:
                 "predicted_ms": self._ms,
                 "estimated_regret": self._lost_ms / self._ms,
                 "probe_share": self._probe_ms / self._ms,
+                "catch_up_share": self._caught_up_ms / self._ms,
             }
         self._reset()
         return found
@@ -171,6 +180,7 @@ class Policy:
             "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
             "margin": self.margin,
             "probe_share": self.probe_share,
+            "catch_up_share": self.catch_up_share,
             "acceptance": self.acceptance.to_json(),
         }
         if self.schedule is not None:
@@ -182,7 +192,7 @@ class Policy:
     def from_json(cls, data: Mapping[str, Any]) -> Policy:
         """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
 
-        Optional: `start`, `margin`, `probe_share`, `acceptance`, `version`. `table` is a path or a table's own JSON;
+        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`. `table` is a path or a table's own JSON;
         `tp` picks one TP of it.
         """
         unknown = set(data) - _KEYS
@@ -192,7 +202,7 @@ class Policy:
             raise ValueError(f"policy: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("policy: no field 'candidates'")
-        optional = {name: data[name] for name in ("margin", "probe_share") if name in data}
+        optional = {name: data[name] for name in ("margin", "probe_share", "catch_up_share") if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
         if data.get("acceptance") is not None:
@@ -226,6 +236,8 @@ class Policy:
         """The candidate to run: the current one, or a deeper one whose acceptance is unknown."""
         now = self._current
         per_token = 1.0 / rates[now]  # ms that the current configuration takes for one token of each request
+        # The debt grows with every round that is off, however seldom it is paid: rare probes would not be cheaper.
+        catch_up = max(self._catch_up - self.catch_up_share * self._gap_ms, 0.0)
         if self._probe_left == 0:
             self._wait -= 1
             if self._wait > 0:
@@ -234,7 +246,7 @@ class Policy:
             self._probe = self._worth_probing(rates[now], ms)
             if self._probe < 0:
                 return now
-            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + self._catch_up
+            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + catch_up
             if least > self._budget:
                 self._wait = 1  # ask again when more has been earned
                 return now
@@ -242,7 +254,7 @@ class Policy:
             self._interval = min(2 * self._interval, LAST_PROBE)
         probe = self._probe
         # Nothing accepted: one token each for a whole round.
-        worst = max(ms[probe] - per_token, 0.0) + self._catch_up
+        worst = max(ms[probe] - per_token, 0.0) + catch_up
         if worst > self._budget:
             self._probe_left = 0
             return now
@@ -295,11 +307,12 @@ class Policy:
     def _reset(self) -> None:
         self._rounds: dict[SpecConfig, int] = {}
         self._switches = self._probes = self._emitted = self._drafting = self._accepted = 0
-        self._ms = self._lost_ms = self._probe_ms = self._predicted = 0.0
+        self._ms = self._lost_ms = self._probe_ms = self._caught_up_ms = self._predicted = 0.0
 
 
 _KEYS = {
-    "version", "candidates", "start", "margin", "probe_share", "acceptance", "table", "tp", "roofline", "schedule",
+    "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance", "table", "tp", "roofline",
+    "schedule",
 }  # fmt: skip
 
 
@@ -320,12 +333,17 @@ def _decider(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
 
 
-def _check(candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, probe_share: float) -> None:
+def _check(
+    candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, shares: Mapping[str, float]
+) -> None:
     if not candidates:
         raise ValueError("candidates must not be empty")
     if len({c.topk for c in candidates if c.num_steps > 0}) > 1:
         raise ValueError(f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running")
     if start is not None and start not in candidates:
         raise ValueError(f"start={start} is not among the candidates {[str(c) for c in candidates]}")
-    if margin < 0 or not 0 <= probe_share < 1:
-        raise ValueError(f"margin={margin} must not be negative and probe_share={probe_share} must lie in [0, 1)")
+    if margin < 0:
+        raise ValueError(f"margin={margin} must not be negative")
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name}={share} must lie in [0, 1)")

@@ -77,11 +77,11 @@ def test_without_a_probe_budget_off_is_for_good():
 
 
 def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
-    """Where that costs more than what off rounds earn for probing, there are none."""
+    """Beyond `catch_up_share` of the rounds that were off it counts as probing; beyond both there are no probes."""
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
     round_ms, probes = table.ms(OFF, 64, 64 * 512), []
-    for share in (0.0, 0.008, 0.02):  # of an off round, for the tokens of one round
+    for share in (0.0, 0.018, 0.024, 0.04):  # of an off round, for the tokens of one round
         cost = CostTable(provenance, table.rounds, catch_up_ms=share * round_ms / 64)
         engine = Engine(Policy(CANDIDATES, cost), rates=(0.0,) * 5)
         engine.run(100, batch=64)
@@ -89,8 +89,9 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
         engine.run(4000, batch=64)
         report = engine.policy.report()
         assert report["probe_share"] <= 0.01
+        assert report["catch_up_share"] <= min(share, 0.03)
         probes.append(report["probes"])
-    assert 20 < probes[1] <= probes[0] and probes[2] == 0
+    assert 20 < probes[1] == probes[0] and 0 < probes[2] <= probes[0] and probes[3] == 0
 
 
 def test_nothing_is_probed_where_even_perfect_drafts_would_lose():
@@ -184,11 +185,12 @@ def test_a_schedule_pins_every_decision_until_a_cost_comes():
 def test_json_carries_settings_and_what_was_learnt(tmp_path):
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance)
-    p = policy(table, margin=0.02, probe_share=0.005)
+    p = policy(table, margin=0.02, probe_share=0.005, catch_up_share=0.03)
     Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
     again = Policy.from_json(json.loads(json.dumps(p.to_json())))
     assert again.acceptance.rates == p.acceptance.rates
-    assert (again.margin, again.probe_share, again.candidates) == (0.02, 0.005, CANDIDATES)
+    assert (again.margin, again.probe_share, again.catch_up_share) == (0.02, 0.005, 0.03)
+    assert again.candidates == CANDIDATES
     assert again.choose(4, 4000) == p.choose(4, 4000)
 
     table.save(tmp_path / "t.json")
@@ -209,6 +211,7 @@ def test_json_carries_settings_and_what_was_learnt(tmp_path):
         ({"candidates": [[1, 1, 2]], "table": "none.json"}, "none.json: No such file"),
         ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "start": [3, 1, 4]}, "start=k3 is not among"),
         ({"candidates": [[1, 1, 2], [1, 2, 3]], "roofline": H20.to_json()}, "mix topk"),
+        ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "catch_up_share": 1}, "catch_up_share=1"),
         ({"candidates": [], "roofline": H20.to_json()}, "must not be empty"),
         ({"candidates": [[1, 1, 2]], "roofline": H20.to_json(), "margin": -1}, "margin=-1"),
         ({"candidates": [[9, 1, 10]], "roofline": H20.to_json(), "acceptance": Acceptance(3).to_json()}, "drafts 9"),
