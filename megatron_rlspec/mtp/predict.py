@@ -183,6 +183,7 @@ def _round_starts(inside: np.ndarray, carried: np.ndarray, steps: Sequence[int])
 
 GAINS = (0.1, 0.2, 0.4, 1.0)  # of the smoothing; 1: the last value
 TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that is believed
+PRIOR = (9.0, 3.0, 1.0)  # weight of each trust before any error was seen: to be believed, a prediction has to earn it
 MEMORY = 0.95  # of past errors, per step
 ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
 PRIOR_STEPS = 2.0  # steps' worth of sampling noise that every smoother is held to have erred by
@@ -194,8 +195,8 @@ class Calibration:
     The forward that predicts ran before the update it predicts across, so it is biased, slowly varying, and it sees one
     rollout's texts, whose noise it carries. In log-odds, per depth: level = smoothed observed rates, before = predicted
     ones smoothed alike; the forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias
-    tracked, trust 0 ignores it, and gain 1 with trust 0 is the last value. Every gain and trust runs; their forecasts are
-    averaged with weights that fall with their squared errors in tokens per round (Bayesian model averaging).
+    tracked, trust 0 ignores it, and gain 1 with trust 0 is the last value. Every gain and trust runs; their forecasts
+    are averaged with weights that fall with their squared errors in tokens per round (Bayesian model averaging).
     """
 
     def __init__(self, depth: int) -> None:
@@ -210,7 +211,15 @@ class Calibration:
         self.last: list[float] | None = None  # rates that the previous rollout showed
 
     def apply(self, rates: Sequence[float]) -> list[float]:
-        return _sigmoid(np.einsum("gt,gtd->d", self._weights(), self._log_odds(rates))).tolist()
+        return _sigmoid(np.einsum("gt,gtd->d", self.weights(), self._log_odds(rates))).tolist()
+
+    def weights(self) -> np.ndarray:
+        """What each gain and trust counts in the forecast, `[gains, trusts]`, summing to 1."""
+        loss = self.loss + PRIOR_STEPS * self.noise
+        variance = loss.min() / (self.scored + PRIOR_STEPS)
+        weights = np.array(PRIOR) * (np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else 1.0)
+        weights = np.broadcast_to(weights, loss.shape)
+        return weights / weights.sum()
 
     def update(self, prediction: Prediction, observed: Mapping[int, Sequence[int]]) -> dict[str, float]:
         """Score `prediction` by the rollout it was made for, then learn from it; returns metrics for the record.
@@ -248,12 +257,6 @@ class Calibration:
         shift = np.where(self.steps[: len(rates)] > 0, shift, 0.0)
         beyond = np.repeat(shift[..., -1:], max(len(rates) - depth, 0), axis=-1)
         return predicted + np.concatenate([shift, beyond], axis=-1)
-
-    def _weights(self) -> np.ndarray:
-        loss = self.loss + PRIOR_STEPS * self.noise
-        variance = loss.min() / (self.scored + PRIOR_STEPS)
-        weights = np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else np.ones_like(loss)
-        return weights / weights.sum()
 
     def _score(self, raw: Mapping[int, Sequence[float]], rounds: Mapping[int, float], seen: float) -> None:
         rates = {k: _sigmoid(self._log_odds(r)) for k, r in raw.items()}

@@ -192,8 +192,8 @@ class Policy:
     def from_json(cls, data: Mapping[str, Any]) -> Policy:
         """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
 
-        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`. `table` is a path or a table's own JSON;
-        `tp` picks one TP of it.
+        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`.
+        `table` is a path or a table's own JSON; `tp` picks one TP of it.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -311,8 +311,8 @@ class Policy:
 
 
 _KEYS = {
-    "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance", "table", "tp", "roofline",
-    "schedule",
+    "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
+    "table", "tp", "roofline", "schedule",
 }  # fmt: skip
 
 

@@ -233,6 +233,62 @@ def test_calibration_learns_a_steady_gap_and_scores_both_forecasts():
     assert calibration.update(prediction, {}) == {} == calibration.update(prediction, {7: [1, 2]})
 
 
+def errors_of(informative, seed, steps=40, rounds=600, depth=3):
+    """Mean absolute errors (calibrated, last value, raw) where drafts drift, in log-odds, and texts differ besides.
+
+    The prediction sees the next rollout's level through a bias that drifts too, or wanders by itself.
+    """
+    rng = np.random.default_rng(seed)
+    level, bias, elsewhere = 0.8, 0.5, 1.3
+    calibration, errors = Calibration(depth), []
+    for _ in range(steps):
+        level, bias, elsewhere = (np.array([level, bias, elsewhere]) + rng.normal(0, [0.15, 0.03, 0.15])).tolist()
+        level = min(max(level, -2.0), 3.0)
+        raw, rate = 1 / (
+            1 + np.exp(-np.array([(level + bias if informative else elsewhere), level]) - rng.normal(0, [0.1, 0.25]))
+        )
+        reached = 1000 * raw ** np.arange(depth)[None]
+        accepted = np.cumprod(rng.random((rounds, depth)) < rate, axis=1).sum(axis=1)
+        found = calibration.update(
+            Prediction((depth,), reached, reached * raw), {depth: np.bincount(accepted, minlength=depth + 1).tolist()}
+        )
+        uncalibrated = found["uncalibrated_tokens"] - found["observed_tokens"]
+        errors.append([found["error"], found.get("last_value_error", np.nan), uncalibrated])
+    return np.abs(errors[1:]).mean(axis=0)
+
+
+@pytest.mark.parametrize(("informative", "gain"), [(True, 0.12), (False, 0.05)])
+def test_calibrated_forecasts_beat_the_last_value(informative, gain):
+    """By what the prediction knows of the change, and where it knows nothing by smoothing alone."""
+    calibrated, last, raw = np.mean([errors_of(informative, seed) for seed in range(12)], axis=0)
+    assert calibrated < (1 - gain) * last < last < raw
+
+
+def test_a_prediction_is_believed_for_what_it_told_before():
+    def trusts(informative):
+        rng = np.random.default_rng(2)
+        calibration = Calibration(1)
+        for _ in range(40):
+            rate, noise = rng.uniform(0.4, 0.9, 2)
+            reached = np.array([[1000.0]])
+            prediction = Prediction((1,), reached, reached * (rate if informative else noise))
+            hits = int(rng.binomial(2000, rate))
+            calibration.update(prediction, {1: [2000 - hits, hits]})
+        return calibration.weights().sum(axis=0)
+
+    assert trusts(True)[-1] > 0.95 and trusts(False)[0] > 0.75
+
+
+def test_depths_that_were_never_reached_stay_as_predicted():
+    calibration = Calibration(3)
+    reached = np.array([[1000.0, 500, 250], [1000, 500, 250]])
+    calibration.update(Prediction((1, 3), reached, reached / 2), {1: [100, 900]})
+    first, second, third = calibration.apply([0.5, 0.5, 0.4])
+    assert first > 0.8 and (second, third) == (pytest.approx(0.5), pytest.approx(0.4))
+    with pytest.raises(ValueError, match="from another release"):
+        Calibration.from_json({**calibration.to_json(), "loss": [[0.0]]})
+
+
 def test_wrong_shapes_and_names_are_refused():
     x = torch.rand(4, 2)
     with pytest.raises(ValueError, match="differ"):
