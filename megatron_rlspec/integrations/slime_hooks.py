@@ -1,8 +1,8 @@
 """The functions that slime calls by dotted path, on its train ranks. `rlspec slime` fills the paths in.
 
 `init` runs in each train process before any model is built, `model_provider` builds the model, and between them slime's
-own loop is told about the drafter at three points of `slime.backends.megatron_utils.model`: after the checkpoint is
-loaded, for each micro-batch, and around each step. Everything else of slime runs as it is.
+own loop is told about the drafter at four points of `slime.backends.megatron_utils.model`: after a checkpoint is loaded
+or saved, for each micro-batch, and around each step. Everything else of slime runs as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
+from megatron.training.checkpointing import get_checkpoint_name
 from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
@@ -25,7 +26,10 @@ from slime.utils.misc import load_function
 from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
 from megatron_rlspec.integrations.slime_drafter import Options, SlimeDrafter
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING
+from megatron_rlspec.train import checkpoint
+from megatron_rlspec.train.optimizer import Learner
 
+FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 _drafter: SlimeDrafter | None = None
 
 
@@ -35,6 +39,7 @@ def init(args: Namespace) -> None:
         load_function(inner)(args)
     refuse(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
+    slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
 
@@ -55,9 +60,7 @@ def refuse(args: Namespace) -> None:
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
     """`--custom-model-provider-path`: the model slime would build, its MTP layers handed to the drafter."""
     global _drafter
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
+    args = _args()
     inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
     build = slime_provider._get_model_provider_func(inner, "actor")
     accepted = inspect.signature(build).parameters
@@ -66,6 +69,12 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     if getattr(model, "mtp_process", False):
         _drafter = SlimeDrafter(model, _options(args))
     return model
+
+
+def _args() -> Namespace:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
 
 
 def _options(args: Namespace) -> Options:
@@ -78,9 +87,40 @@ def _options(args: Namespace) -> Options:
 
 
 def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
-    if _drafter is not None and getattr(model[0], "role", "actor") == "actor":
+    if getattr(model[0], "role", "actor") != "actor":
+        return loaded
+    if _drafter is not None:
         _drafter.thaw()
+    args = _args()
+    if args.finetune or args.no_load_optim:
+        return loaded
+    directory = Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
+    if directory.exists():
+        checkpoint.load(directory, _learners(), _layout(args), generators=False)
     return loaded
+
+
+def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """The drafter's moments and float32 weights, in the checkpoint's own folder; collective."""
+    args = _args()
+    if getattr(model[0], "role", "actor") == "actor" and not args.no_save_optim:
+        directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
+        checkpoint.save(directory, _learners(), _layout(args), generators=False)
+    return saved
+
+
+def _learners() -> dict[str, Learner]:
+    learner = _drafter.learner if _drafter is not None else None
+    return {"drafter": learner} if learner is not None else {}
+
+
+def _layout(args: Namespace) -> dict[str, Any]:
+    """What a resumed run must have in common: the drafter is whole on the last stage, cut over tensor ranks only."""
+    return {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+    }
 
 
 def _with_fields(get_batch: Callable) -> Callable:

@@ -31,10 +31,13 @@ LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any]) -> None:
+def save(
+    directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
+) -> None:
     """Write `directory` whole or not at all; collective. An older one of that name is replaced.
 
-    `learners` are this rank's, by name; `layout` is what must be equal when loading.
+    `learners` are this rank's, by name; `layout` is what must be equal when loading. Random `generators` are left out
+    where somebody else keeps them.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -47,7 +50,7 @@ def save(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, 
             save_file(
                 {key: t.detach().cpu().clone() for key, t in _tensors(learner).items()}, _file(partial, name, learner)
             )
-    if ps.get_data_parallel_rank(with_context_parallel=True) == 0:
+    if generators and ps.get_data_parallel_rank(with_context_parallel=True) == 0:
         save_file(_generators(), partial / f"generators{_shard()}.safetensors")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -63,7 +66,9 @@ def save(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, 
     dist.barrier()
 
 
-def load(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any]) -> None:
+def load(
+    directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
+) -> None:
     """Restore what `save` wrote. Raises CheckpointError: what cannot be read, or the first difference of the layout."""
     directory = Path(directory)
     if not (directory / LAYOUT).exists():
@@ -81,6 +86,8 @@ def load(directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, 
             _create_moments(learner)
             for key, tensor in _tensors(learner).items():
                 tensor.copy_(file.get_tensor(key))
+    if not generators:
+        return
     with _open(directory / f"generators{_shard()}.safetensors") as file:
         torch.set_rng_state(file.get_tensor("cpu"))
         if torch.cuda.is_available():

@@ -96,7 +96,7 @@ def build(args):
 
     model, optimizer, scheduler = slime_model.setup_model_and_optimizer(args)
     model[0].role = "actor"
-    slime_model.load_checkpoint(model, optimizer, scheduler)
+    slime_model.load_checkpoint(model, optimizer, scheduler, checkpointing_context={}, skip_load_to_model_and_opt=False)
     return model, optimizer, scheduler
 
 
@@ -182,12 +182,12 @@ def plain(name):
     return name.removeprefix("module.").removeprefix("module.")
 
 
-def prepare(folder, cp, extra="", drafter=True):
+def prepare(folder, cp, extra="", drafter=True, loading=seeded):
     """Arguments, groups, stand-ins, model: ready for `train_step`."""
     from slime.backends.megatron_utils import model as slime_model
 
     slime_cpu.install()
-    slime_model.load_checkpoint = seeded
+    slime_model.load_checkpoint = loading
     slime_model.get_batch = packed_for_cpu(slime_model.get_batch)
     args = arguments(folder, cp, f"--spec slime_ranks layer_spec {extra}", drafter)
     args.spec = layer_spec_path()
@@ -233,6 +233,55 @@ def one_step(folder, cp, *extra, drafter=True):
     torch.save(result, Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
+def resumed(folder, cp, *extra):
+    """Two steps, slime's `save`, a third step; and that third step again from the checkpoint, by fresh models: once as
+    saved, once after the drafter's own folder was lost.
+    """
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.global_vars import set_args
+    from slime.backends.megatron_utils import model as slime_model
+
+    from megatron_rlspec.integrations import slime_hooks
+
+    saved, load = Path(folder, "saved"), slime_model.load_checkpoint
+    tracker = saved / "latest_checkpointed_iteration.txt"
+
+    def load_if_saved(model, optimizer, *rest, **kwargs):
+        if not tracker.exists():
+            return seeded(model, optimizer)
+        # Without Transformer Engine this Megatron asks for moments before it loads, and cannot take torch's AdamW's
+        # back: the policy's start anew. Its weights, and everything else of the checkpoint, are loaded.
+        inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            inner.state[parameter] = {"step": torch.tensor(1.0), **zeros}
+        optimizer.load_state_dict = lambda _: inner.state.clear()
+        return load(model, optimizer, *rest, **kwargs)
+
+    args, *built = prepare(
+        folder, int(cp), " ".join([f"--save {saved} --save-interval 1", *extra]), loading=load_if_saved
+    )
+    for _ in range(2):
+        train_step(args, *built)
+    slime_model.save(7, *built)
+    train_step(args, *built)
+    found = {"through": parameters(built[0])}
+    resume = arguments(folder, int(cp), " ".join(["--spec slime_ranks layer_spec", f"--load {saved}", *extra]))
+    resume.load, resume.spec = str(saved), layer_spec_path()
+    set_args(resume)
+    init_num_microbatches_calculator(0, None, 4, 1, ps.get_data_parallel_world_size())  # as slime's initialize.init
+    for name in ("resumed", "lost"):
+        if name == "lost":
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (saved / "iter_0000007" / slime_hooks.FOLDER).rename(saved / "elsewhere")
+            dist.barrier()
+        built = build(resume)
+        train_step(resume, *built)
+        found[name] = parameters(built[0])
+    torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
 def own_loop(folder, *_):
     """The drafter's gradients when our own loop trains on the same samples from the same weights; no slime at all."""
     from megatron_rlspec.rl.packing import pack
@@ -275,4 +324,5 @@ if __name__ == "__main__":
         "no_drafter": partial(one_step, drafter=False),
         "empty_rank": empty_rank,
         "own_loop": own_loop,
+        "resumed": resumed,
     }[sys.argv[1]](*sys.argv[2:])

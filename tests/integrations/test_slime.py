@@ -151,6 +151,18 @@ def test_rank_without_response_tokens():
     assert ours["losses"]["drafter_skipped"] == 0
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_drafter_resumes_from_slimes_checkpoint(cp):
+    """slime's own save and load, and one more step: the drafter has the bits of the run that was not interrupted.
+
+    Of the policy only weights and scheduler are loaded (see `slime_ranks.resumed`).
+    """
+    found = run("resumed", cp, *OURS)
+    through, resumed, lost = (found[name] for name in ("through", "resumed", "lost"))
+    assert not [n for n, v in drafter(through).items() if not torch.equal(v, resumed[n])]
+    assert not any(torch.equal(v, lost[n]) for n, v in drafter(through).items()), "the moments did not matter"
+
+
 @pytest.mark.parametrize("name", ["slime-mask-shift", "slime-dead-accept-rate", "slime-qwen3-next-swap"])
 def test_doctor_finds_slimes_defects(name):
     command = [PYTHON, "-W", "ignore", "-m", "megatron_rlspec.doctor", name, "--json", "-"]
