@@ -19,6 +19,9 @@ from typing import Any
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.spec.cost_table import CostTable
+from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.types import OFF, SpecConfig
 
 HOOKS = "megatron_rlspec.integrations.slime_hooks"
 METRICS = "megatron_rlspec.integrations.slime_metrics"
@@ -53,11 +56,14 @@ class Plan:
     adaptive: dict[str, Any] = field(default_factory=dict)
 
 
-def plan(command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int) -> Plan:
+def plan(
+    command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int, cost_table: str = ""
+) -> Plan:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
     drafter  our options, by their names in `[drafter]`
     steps    what the engines may choose from; start: num_steps at first
+    cost_table  file by which our policy chooses in the engines; without it SGLang's own rule does
     Raises ConfigError where slime's own flags contradict it.
     """
     given = flags(command)
@@ -101,7 +107,31 @@ def plan(command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int
         out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
     out.environment["RLSPEC_SGLANG_DRAFTER_PUSH"] = "1"
+    if cost_table:
+        if len(steps) == 1:
+            raise ConfigError(
+                f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one"
+            )
+        # slime gives no seed of its own to each sample, which the position-keyed verifier would need.
+        out.environment["RLSPEC_SGLANG"] = json.dumps({"verifier": "target_only", "policy": policy(cost_table, steps)})
     return out
+
+
+def policy(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
+    """What `spec.policy.Policy.from_json` takes; 0 steps mean off."""
+    candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
+    return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
+
+
+def check_table(cost_table: str, steps: Sequence[int]) -> str:
+    """The table's absolute path. Raises CostTableError or ConfigError where the engines' policy could not read it."""
+    path = str(Path(cost_table).absolute())
+    CostTable.load(path)
+    try:
+        Policy.from_json(policy(path, steps))
+    except ValueError as error:
+        raise ConfigError(f"--cost-table {cost_table}: {error}") from None
+    return path
 
 
 def flags(command: Sequence[str]) -> dict[str, str | None]:
@@ -190,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
     parser.add_argument(
+        "--cost-table", default="", help="by `rlspec profile`: our policy decides in the engines (SGLang 0.5.23)"
+    )
+    parser.add_argument(
         "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
     )
     parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
@@ -197,11 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(ours)
     drafter = DrafterConfig(**{name: getattr(options, name) for name in DRAFTER}).model_dump()
     steps = [int(step) for step in options.candidate_steps.split(",")]
+    table = check_table(options.cost_table, steps) if options.cost_table else ""
     if options.yaml:
-        print(as_yaml(plan(command, drafter, steps, options.num_steps), options.folder), end="")
+        print(as_yaml(plan(command, drafter, steps, options.num_steps, table), options.folder), end="")
         return 0
     at = driver(command)
-    added = plan(command[at + 1 :], drafter, steps, options.num_steps)
+    added = plan(command[at + 1 :], drafter, steps, options.num_steps, table)
     whole = complete(command, added, Path(options.folder).absolute())
     for title, entries in (
         ("environment", [f"{k}={v}" for k, v in added.environment.items()]),

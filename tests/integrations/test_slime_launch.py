@@ -2,12 +2,15 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations import slime
+from megatron_rlspec.spec.cost_table import CostTableError
+from megatron_rlspec.types import OFF
 
 DRAFTER = DrafterConfig().model_dump()
 
@@ -108,6 +111,38 @@ def test_dry_run_prints_and_stops(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "rlspec slime adds flags: --enable-mtp-training" in out
     assert out.splitlines()[-1].startswith("python train.py --enable-mtp-training")
+
+
+TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
+
+
+def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
+    """Read back as SGLang's scheduler process reads it, and decided as it decides there."""
+    from megatron_rlspec.rollout.sglang.controller import Decider
+    from megatron_rlspec.rollout.sglang.plugin import Settings
+
+    steps = [0, 1, 3]
+    added = slime.plan([], DRAFTER, steps, 3, slime.check_table(str(TABLE), steps))
+    monkeypatch.setenv("RLSPEC_SGLANG", added.environment["RLSPEC_SGLANG"])
+    settings = Settings.from_environment()
+    assert settings.verifier == "target_only", "position-keyed, all samples of a group would be one text"
+    decider = Decider(settings)
+    decider.start(added.adaptive["1"]["candidate_steps"], 3)
+    chosen = decider.choose(1, 1000)
+    for _ in range(400):
+        decider.policy.observe(chosen, [0])  # nothing is ever accepted
+        chosen = decider.choose(256, 256 * 1000)
+    assert chosen == OFF
+    assert "RLSPEC_SGLANG" not in planned().environment
+
+
+def test_bad_cost_tables_are_told_before_anything_starts(tmp_path):
+    with pytest.raises(CostTableError, match="nothing.json"):
+        slime.check_table(str(tmp_path / "nothing.json"), [0, 1])
+    with pytest.raises(ConfigError, match="--cost-table .*"):
+        slime.check_table(str(TABLE), [0, 1, 50])
+    with pytest.raises(ConfigError, match="nothing to choose from"):
+        slime.plan([], DRAFTER, [3], 3, str(TABLE))
 
 
 def test_yaml_holds_every_flag(capsys):
