@@ -283,9 +283,9 @@ class Session:
         with self.clock("generate"), self._leading() as leads:
             if leads:
                 result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
-            gain = result["accept_length"] - self._last_accept_length
-            self._last_accept_length = result["accept_length"]
-            stop += result["reward"] >= options.stop_reward and gain < options.plateau
+                gain = result["accept_length"] - self._last_accept_length
+                self._last_accept_length = result["accept_length"]
+                stop += result["reward"] >= options.stop_reward and gain < options.plateau
         dist.broadcast(stop, src=0)
         return bool(stop)
 
