@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Qwen3.5-4B on one machine of 8 GPUs, colocated. Gated attention: depth 1 only, by Megatron's own layer. slime's names for
+# this family's drafter are right in both directions (Qwen3-Next's need patch 0001). Its delta nets keep a state that
+# speculation must be able to roll back: the number of steps stays fixed, and the cache keeps snapshots (SGLang 0.5.23 calls
+# the flag so; before, it was --mamba-scheduler-strategy).
+# Its flags are known to the parsers; the drafter of this family has not been trained here.
+source "$(dirname "$0")/recipe.sh"
+source "$SLIME/scripts/models/qwen3.5-4B.sh"
+launch --drafter.depth 1 --candidate-steps 2 --num-steps 2 -- \
+  --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
+  --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 \
+  --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 \
+  --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7 \
+  --sglang-mamba-radix-cache-strategy extra_buffer "$@"
