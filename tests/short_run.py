@@ -36,19 +36,24 @@ def python(script: Path, *arguments: object) -> None:
 
 
 def train(
-    start: Path, run_dir: Path, script: Path | None = None, ranks: int = 1, **options: object
+    start: Path,
+    run_dir: Path,
+    script: Path | None = None,
+    ranks: int = 1,
+    command: str = "train",
+    **options: object,
 ) -> subprocess.Popen:
-    """`rlspec train` of a tiny model; `script` is what runs instead of `megatron_rlspec.cli`, with its arguments."""
+    """`rlspec train` of a tiny model, or another command; `script` runs instead of `megatron_rlspec.cli`."""
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
     values |= {name.replace("__", "."): value for name, value in options.items()}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [str(script)] if script else ["-m", "megatron_rlspec.cli"]
-    command = [sys.executable, *launcher, *program, "train"]
-    command += [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    words = [sys.executable, *launcher, *program, command]
+    words += [text for name, value in values.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=Path(__file__).parent, **pipes)
+    return subprocess.Popen(words, env=environment, cwd=Path(__file__).parent, **pipes)
 
 
 def finish(process: subprocess.Popen) -> str:

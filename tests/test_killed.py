@@ -24,12 +24,14 @@ def start(tmp_path_factory) -> Path:
     return make_start(tmp_path_factory.mktemp("start"))
 
 
-def kill(start: Path, run_dir: Path, seconds: float, **options: object) -> int:
-    """Start or resume, SIGKILL so many seconds after the trainer is built; the steps that were done by then."""
+def kill(start: Path, run_dir: Path, steps: int, seconds: float, **options: object) -> int:
+    """Start or resume, SIGKILL so long after so many more steps are on record; the steps that were done by then."""
     (run_dir / "config.json").unlink(missing_ok=True)
+    upto = len(read_records(run_dir / "metrics.jsonl")) + steps
     process = train(start, run_dir, train__resume="true", **options)
     deadline = time.monotonic() + 120
-    while not (run_dir / "config.json").exists():  # written next
+    # config.json is written when the trainer is built.
+    while not (run_dir / "config.json").exists() or len(read_records(run_dir / "metrics.jsonl")) < upto:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.005)
     time.sleep(seconds)
@@ -56,7 +58,10 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     options = OPTIONS | settings | {"train__steps": steps}
     finish(train(start, tmp_path / "whole", **options))
     moments = random.Random(steps)
-    reached = [kill(start, tmp_path / "killed", moments.uniform(0.0, 1.0), **options) for _ in range(kills)]
+    reached = [
+        kill(start, tmp_path / "killed", moments.randint(0, 3), moments.uniform(0.0, 0.4), **options)
+        for _ in range(kills)
+    ]
     assert max(reached) > 0 and reached[-1] < steps, reached
     finish(train(start, tmp_path / "killed", train__resume="true", **options))
     expected, found = files(tmp_path / "whole", steps), files(tmp_path / "killed", steps)

@@ -50,3 +50,15 @@ def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
     )
     for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
         assert chains[name] == trees[name] == theirs[name]
+
+
+def test_a_warm_start_on_two_ranks_is_judged_and_ends_early(start, tmp_path):
+    """The second evaluation's accept length gains nothing to speak of: the run stops there, on both ranks."""
+    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}
+    options |= {"sft__steps": 9, "sft__samples_per_step": 4, "sft__eval_every": 2, "sft__eval_prompts": 4}
+    options |= {"sft__stop_reward": -1, "sft__plateau": 2.0}
+    finish(train(start, tmp_path, ranks=2, command="sft", **options))
+    names = [e["name"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "evaluation"]
+    assert names and names == [f"step-{2 * (i + 1):06d}" for i in range(len(names))] and len(names) < 4
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 2 * len(names)
+    assert (tmp_path / "hf/config.json").exists()
