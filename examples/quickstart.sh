@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and the proof.
-# bash examples/quickstart.sh [RUN_DIR]      about 8 minutes on 2 cores after installation; a finished part is not redone
+# bash examples/quickstart.sh [RUN_DIR]      about 6 minutes on 2 quiet cores after installation; a finished part is not redone
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup_cpu.sh
