@@ -34,7 +34,7 @@ def stopped(process: subprocess.Popen) -> str:
     return line
 
 
-@pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ranks, staleness):
     options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
     finish(train(start, tmp_path / "whole", **options))

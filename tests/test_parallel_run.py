@@ -46,7 +46,7 @@ def cells():
         for i, layout in enumerate(layouts):
             distributed = "true" if i % 2 and "context" not in layout else "false"
             name = "-".join(f"{key}{value}" for key, value in layout.items()) or "data"
-            slow = marks or ([] if layout in ({"tensor": 2}, {"pipeline": 2}) else [pytest.mark.slow])
+            slow = marks or ([] if layout == {"tensor": 2} else [pytest.mark.slow])
             yield pytest.param(ranks, layout, distributed, id=f"{ranks}-{name}", marks=slow)
 
 
