@@ -113,7 +113,7 @@ class Rollouts:
         if self.config.spec.mode == "adaptive":
             engine.set_policy(self.adapter.policy())
         else:
-            engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.config.spec.num_steps)))
+            engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
 
     def close(self) -> None:
         """Engines first: that ends a rollout that still runs."""

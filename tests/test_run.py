@@ -50,6 +50,8 @@ def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
     )
     for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
         assert chains[name] == trees[name] == theirs[name]
+    # The canary after the push has not left chains behind.
+    assert chains["spec/share_k3"] == 1 and trees["spec/share_k3t2n11"] == 1
 
 
 def test_a_warm_start_on_two_ranks_is_judged_and_ends_early(start, tmp_path):
