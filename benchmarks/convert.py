@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import tempfile
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from synthetic import model
+from synthetic import conditions, model
 
 from megatron_rlspec.weights.checkpoint import read_hf, write_hf
 from megatron_rlspec.weights.convert import convert, plan
@@ -104,13 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = (0.032, 0.064, 0.128) if chosen.quick else (0.5, 1.0, 2.0, 4.0)
     found: dict[str, Any] = {
-        "conditions": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "torch": torch.__version__,
-            "quick": chosen.quick,
-        },
+        "conditions": conditions(quick=chosen.quick),
         "conversions": [],
     }
     for gigabytes in sizes:

@@ -15,8 +15,6 @@ import argparse
 import cProfile
 import json
 import multiprocessing
-import os
-import platform
 import pstats
 import socket
 import statistics
@@ -29,7 +27,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from synthetic import model
+from synthetic import conditions, model
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.weights.checkpoint import write_hf
@@ -196,14 +194,7 @@ def main() -> None:
     repeats = 3 if chosen.quick else 7
     with tempfile.TemporaryDirectory() as room:
         found: dict[str, Any] = {
-            "conditions": {
-                "cpu": platform.processor() or platform.machine(),
-                "cores": os.cpu_count(),
-                "load": os.getloadavg()[0],
-                "torch": torch.__version__,
-                "repeats": repeats,
-                "quick": chosen.quick,
-            },
+            "conditions": conditions(repeats=repeats, quick=chosen.quick),
             "in_process": in_process(0.064 if chosen.quick else 1.0, repeats),
             "profile": profile(0.064 if chosen.quick else 1.0),
         }

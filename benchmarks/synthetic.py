@@ -1,7 +1,9 @@
-"""A synthetic MiMo of a given size, for the benchmarks of pushes and conversions."""
+"""A synthetic MiMo of a given size and the conditions of a run, for the benchmarks of pushes and conversions."""
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import Any
 
 import torch
@@ -73,3 +75,9 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def conditions(**of_the_run: Any) -> dict[str, Any]:
+    """What the figures depend on: the machine, what else ran on it, and how the benchmark was called."""
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    return machine | {"torch": torch.__version__} | of_the_run
