@@ -7,11 +7,13 @@ speculates with honest but not position-keyed sampling: the wrong sampler that t
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,15 @@ import pytest
 import tiny_mimo
 import torch
 
+from megatron_rlspec.integrations.slime_engines import PushHealth, Speculation, after_push
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.health import HealthError
 
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
@@ -290,6 +295,95 @@ def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine
     engines["plain"].stats()
     engines["plain"].generate(requests(2), Sampling(max_new_tokens=10, ignore_eos=True))
     assert {s.config for s in engines["plain"].stats()} == {OFF}
+
+
+def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict[str, int]:
+    """A push that SGLang was told of whole, but of which `left_out` did not reach what it serves."""
+    tensors = {name: t + version * 2.0**-12 for name, t in WEIGHTS.items()}
+    sent = tensors | ({left_out: WEIGHTS[left_out] + 1} if left_out else {})
+    engine.update_weights(version, sent.items())
+    return {name: fingerprint(t) for name, t in tensors.items()}
+
+
+def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[str, SGLangEngine]) -> None:
+    """The contract around slime's own pushes: found, pushed again, held off, and released by a push that is whole."""
+    engine, is_drafter = engines["adaptive"], (lambda name: "mtp_" in name)
+    stale, other = "model.mtp_layers.0.input_proj.weight", "model.norm.weight"
+    engine.set_schedule(k(2))
+
+    def pushed(version: int, *left_out: str) -> PushHealth:
+        pushes = iter(left_out)
+
+        def push() -> dict[str, int]:
+            return slime_pushes(engine, version, next(pushes))
+
+        return after_push([engine.url], push(), version, is_drafter, push)
+
+    assert not pushed(50, "").records
+    healed = pushed(51, stale, "")
+    assert healed.actions == {engine.url: "speculate"} and stale in healed.records[0]["found"][0]
+    assert engine.describe()["held"] == ""
+    lasting = pushed(52, stale, stale)
+    assert lasting.actions == {engine.url: "plain"} and lasting.metrics()["health/plain_engines"] == 1
+    assert stale in engine.describe()["held"]
+    engine.set_schedule(k(2))  # whoever sets one meanwhile, speculation waits
+    engine.stats()
+    engine.generate(requests(2), Sampling(max_new_tokens=6, ignore_eos=True))
+    assert {s.config for s in engine.stats()} == {OFF}
+    assert pushed(53, "").actions == {engine.url: "speculate"}
+    engine.generate(requests(2), Sampling(max_new_tokens=6, ignore_eos=True))
+    assert SpecConfig(2) in {s.config for s in engine.stats()}
+    with pytest.raises(HealthError, match=rf"may not serve: fingerprint: holds otherwise {other}$"):
+        pushed(54, other, other)
+    with pytest.raises(HealthError, match="stamp: names version 55, expected 56"):
+        after_push([engine.url], slime_pushes(engine, 55), 56, is_drafter)
+    assert engine.describe()["held"] and pushed(57, "").actions == {engine.url: "speculate"}
+    assert not engine.describe()["held"]
+
+
+def test_an_engine_without_the_plugin_is_unchecked() -> None:
+    """A server without our routes: nothing can be checked, and that is said."""
+
+    class Bare(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bare) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = after_push([url], {}, 1, bool)
+        server.shutdown()
+    assert found.metrics()["health/unchecked_engines"] == 1 and "refused (404)" in found.unchecked[url]
+
+
+def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEngine]) -> None:
+    """A few rounds that accept everything and many that accept nothing: learnt as a ratio of sums, by all engines."""
+    few, many = engines["adaptive"], engines["unkeyed"]
+    few.update_weights(60, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
+    many.update_weights(60, WEIGHTS.items())
+    few.set_schedule(k(3))
+    for engine in (few, many):
+        engine.stats()
+    samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=30, ignore_eos=True))
+    samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
+    speculation = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
+    found = speculation.after_rollout([few.url, many.url])
+    assert found["rollout/spec_share_k3"] == 1.0
+    shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
+    assert shares[0] == 1.0 and shares[1] < 0.2
+    assert found["rollout/spec_accept_1"] < 0.2
+    learnt = [round(rate, 4) for rate in speculation.adapter.acceptance.rates]
+    for engine in (few, many):
+        report = engine.policy_report()
+        assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
+        engine.generate(requests(2), Sampling(max_new_tokens=4, ignore_eos=True))
+        assert "predicted_ms" in engine.policy_report()  # it decides by costs now, and not by a schedule
+    resumed = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
+    resumed.restore(json.loads(json.dumps(speculation.state())))
+    assert resumed.policy() == speculation.policy()
 
 
 def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:

@@ -22,6 +22,10 @@ _CONNECT_SECONDS = 10.0
 _BUCKET_BYTES = 256 << 20
 
 
+class RefusedError(EngineError):
+    """The engine answered that it cannot do this."""
+
+
 class SGLangEngine:
     """`url` of a running `rlspec serve`; `process` if this client started it and shall end it; `transport` of weights.
 
@@ -142,6 +146,13 @@ class SGLangEngine:
         """`Policy.report` of the engine's policy since the last call; empty without speculation."""
         return self._post("control/policy_report")["report"]
 
+    def hold(self, reason: str) -> None:
+        """No speculation, whatever policy is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
+        self._post("control/hold", json={"reason": reason})
+
+    def release(self) -> None:
+        self._post("control/release")
+
     def pause(self) -> None:
         self._paused = True
         self._post("pause")
@@ -208,7 +219,7 @@ class SGLangEngine:
                 text = json.loads(text)["error"]
             except (ValueError, KeyError, TypeError):
                 pass
-            raise EngineError(f"{self.url}: {path} refused ({answer.status_code}): {str(text)[:500]}")
+            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {str(text)[:500]}")
         return answer
 
     def _why(self, error: requests.RequestException) -> str:

@@ -21,6 +21,7 @@ METHOD = "rlspec"
 DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
+_held: dict[str, Any] = {}  # why speculation is held off, and the policy that waits; empty while it is not
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -66,17 +67,40 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
+        "held": _held.get("reason", ""),
     }
 
 
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     controller.decider.set_schedule(SpecSchedule.from_json(schedule))
-    return {}
+    return _stay_held(settings, scheduler)
 
 
 def _set_policy(settings: Settings, scheduler: Any, policy: dict[str, Any]) -> dict[str, Any]:
     controller.decider.replace(policy)
+    return _stay_held(settings, scheduler)
+
+
+def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
+    """Speculation off, whoever sets a policy, until `release`: then the latest policy holds again."""
+    decider = controller.decider
+    if decider is None or decider.policy is None and not decider.stock:
+        raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+    waiting = {"stock": True} if decider.stock else decider.policy.to_json()
+    decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
+    _held.update(reason=reason, policy=waiting)
     return {}
+
+
+def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if _held:
+        controller.decider.replace(_held["policy"])
+        _held.clear()
+    return {}
+
+
+def _stay_held(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return _hold(settings, scheduler, _held["reason"]) if _held else {}
 
 
 def _policy_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -104,6 +128,8 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": _describe,
     "set_schedule": _set_schedule,
     "set_policy": _set_policy,
+    "hold": _hold,
+    "release": _release,
     "policy_report": _policy_report,
     "stats": _stats,
     "recent_rounds": _recent_rounds,

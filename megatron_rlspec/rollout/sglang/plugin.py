@@ -1,6 +1,7 @@
 """The SGLang plugin: inert unless the environment variable `RLSPEC_SGLANG` is set, as `rlspec serve` sets it.
 
-SGLang calls `register` in its main process and in every scheduler process. The variable holds JSON:
+SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
+and in every scheduler process. The variable holds JSON:
 `{"verifier": "position_keyed", "policy": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults. `policy`
 is what `spec.policy.Policy.from_json` takes, candidates optional; without it the startup configuration stays.
 """
@@ -8,7 +9,9 @@ is what `spec.policy.Policy.from_json` takes, candidates optional; without it th
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,3 +50,16 @@ def register() -> None:
     )
     for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings)):
         HookRegistry.register(target, hook, HookType[kind])
+    _add_routes()
+
+
+def _add_routes() -> None:
+    """In the process that serves HTTP: where SGLang runs as a program, or one that was started to run its server."""
+    name = "sglang.srt.entrypoints.http_server"
+    if name not in sys.modules and multiprocessing.parent_process() is not None:
+        return
+    from sglang.srt.entrypoints import http_server
+
+    from megatron_rlspec.rollout.sglang.routes import add_routes
+
+    add_routes(http_server.app)

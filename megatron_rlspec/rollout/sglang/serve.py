@@ -240,7 +240,6 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     from sglang.srt.server_args import prepare_server_args
 
     from megatron_rlspec.rollout.sglang import cpu_stand_ins
-    from megatron_rlspec.rollout.sglang.routes import add_routes
 
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
         # SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate.
@@ -248,7 +247,6 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     if device == "cpu":
         _fork_children()
     load_plugins()
-    add_routes(http_server.app)
     http_server.launch_server(
         prepare_server_args(arguments),
         execute_warmup_func=lambda _: _listening(options),
