@@ -77,17 +77,6 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": ("model", "config"),
     "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
 }
-# What the plugin replaces and the client calls.
-SGLANG: dict[str, tuple[str, ...]] = {
-    "sglang.srt.plugins.hook_registry.HookRegistry.register": (),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController": ("worker", "policy"),
-    "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control": (),
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor": (),
-    "sglang.srt.managers.io_struct.BeginWeightUpdateReqInput": ("selector",),
-    "sglang.srt.managers.io_struct.EndWeightUpdateReqInput": (),
-    "sglang.srt.speculative.eagle_utils._verify_uses_greedy": ("is_all_greedy",),
-    "sglang.srt.speculative.eagle_utils.eagle_sample": (),
-}
 # What the hooks replace and call.
 SLIME: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.data.get_batch": ("data_iterator", "keys", "pad_multiplier", "allgather_cp"),
@@ -102,6 +91,12 @@ SLIME: dict[str, tuple[str, ...]] = {
 
 
 _parse = cache(ast.parse)
+
+
+def kept(contracts: Mapping[str, Mapping[str, Sequence[str]]], read: Read | None = None) -> str | None:
+    """The first version whose contract the source keeps; None if it keeps none."""
+    read = read or installed()
+    return next((version for version, contract in contracts.items() if broken(contract, read) is None), None)
 
 
 def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:
@@ -176,8 +171,15 @@ def _file(root: Path, parts: Sequence[str]) -> Path | None:
 
 def _resolve(module: str, name: str, read: Read) -> tuple[str, ast.AST]:
     """The last definition of a name in a module that can be read, through re-exports, and the module that holds it."""
-    found = [node for node in _statements(_parse(read(module) or "").body) if name in _bound(node)]
+    statements = list(_statements(_parse(read(module) or "").body))
+    found = [node for node in statements if name in _bound(node)]
     if not found:
+        for node in statements:
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                try:
+                    return _resolve(_origin(module, node, read), name, read)
+                except LookupError:
+                    continue
         raise LookupError(f"no {name} in {module}")
     for node in reversed(found):
         if not isinstance(node, ast.ImportFrom):
@@ -238,12 +240,17 @@ def _member(module: str, node: ast.ClassDef, name: str, read: Read) -> tuple[str
         for statement in _statements(owner.body):
             if name in _bound(statement):
                 return place, statement
+    for place, owner in _lineage(module, node, read):
+        for inner in ast.walk(owner):
+            if isinstance(inner, ast.Attribute) and inner.attr == name and isinstance(inner.ctx, ast.Store):
+                return place, inner  # set by a method
     raise LookupError(f"no {name} in {node.name}")
 
 
 def _constructor(module: str, node: ast.ClassDef, read: Read) -> inspect.Signature:
     """Of the nearest `__init__`; where there is none, or a dataclass is nearer, of the annotated fields."""
     fields: dict[str, inspect.Parameter] = {}
+    annotated: dict[str, inspect.Parameter] = {}
     plain = False  # whether an __init__ was met that no dataclass decorator has replaced since
     for _, owner in reversed(list(_lineage(module, node, read))):
         init = [s for s in _statements(owner.body) if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
@@ -254,7 +261,8 @@ def _constructor(module: str, node: ast.ClassDef, read: Read) -> inspect.Signatu
         elif not plain:
             for s in _statements(owner.body):
                 if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name):
-                    fields[s.target.id] = _parameter(s.target.id, s.value is not None)
+                    annotated[s.target.id] = _parameter(s.target.id, s.value is not None)
+            fields = dict(annotated)
     return inspect.Signature(sorted(fields.values(), key=lambda p: (p.kind, p.default is ...)))
 
 

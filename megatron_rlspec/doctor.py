@@ -26,6 +26,7 @@ from typing import Literal
 from megatron_rlspec import contracts
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.integrations import patches
+from megatron_rlspec.rollout.sglang import versions as sglang
 
 State = Literal["present", "absent", "unknown", "read", "not installed"]
 WORKER_SECONDS = 300
@@ -75,10 +76,11 @@ MODULES = {
     "sglang": "megatron_rlspec.rollout.sglang.probes",
     "slime": "megatron_rlspec.integrations.slime_probes",
 }
+# By version where there is more than one that will do, the newest first.
 CONTRACTS = {
-    "mcore-contract": contracts.MEGATRON,
-    "sglang-contract": contracts.SGLANG,
-    "slime-contract": contracts.SLIME,
+    "mcore-contract": {"0.16.1": contracts.MEGATRON},
+    "sglang-contract": sglang.CONTRACTS,
+    "slime-contract": {"624b824a8": contracts.SLIME},
 }
 INSTALLED_AS = {"megatron-core": "megatron.core", "sglang": "sglang", "slime": "slime"}
 DEFECTS = (
@@ -135,7 +137,7 @@ DEFECTS = (
         "sglang-contract",
         "sglang",
         "names that our plugin replaces or calls are gone",
-        'install sglang 0.5.23, or set rollout.engine="embedded" with spec.mode="fixed"',
+        'install sglang 0.5.23 or 0.5.15.post1, or set rollout.engine="embedded" with spec.mode="fixed"',
         _sglang,
     ),
     Defect(
@@ -251,7 +253,8 @@ def _compare(defect: Defect, path: Sequence[str]) -> Finding:
     read = contracts.installed(path)
     if read(f"{INSTALLED_AS[defect.package]}.__init__") is None:
         return Finding(defect.name, defect.package, "not installed")
-    seen = contracts.broken(CONTRACTS[defect.name], read)
+    by_version = CONTRACTS[defect.name]
+    seen = None if contracts.kept(by_version, read) else contracts.broken(next(iter(by_version.values())), read)
     return Finding(defect.name, defect.package, "present" if seen else "absent", seen or "")
 
 

@@ -6,6 +6,7 @@ import pkgutil
 import pytest
 
 from megatron_rlspec import contracts
+from megatron_rlspec.rollout.sglang.versions import CONTRACTS
 
 MODULES = {
     "top": "",
@@ -31,6 +32,15 @@ class More(Data):
     third: int = 3
 constant = 1
 """,
+    "top.c": """
+from top.b import *
+@dataclasses.dataclass
+class Over(Base):
+    own: int
+class Holder:
+    def __init__(self):
+        self.held = 1
+""",
     "top.b": """
 def original(a, /, b, *rest, c, d=None, **others): ...
 class Base:
@@ -53,6 +63,9 @@ def test_signatures():
     assert read("top.a.Child.inherited") == "(q)"
     assert read("top.a.More") == "(first, second=..., third=...)"
     assert read("top.a.constant") == "None"
+    assert read("top.c.Base") == "(config, size=...)"
+    assert read("top.c.Over") == "(own)"
+    assert read("top.c.Holder.held") == "None"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +73,8 @@ def test_signatures():
     [
         ("top.a.nothing", "no nothing in top.a"),
         ("top.a.Child.nothing", "no nothing in Child"),
-        ("top.c.nothing", "no c in top"),
+        ("top.c.nothing", "no nothing in top.c"),
+        ("top.d.nothing", "no d in top"),
         ("nowhere.f", "no module nowhere"),
     ],
 )
@@ -76,7 +90,7 @@ def test_broken_names_what_is_gone():
     assert broken == "not found: top.a.maybe(y); top.a.gone (no gone in top.a)"
 
 
-@pytest.mark.parametrize("contract", [contracts.MEGATRON, contracts.SGLANG], ids=["megatron", "sglang"])
+@pytest.mark.parametrize("contract", [contracts.MEGATRON, CONTRACTS["0.5.23"]], ids=["megatron", "sglang"])
 def test_what_is_installed_keeps_its_contract(contract):
     assert contracts.broken(contract) is None
 

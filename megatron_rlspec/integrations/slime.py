@@ -219,9 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--candidate-steps", default="0,1,2,3,5", help="steps the engines may choose from (%(default)s)"
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
-    parser.add_argument(
-        "--cost-table", default="", help="by `rlspec profile`: our policy decides in the engines (SGLang 0.5.23)"
-    )
+    parser.add_argument("--cost-table", default="", help="by `rlspec profile`: our policy decides in the engines")
     parser.add_argument(
         "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
     )

@@ -51,10 +51,14 @@ def recorded_names() -> list[str]:
 
 
 def _calls(source: Path) -> Iterator[Call]:
-    tree = ast.parse(source.read_text())
+    return calls_within(ast.parse(source.read_text()), source, "megatron.")
+
+
+def calls_within(tree: ast.AST, source: Path, package: str) -> Iterator[Call]:
+    """The calls of names that the tree imports from `package` ("sglang.", say)."""
     known: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     added: dict[str, set[str]] = {}
     for node in ast.walk(tree):

@@ -6,12 +6,13 @@ what is not ours. Each command takes and returns a JSON object. Under tensor par
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megatron_rlspec.rollout.sglang import controller
+from megatron_rlspec.rollout.sglang import controller, versions
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.rollout.sglang.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.served_weights import fingerprints, of_scheduler
@@ -51,7 +52,7 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
         answer = DumperControlReqOutput(success=True, response=[result])
     except (ValueError, TypeError, KeyError, NotImplementedError) as error:
         answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {error}")
-    scheduler.send_control_output(answer, request)
+    versions.installed().answer(scheduler, answer, request)
     return None
 
 
@@ -60,6 +61,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
     return {
+        "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
         "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in controller.decider.candidates],

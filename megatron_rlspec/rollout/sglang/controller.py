@@ -87,9 +87,9 @@ def controller_class(settings: Settings) -> type:
     decider = Decider(settings)
 
     class ScheduleController(AdaptiveController):
-        def __init__(self, worker: Any, policy: Any) -> None:
-            super().__init__(worker, policy)
-            decider.start(policy.candidate_steps, worker.speculative_num_steps)
+        def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(worker, *args, **kwargs)  # SGLang's own rule, or where it is configured, by version
+            decider.start(self.candidate_steps, worker.speculative_num_steps)
             self._config = SpecConfig(worker.speculative_num_steps)
             self._gap = DrafterGap(worker)
             self._batch: Any = None

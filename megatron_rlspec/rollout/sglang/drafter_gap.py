@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.rollout.sglang import versions
+
 
 class DrafterGap:
     """What the drafter of one `EAGLEWorkerV2` has not seen. Rounds that are off add one position per request.
@@ -109,7 +111,7 @@ class DrafterGap:
 
         drafter = self.worker.draft_worker
         with (
-            eagle.draft_tp_context(drafter.parallel_layout),
+            versions.installed().drafting(drafter),
             eagle.speculative_moe_backend_context(),
             eagle.speculative_moe_a2a_backend_context(),
         ):

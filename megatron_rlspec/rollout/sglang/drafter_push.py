@@ -10,13 +10,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rlspec.rollout.sglang import plugin
+
 VARIABLE = "RLSPEC_SGLANG_DRAFTER_PUSH"
 TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register() -> None:
-    if not os.environ.get(VARIABLE):
-        return
+    if not os.environ.get(VARIABLE) or plugin.VARIABLE in os.environ:
+        return  # in the latter case the plugin registers it, with what else its version of SGLang needs
     from sglang.srt.managers import io_struct
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

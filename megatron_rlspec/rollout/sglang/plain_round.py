@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.rollout.sglang import versions
+
 
 def possible(worker: Any, batch: Any) -> bool:
     """Whether this decode round of an `EAGLEWorkerV2` needs nothing that only its verify path provides."""
@@ -41,7 +43,7 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     part.seq_lens = batch.seq_lens + 1
     part.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
     part.orig_seq_lens, part.seq_lens_sum = batch.orig_seq_lens + 1, None
-    result = worker.target_worker.forward_batch_generation(part, capture_hidden_mode=CaptureHiddenMode.FULL)
+    result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
 
     hidden = result.logits_output.hidden_states
     if batch.return_logprob:

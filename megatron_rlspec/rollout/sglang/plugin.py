@@ -41,14 +41,14 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_rlspec.rollout.sglang import control, controller, verifier
+    from megatron_rlspec.rollout.sglang import control, controller, verifier, versions
 
     HookRegistry.register(
         "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
         controller.controller_class(settings),
         HookType.REPLACE,
     )
-    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings)):
+    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *versions.installed().hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     _add_routes()
 

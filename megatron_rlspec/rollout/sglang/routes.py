@@ -21,21 +21,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     DumperControlReqInput,
-    EndWeightUpdateReqInput,
     GenerateReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
+from megatron_rlspec.rollout.sglang import versions
 from megatron_rlspec.rollout.sglang.control import DRAFTED, METHOD
 
+_sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _shared = torch.empty(0, dtype=torch.uint8)
@@ -81,6 +79,7 @@ async def _one(r: dict[str, Any]) -> dict[str, Any]:
     message = GenerateReqInput(
         rid=r["id"], input_ids=r["input_ids"], sampling_params=r["sampling"], return_logprob=True, logprob_start_len=-1
     )
+    began = _manager().server_args.weight_version
     try:
         # Not streaming: the one answer comes when the sample is finished.
         answer = await anext(_manager().generate_request(message, None))
@@ -92,7 +91,10 @@ async def _one(r: dict[str, Any]) -> dict[str, Any]:
         "output_ids": answer["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         "finish": meta["finish_reason"],
-        "weight_versions": meta["weight_versions"],
+        # Without spans a sample that lived through a push counts as drawn by the older weights.
+        "weight_versions": meta["weight_versions"]
+        if _sglang.spans
+        else [{"version": began, "start": 0, "end": len(answer["output_ids"])}],
         "accepted": meta.get("spec_correct_drafts_histogram", []),
         "drafted": meta.get(DRAFTED, []),
     }
@@ -121,7 +123,7 @@ async def resume() -> JSONResponse:
 
 
 async def begin(scope: str) -> JSONResponse:
-    return _answer(*await _manager().begin_weight_update(BeginWeightUpdateReqInput(selector=_SELECTOR[scope])))
+    return _answer(*await _sglang.begin_push(_manager(), _SELECTOR[scope]))
 
 
 async def bucket(request: Request, scope: str, version: str = "") -> JSONResponse:
@@ -174,15 +176,7 @@ async def join(request: Request) -> JSONResponse:
 async def receive(request: Request, scope: str, version: str = "") -> JSONResponse:
     """{"group", "names", "dtypes", "shapes"}: as `bucket`, broadcast by the trainer one by one."""
     r = json.loads(await request.body())
-    message = UpdateWeightsFromDistributedReqInput(
-        names=r["names"],
-        dtypes=r["dtypes"],
-        shapes=r["shapes"],
-        group_name=r["group"],
-        flush_cache=bool(version),
-        weight_version=version or None,
-        selector=_SELECTOR[scope],
-    )
+    message = _sglang.broadcast(_SELECTOR[scope], version, r["group"], r["names"], r["dtypes"], r["shapes"])
     return _answer(*await _manager().update_weights_from_distributed(message, None))
 
 
@@ -195,13 +189,7 @@ async def _load(landed: torch.Tensor, scope: str, version: str) -> JSONResponse:
     # own: what hands the memory over can be taken once.
     parts = {"flattened_tensor": landed, "metadata": metadata}
     payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
-    message = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=payloads,
-        load_format="flattened_bucket",
-        flush_cache=bool(version),
-        weight_version=version or None,
-        selector=_SELECTOR[scope],
-    )
+    message = _sglang.tensors(_SELECTOR[scope], version, payloads)
     return _answer(*await _manager().update_weights_from_tensor(message, None))
 
 
@@ -224,7 +212,7 @@ def _metadata(data: np.ndarray) -> list[FlattenedTensorMetadata]:
 async def end() -> JSONResponse:
     global _shared
     _shared = torch.empty(0, dtype=torch.uint8)
-    return _answer(*await _manager().end_weight_update(EndWeightUpdateReqInput()))
+    return _answer(*await _sglang.end_push(_manager()))
 
 
 def add_routes(app: FastAPI) -> None:

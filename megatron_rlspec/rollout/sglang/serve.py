@@ -25,6 +25,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec.rollout.sglang import versions
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
@@ -44,7 +45,6 @@ _DISTRIBUTED = {
 }
 SCRATCH_PREFIX = "rlspec-engine-"  # of the temporary directory that the launcher gives every server
 _CPU_ARGUMENTS = [
-    "--attention-backend=intel_amx",
     "--disable-cuda-graph",
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
@@ -105,12 +105,14 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
+    _sglang()
     arguments, settings = arguments_for(options, device)
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     os.environ.update(settings.to_environment())
     if device == "cpu":
+        os.environ.update(_sglang().cpu_environment)
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
 
@@ -133,7 +135,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     if total:
         arguments.append(f"--max-total-tokens={total}")
     if device == "cpu":
-        arguments += _CPU_ARGUMENTS
+        arguments += [*_CPU_ARGUMENTS, *_sglang().cpu_arguments]
     if options.verifier == "position_keyed" or device == "cpu":
         arguments.append("--sampling-backend=pytorch")
     if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -229,12 +231,18 @@ def _install_stand_ins() -> None:
         print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
 
 
+def _sglang() -> versions.Sglang0523:
+    try:
+        return versions.installed()
+    except ImportError as error:
+        raise ServeError(str(error)) from None
+
+
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     try:
         _register_models(options.model)
     except ImportError as error:
         raise ServeError(f"SGLang cannot be imported here: {error}") from None
-    from sglang.srt.arg_groups import attention_hook
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -242,8 +250,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     from megatron_rlspec.rollout.sglang import cpu_stand_ins
 
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
-        # SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate.
-        attention_hook._attention_backend_platform_fallbacks = lambda view: {}
+        _sglang().prepare_cpu()
     if device == "cpu":
         _fork_children()
     load_plugins()

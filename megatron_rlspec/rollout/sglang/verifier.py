@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.rollout.sglang import versions
 from megatron_rlspec.rollout.sglang.plugin import Settings
 
 Hook = tuple[str, Callable, str]
@@ -30,7 +31,6 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
-    yield "sglang.srt.speculative.eagle_utils._verify_uses_greedy", _walk_given_tokens, "REPLACE"
     yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_round, "AROUND"
     yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
 
@@ -85,10 +85,6 @@ class _Round:
 _round: _Round | None = None
 
 
-def _walk_given_tokens(**conditions: Any) -> bool:
-    return True
-
-
 def _remember_round(
     original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -97,10 +93,12 @@ def _remember_round(
     if not (batch.forward_mode.is_idle() or info.is_all_greedy):
         logits, positions = logits_output.next_token_logits, verify_input.positions
         _round = _Round(info, logits, positions, verify_input.draft_token_num)
+        info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
     try:
         return original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
-        _round = None
+        if _round is not None:
+            info.is_all_greedy, _round = False, None
 
 
 def _verify(original: Callable, **walk: Any) -> Any:
@@ -111,17 +109,15 @@ def _verify(original: Callable, **walk: Any) -> Any:
 
 def sample_targets(round: _Round) -> torch.Tensor:
     """The target's token after every node, [B * width], by the functions that plain decoding uses."""
-    from sglang.kernels.ops.sampling import softmax
     from sglang.srt.layers import sampler
-    from sglang.srt.runtime_context import get_parallel
 
-    info = round.info
+    info, sglang = round.info, versions.installed()
 
     def per_node(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.repeat_interleave(round.width, dim=0)
 
     seeds = per_node(info.sampling_seed)
-    probs = softmax(round.logits / per_node(info.temperatures))
+    probs = sglang.softmax(round.logits / per_node(info.temperatures))
     if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
         tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
             probs,
@@ -134,7 +130,7 @@ def sample_targets(round: _Round) -> torch.Tensor:
         )
     else:
         tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=round.positions)
-    group = get_parallel().tp_group
+    group = sglang.tensor_group()
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens.long()

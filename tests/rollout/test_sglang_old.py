@@ -1,0 +1,155 @@
+"""A real engine of SGLang 0.5.15.post1 on the CPU: its Triton backend, in Triton's interpreter. Minutes long.
+
+RLSPEC_SGLANG_OLD: where it is importable from, with the versions of transformers and others that it wants, by colons
+(`pip install --no-deps --target DIR sglang==0.5.15.post1 transformers==5.12.1 ...`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_mimo
+import torch
+
+from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.transport import Group
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+FOLDERS = os.environ.get("RLSPEC_SGLANG_OLD", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not FOLDERS, reason="set RLSPEC_SGLANG_OLD to where SGLang 0.5.15.post1 is importable from"),
+]
+CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=2, kv_heads=1, ffn=128, vocab=160)
+WEIGHTS = tiny_mimo.weights(CONFIG)
+SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8"]
+LAUNCHES = {
+    "adaptive": ["--spec", "adaptive", "--candidate-steps", "0,1,2,3"],
+    "plain": ["--spec", "off"],
+    "unkeyed": ["--spec", "fixed", "--num-steps", "3", "--verifier", "target_only"],
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
+    folder = tmp_path_factory.mktemp("old")
+    model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
+    here = str(Path(__file__).parent.parent.parent)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([FOLDERS, here])}
+    processes = {
+        name: launch(model, folder / f"{name}.log", arguments=[*SERVE, *arguments], environment=environment)
+        for name, arguments in LAUNCHES.items()
+    }
+    try:
+        yield {name: SGLangEngine.of(process.wait(), timeout=600) for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.close()
+
+
+def requests(n: int, tag: str) -> list[Request]:
+    drawn = np.random.default_rng(0)
+    prompts = [Prompt(i, drawn.integers(3, 160, size)) for i, size in enumerate(drawn.integers(1, 12, n))]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=1000 + i) for i, prompt in enumerate(prompts)]
+
+
+def generate(engine: SGLangEngine, tag: str, n: int = 3, tokens: int = 12, **sampling: float) -> list[Sample]:
+    return engine.generate(requests(n, tag), Sampling(max_new_tokens=tokens, ignore_eos=True, **sampling))
+
+
+def texts(samples: list[Sample]) -> list[list[int]]:
+    return [s.response.tolist() for s in samples]
+
+
+def k(num_steps: int) -> SpecSchedule:
+    return SpecSchedule.fixed(SpecConfig(num_steps))
+
+
+def test_it_is_the_old_version(engines):
+    assert engines["adaptive"].describe()["sglang"] == "0.5.15.post1"
+
+
+def test_text_does_not_depend_on_speculation(engines):
+    sampling = {"temperature": 1.0, "top_p": 0.95}
+    plain = texts(generate(engines["plain"], "plain", **sampling))
+    # By context: off, then steps, then off again, with the drafter's gap closed in between.
+    switching = SpecSchedule((1,), (0, 25, 35, 45), ((OFF, SpecConfig(2), OFF, SpecConfig(3)),))
+    schedules = {"fixed-1": k(1), "fixed-3": k(3), "step-0": k(0), "off": SpecSchedule.fixed(OFF), "mixed": switching}
+    for name, schedule in schedules.items():
+        engines["adaptive"].set_schedule(schedule)
+        engines["adaptive"].stats()
+        assert texts(generate(engines["adaptive"], name, **sampling)) == plain, name
+        ran = {round.config for round in engines["adaptive"].stats()}
+        assert ran == {config for row in schedule.configs for config in row}, name
+    assert texts(generate(engines["unkeyed"], "unkeyed", **sampling)) != plain
+
+
+def test_the_pushed_drafter_is_the_one_that_drafts(engines):
+    engine = engines["adaptive"]
+    engine.set_schedule(k(3))
+    before = generate(engine, "before", temperature=0.0)
+    agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+    engine.update_weights(1, agreeing.items())
+    after = generate(engine, "after", temperature=0.0)
+    assert rate(after) == 1.0 > rate(before)
+    assert {s.policy_versions for s in after} == {((1, 0, 12),)}
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in agreeing.items()}
+
+    engine.update_weights(2, WEIGHTS.items())
+    assert texts(generate(engine, "back", temperature=0.0)) == texts(before)
+    drafter = {name: tensor for name, tensor in WEIGHTS.items() if ".mtp_layers." in name}
+    engine.update_weights(3, ((name, torch.zeros_like(tensor)) for name, tensor in drafter.items()), scope="drafter")
+    assert texts(generate(engine, "zero", temperature=0.0)) == texts(before)
+    served = engine.fingerprints()
+    assert all(served[name] == 0 for name in drafter)
+    assert all(served[name] == fingerprint(tensor) for name, tensor in WEIGHTS.items() if name not in drafter)
+    engine.update_weights(4, WEIGHTS.items())
+
+
+def rate(samples: list[Sample]) -> float:
+    """Accepted drafts of those that were proposed at three steps, the last round of a sample left out."""
+    counts = np.sum([np.pad(s.accepted, (0, 4 - len(s.accepted))) for s in samples], axis=0)
+    return float(counts @ np.arange(4)) / (3 * counts.sum())
+
+
+def test_samples_go_on_under_new_weights(engines):
+    """Requests wait while the cache is flushed: SGLang would end over that."""
+    engine, done = engines["adaptive"], []
+    engine.set_schedule(k(1))
+    import threading
+
+    thread = threading.Thread(target=lambda: done.extend(generate(engine, "across", n=2, tokens=24)))
+    thread.start()
+    while not engine.stats():
+        pass
+    engine.update_weights(5, WEIGHTS.items())
+    thread.join(300)
+    assert [len(s.response) for s in done] == [24, 24]
+
+
+def test_a_policy_decides_by_what_it_sees(engines):
+    engine = engines["adaptive"]
+    engine.set_policy({"schedule": k(2).to_json()})
+    generate(engine, "policy", temperature=1.0)
+    assert engine.policy_report()
+
+
+def test_weights_come_through_a_group(engines):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = engines["adaptive"]
+        by_group = SGLangEngine(engine.url, timeout=300, transport=Group())
+        drawn = tiny_mimo.weights(CONFIG, seed=7)
+        by_group.update_weights(6, drawn.items())
+        assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}
+    finally:
+        dist.destroy_process_group()

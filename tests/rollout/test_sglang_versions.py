@@ -1,0 +1,97 @@
+"""Every call into SGLang binds against 0.5.15.post1 and 0.5.23, and each is told from the other by its names."""
+
+import importlib.metadata
+import json
+import re
+
+import pytest
+import sglang_calls
+from megatron_calls import binds, parse, show
+from sglang_calls import calls, recorded_names
+
+from megatron_rlspec import contracts
+from megatron_rlspec.rollout.sglang import versions
+
+RECORD = json.loads(sglang_calls.RECORD.read_text())
+VERSIONS = sorted(versions.KNOWN)
+
+
+def signatures(version):
+    return {name: parse(text) if text else text for name, text in RECORD[version].items()}
+
+
+def missing(contract, known):
+    """Names and parameters of a contract that recorded signatures lack."""
+    gone = [name for name in contract if known[name] is None]
+    for name in set(contract) - set(gone):
+        gone += [f"{name}({p})" for p in contract[name] if not known[name] or p not in known[name].parameters]
+    return gone
+
+
+def test_the_record_is_of_the_versions_we_know():
+    """Else: python tests/rollout/sglang_calls.py 0.5.15.post1=DIR 0.5.23=DIR"""
+    assert sorted(RECORD) == VERSIONS == sorted(versions.CONTRACTS)
+    assert all(sorted(RECORD[version]) == recorded_names() for version in VERSIONS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_call_binds(version):
+    known = signatures(version)
+    assert not {call.where: call.dotted for call in calls(version) if known[call.dotted] is None}
+    wrong = [binds(call, known[call.dotted]) for call in calls(version) if known[call.dotted]]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_contract_is_kept_by_its_version_alone(version):
+    known = signatures(version)
+    kept = [other for other, contract in versions.CONTRACTS.items() if not missing(contract, known)]
+    assert kept == [version]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_one_renamed_argument_is_seen(version):
+    """Of every call that names its arguments, and of every contract."""
+    known, renamed = signatures(version), 0
+    for call in calls(version):
+        for keyword in call.keywords if known[call.dotted] else ():
+            if keyword in known[call.dotted].parameters:
+                other = parse(re.sub(rf"\b{keyword}\b", "renamed", RECORD[version][call.dotted], count=1))
+                assert binds(call, other), (call, keyword)
+                renamed += 1
+    for name, parameters in versions.CONTRACTS[version].items():
+        for parameter in parameters:
+            other = parse(re.sub(rf"\b{parameter}\b", "renamed", RECORD[version][name], count=1))
+            assert missing({name: parameters}, {name: other}) == [f"{name}({parameter})"]
+            renamed += 1
+    assert renamed > 80
+
+
+def test_what_is_installed_is_what_is_recorded():
+    version = importlib.metadata.version("sglang")
+    if version not in RECORD:
+        pytest.skip(f"SGLang {version} is not one of {', '.join(VERSIONS)}")
+    read, found = contracts.installed(), {}
+    for name in recorded_names():
+        try:
+            signature = contracts.signature(name, read)
+            found[name] = show(signature) if signature else ""
+        except LookupError:
+            found[name] = None
+    assert found == RECORD[version]
+    assert type(versions.installed()) is versions.KNOWN[version]
+
+
+def test_an_unknown_version_is_refused_in_one_line():
+    read = contracts.installed()
+
+    def later(module):
+        source = read(module)
+        if module == "sglang.srt.managers.scheduler":
+            source = source.replace("def send_control_output(self, output,", "def send_control_output(self, answer,")
+        return source
+
+    with pytest.raises(ImportError) as refusal:
+        versions.adapter(later)
+    said = "neither 0.5.23 nor 0.5.15.post1; of 0.5.23 not found: sglang.srt.managers.scheduler.Scheduler"
+    assert str(refusal.value) == f"this SGLang is {said}.send_control_output(output)"
