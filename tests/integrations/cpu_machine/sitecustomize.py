@@ -1,0 +1,121 @@
+"""A machine without GPUs, for slime: Python imports this module at its start wherever this folder is on PYTHONPATH.
+
+slime's run is many processes, which Ray and SGLang start: none of them can be handed anything but an environment. What
+each needs is done when it imports the package concerned, and nothing before.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+
+def _before_sglang():
+    from megatron_rlspec.rollout.sglang import cpu_stand_ins
+
+    cpu_stand_ins.install()
+
+
+def _accelerator(module):
+    """slime has backends for CUDA and MUSA; its contract is public, and `CpuAccelerator` fulfils it."""
+    from megatron_rlspec.integrations.slime_cpu import CpuAccelerator
+
+    module.set_accelerator(CpuAccelerator())
+
+
+def _megatron(module):
+    from megatron_rlspec.integrations import slime_cpu
+
+    slime_cpu.install()
+
+
+def _numpy_one(module):
+    """slime's `init` refuses numpy 2, which the Megatron of its pin runs with as far as it is used here."""
+    import numpy
+
+    module.np = types.SimpleNamespace(__version__="1.26", random=numpy.random)
+
+
+def _no_pinned_memory(module):
+    import torch
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty_like(self, x, pin_memory=False, **kwargs):
+            return torch.empty_like(x, **kwargs)
+
+    module.torch = Torch()
+
+
+def _fused_name(name):
+    """Layer norms are parameters of the linear layer that follows in Transformer Engine, which slime's names assume."""
+    name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    return name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+
+
+def _export_names(module):
+    convert = module.convert_to_hf
+    module.convert_to_hf = lambda args, model, name, *rest, **kw: convert(args, model, _fused_name(name), *rest, **kw)
+
+
+def _import_names(module):
+    load = module._LOADERS["mimo"]
+    module._LOADERS["mimo"] = lambda name, reader, config: load(_fused_name(name), reader, config)
+
+
+def _server_fields(module):
+    """`patches/slime`: from SGLang 0.5.23 on its server arguments are no dataclass."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+
+    module.dataclasses = types.SimpleNamespace(fields=record_fields)
+
+
+def _keep_backend(module):
+    """SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate."""
+    module._attention_backend_platform_fallbacks = lambda view: {}
+
+
+def _start_faster(module):
+    from megatron_rlspec.rollout.sglang import serve
+
+    serve._fork_children()
+    serve._register_models(os.environ["RLSPEC_CPU_MODEL"])
+
+
+BEFORE = {"sglang": _before_sglang}
+AFTER = {
+    "slime.utils.accelerator": _accelerator,
+    "slime.utils.arguments": _megatron,
+    "slime.backends.megatron_utils.actor": _megatron,
+    "slime.backends.megatron_utils.initialize": _numpy_one,
+    "slime.utils.tensor_backper": _no_pinned_memory,
+    "slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct": _export_names,
+    "slime.backends.megatron_utils.hf_to_megatron": _import_names,
+    "slime.backends.sglang_utils.sglang_engine": _server_fields,
+    "sglang.srt.arg_groups.attention_hook": _keep_backend,
+    "sglang.srt.entrypoints.http_server": _start_faster,
+}
+
+
+class _Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in BEFORE:
+            BEFORE.pop(name)()
+        if name not in AFTER:
+            return None
+        then = AFTER.pop(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,174 @@
+"""slime's own train.py from its command line to its end on a machine without GPUs: `python slime_path.py FOLDER`.
+
+Real Ray, slime's own actors, router, engines, data source, reward, conversion, training and update through the disk;
+what takes the place of a GPU is in `cpu_machine/sitecustomize.py`. FOLDER gets checkpoint, data, log and `rollouts.jsonl`.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+HIDDEN, LAYERS, HEADS, GROUPS, FFN = 64, 2, 4, 2, 128
+BOXED = [f"\\boxed{{{digit}}}" for digit in range(10)]
+VOCABULARY = ["<pad>", "<eos>", "<unk>", *"=+-", *"0123456789", *BOXED, *(f"<spare{i}>" for i in range(6))]
+
+
+def write_task(folder, rows=512):
+    """Sums modulo ten, which slime's reward `math` reads from a `\\boxed{}`, and a tokenizer that has the box as a token."""
+    rng = random.Random(1)
+    lines = []
+    for _ in range(rows):
+        numbers = [rng.randrange(10) for _ in range(rng.randint(2, 6))]
+        lines.append({"prompt": "+".join(map(str, numbers)) + "=", "label": str(sum(numbers) % 10)})
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
+
+
+def write_tokenizer(folder):
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{\d\}|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(VOCABULARY[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<unk>"}))
+
+
+def write_model(folder):
+    """MiMo's shape and MiMo's own way of naming it: a configuration class that comes with the checkpoint.
+
+    The decoder is nearly a cycle through the vocabulary, so that there is something to predict; the drafter is random.
+    """
+    from megatron_rlspec.weights.checkpoint import write_hf
+
+    (folder.parent / "quick").mkdir()
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    import make_model
+
+    shape = argparse.Namespace(hidden=HIDDEN, layers=LAYERS, ffn=FFN, heads=HEADS, kv_heads=GROUPS, max_length=512)
+    config = make_model.describe(shape, len(VOCABULARY), eos=1, pad=0)
+    config |= {"model_type": "mimo", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    tensors = dict(make_model.initial(config, seed=1))
+    embedding = tensors["model.embed_tokens.weight"]
+    order = torch.randperm(len(VOCABULARY) - 3, generator=torch.Generator().manual_seed(2)) + 3
+    following = torch.arange(len(VOCABULARY))
+    following[order] = order.roll(-1)
+    tensors["lm_head.weight"][following[3:]] += 0.15 * embedding[3:]
+    write_tokenizer(folder.parent / "quick")
+    write_hf(folder, config, tensors, tokenizer_from=folder.parent / "quick")
+    (folder / "configuration_mimo.py").write_text(
+        "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
+    )
+
+
+def write_cost_table(path):
+    """Invented: a verified token is free until there are 40, so a batch that drains changes the answer."""
+    from megatron_rlspec.spec.cost_table import CostTable, Provenance, RoundCost
+    from megatron_rlspec.types import OFF, SpecConfig
+
+    def ms(config, batch):
+        return 10 + 0.2 * config.num_steps + 0.4 * max(0, batch * (config.num_steps + 1) - 40)
+
+    nowhere = Provenance(
+        model="tiny", hardware="-", dtype="float32", engine="-", engine_version="0", date="-", simulated=True
+    )
+    CostTable(
+        nowhere,
+        [
+            RoundCost(config=config, batch=batch, context_tokens=batch * length, ms=ms(config, batch), tp=1)
+            for config in (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3))
+            for batch in (1, 2, 4, 8, 16, 32, 64)
+            for length in (8, 64)
+        ],
+    ).save(path)
+
+
+def command(folder, driver, train, context, rollouts, extra=()):
+    """A recipe's command line, of its own size."""
+    slime = os.environ["RLSPEC_SLIME"]
+    model, data = folder / "model", folder / "train.jsonl"
+    text = f"""{slime}/{driver} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
+ --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} --kv-channels {HIDDEN // HEADS}
+ --max-position-embeddings 512 --seq-length 128 --vocab-size {len(VOCABULARY)} --make-vocab-size-divisible-by 1
+ --swiglu --disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000
+ --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
+ --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+ --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
+ --cp-comm-type all_gather --data-pad-size-multiplier 8 --spec slime_path_hooks layer_spec
+ --hf-checkpoint {model} --load {model} --ref-load {model}
+ --actor-num-nodes 1 --actor-num-gpus-per-node {train} --context-parallel-size {context}
+ --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
+ --prompt-data {data} --input-key prompt --label-key label --rollout-shuffle --rm-type math
+ --num-rollout {rollouts} --rollout-batch-size 4 --over-sampling-batch-size 6 --n-samples-per-prompt 8
+ --rollout-max-response-len 24 --rollout-temperature 1 --global-batch-size 32 --balance-data
+ --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+ --eval-interval 2 --eval-prompt-data sums {folder}/eval.jsonl --n-samples-per-eval-prompt 1
+ --eval-max-response-len 24 --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0
+ --optimizer adam --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+ --use-dynamic-batch-size --max-tokens-per-gpu 512 --save {folder}/save --save-interval 2
+ --update-weight-transport disk --update-weight-disk-dir {folder}/weights --update-weight-disk-keep-files
+ --custom-megatron-init-path slime_path_hooks.init --custom-rollout-log-function-path slime_path_hooks.log_rollout
+ --use-tensorboard --tb-project-name path --tb-experiment-name run
+ --sglang-device cpu --sglang-dtype float32 --sglang-attention-backend intel_amx --sglang-disable-cuda-graph
+ --sglang-grammar-backend none --sglang-sampling-backend pytorch --sglang-max-total-tokens 16384
+ --sglang-max-running-requests 64 --sglang-sleep-on-idle"""
+    return [os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable), *text.split(), *extra]
+
+
+def environment(folder):
+    path = [HERE / "cpu_machine", os.environ["RLSPEC_SLIME_MEGATRON"], os.environ["RLSPEC_SLIME"], ROOT, HERE]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SLIME_HOST_IP": "127.0.0.1",
+        "HF_HOME": str(folder / "hf"),
+        "TENSORBOARD_DIR": str(folder / "tensorboard"),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 8}),
+        "RAY_TMPDIR": str(folder),
+        # slime gives every engine the number of a GPU, and SGLang would look for the socket of that number.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 8),
+        "DUMPER_SERVER_PORT": "reuse",
+        "RLSPEC_CPU_MODEL": str(folder / "model"),
+        "RLSPEC_PATH_FOLDER": str(folder),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--driver", default="train.py")
+    parser.add_argument("--train", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1)
+    parser.add_argument("--rollouts", type=int, default=4)
+    options, extra = parser.parse_known_args()
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True)
+    write_task(folder)
+    write_model(folder / "model")
+    whole = command(folder, options.driver, options.train, options.context, options.rollouts, extra)
+    write_cost_table(folder / "cost.json")
+    ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
+    ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
+    prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
+    print(shlex.join([*prefix, *whole]))
+    sys.exit(subprocess.run([*prefix, *whole], env=environment(folder), cwd=folder).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the command line of `slime_path.py` names: the user's own functions, as slime calls them by dotted path."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import requests
+import torch
+
+
+def layer_spec(args, config, vp_stage=None):
+    """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
+    from megatron_rlspec.train import runtime
+
+    return runtime.decoder_spec(config)
+
+
+def init(args):
+    """`--custom-megatron-init-path`: our attention wants to know where each token stands."""
+    from slime.backends.megatron_utils import model as slime_model
+
+    slime_model.get_batch = packed_for_cpu(slime_model.get_batch, args)
+
+
+def packed_for_cpu(get_batch, args):
+    """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
+    from megatron.core import parallel_state as ps
+
+    from megatron_rlspec.integrations.slime_batch import drafter_fields
+    from megatron_rlspec.train.attention import packed_sequences
+    from megatron_rlspec.train.model import at_positions
+
+    config = SimpleNamespace(kv_channels=args.kv_channels, params_dtype=torch.float32)
+
+    def wrapped(*rest, **kwargs):
+        batch = get_batch(*rest, **kwargs)
+        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        here = drafter_fields(batch, 1, rank, size)
+        packed = packed_sequences(here.cu_seqlens_padded, args.num_query_groups, size, rank, torch.device("cpu"))
+        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, float(args.rotary_base))
+        return batch
+
+    return wrapped
+
+
+def log_rollout(rollout_id, args, samples, extra, seconds):
+    """`--custom-rollout-log-function-path`: what the engines say of themselves once a rollout is drawn."""
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
+    row = {
+        "rollout": rollout_id,
+        "seconds": seconds,
+        "reward": sum(s.reward for s in samples) / len(samples),
+        "samples": len(samples),
+        "tokens": sum(s.response_length for s in samples),
+        "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
+        "engines": [{name: ask(url, name) for name in ("describe", "policy_report", "fingerprints", "stats")}
+                    for url in engines],
+    }
+    with open(Path(os.environ["RLSPEC_PATH_FOLDER"], "rollouts.jsonl"), "a") as file:
+        file.write(json.dumps(row) + "\n")
+    return False
+
+
+def ask(engine, command):
+    answer = requests.post(f"{engine}/dumper/rlspec", json={"command": command}, timeout=60)
+    answer.raise_for_status()
+    return answer.json()[0]
