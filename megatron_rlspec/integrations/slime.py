@@ -43,6 +43,7 @@ REFUSED = (
     ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
     ("--sglang-enable-pdmux", None, "SGLang then drops adaptive speculation with a warning only"),
 )
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
@@ -195,6 +196,18 @@ def _into_job(head: list[str], environment: Mapping[str, str]) -> list[str]:
     return out
 
 
+def job_environment(environment: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """What makes a driver hand `environment` to its workers in a Ray cluster that was started before it.
+
+    Those inherit from the cluster, not from the driver. `ray.init` merges this variable, by which Ray's own job server
+    tells a driver its runtime environment (`ray/_private/worker.py`, read at 2.60).
+    """
+    job = json.loads(inherited.get(RAY_JOB, "{}"))
+    runtime = job.get("runtime_env") or {}
+    runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+    return {RAY_JOB: json.dumps({**job, "runtime_env": runtime})}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is added, then become the completed command; with --dry-run or --yaml only print or write."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -244,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(shlex.join(whole))
         return 0
-    os.execvpe(whole[0], whole, {**os.environ, **added.environment})
+    os.execvpe(whole[0], whole, {**os.environ, **added.environment, **job_environment(added.environment, os.environ)})
 
 
 def as_yaml(added: Plan, folder: str) -> str:

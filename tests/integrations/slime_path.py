@@ -1,30 +1,35 @@
 """slime's own train.py from its command line to its end on a machine without GPUs: `python slime_path.py FOLDER`.
 
 Real Ray, slime's own actors, router, engines, data source, reward, conversion, training and update through the disk;
-what takes the place of a GPU is in `cpu_machine/sitecustomize.py`. FOLDER gets checkpoint, data, log and `rollouts.jsonl`.
+what takes the place of a GPU is in `cpu_machine/sitecustomize.py`. FOLDER gets checkpoints, data and `rollouts.jsonl`.
 """
 
 import argparse
 import json
 import os
 import random
-import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_rlspec.integrations import patches
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 HIDDEN, LAYERS, HEADS, GROUPS, FFN = 64, 2, 4, 2, 128
 BOXED = [f"\\boxed{{{digit}}}" for digit in range(10)]
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"=+-", *"0123456789", *BOXED, *(f"<spare{i}>" for i in range(6))]
 
 
 def write_task(folder, rows=512):
-    """Sums modulo ten, which slime's reward `math` reads from a `\\boxed{}`, and a tokenizer that has the box as a token."""
+    """Sums modulo ten. slime's reward `math` reads answers from a `\\boxed{}`, which the tokenizer has as one token."""
     rng = random.Random(1)
     lines = []
     for _ in range(rows):
@@ -51,10 +56,12 @@ def write_model(folder):
     """
     from megatron_rlspec.weights.checkpoint import write_hf
 
-    (folder.parent / "quick").mkdir()
     sys.path.insert(0, str(ROOT / "examples/quickstart"))
     import make_model
 
+    tokenizer = folder.parent / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer)
     shape = argparse.Namespace(hidden=HIDDEN, layers=LAYERS, ffn=FFN, heads=HEADS, kv_heads=GROUPS, max_length=512)
     config = make_model.describe(shape, len(VOCABULARY), eos=1, pad=0)
     config |= {"model_type": "mimo", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
@@ -64,8 +71,7 @@ def write_model(folder):
     following = torch.arange(len(VOCABULARY))
     following[order] = order.roll(-1)
     tensors["lm_head.weight"][following[3:]] += 0.15 * embedding[3:]
-    write_tokenizer(folder.parent / "quick")
-    write_hf(folder, config, tensors, tokenizer_from=folder.parent / "quick")
+    write_hf(folder, config, tensors, tokenizer_from=tokenizer)
     (folder / "configuration_mimo.py").write_text(
         "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
     )
@@ -93,9 +99,8 @@ def write_cost_table(path):
     ).save(path)
 
 
-def command(folder, driver, train, context, rollouts, extra=()):
+def command(folder, slime, driver, train, context, rollouts, extra=()):
     """A recipe's command line, of its own size."""
-    slime = os.environ["RLSPEC_SLIME"]
     model, data = folder / "model", folder / "train.jsonl"
     text = f"""{slime}/{driver} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
  --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} --kv-channels {HIDDEN // HEADS}
@@ -110,23 +115,24 @@ def command(folder, driver, train, context, rollouts, extra=()):
  --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
  --prompt-data {data} --input-key prompt --label-key label --rollout-shuffle --rm-type math
  --num-rollout {rollouts} --rollout-batch-size 4 --over-sampling-batch-size 6 --n-samples-per-prompt 8
- --rollout-max-response-len 24 --rollout-temperature 1 --global-batch-size 32 --balance-data
+ --rollout-max-response-len 24 --rollout-temperature 1 --global-batch-size 32 --balance-data --partial-rollout
  --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
- --eval-interval 2 --eval-prompt-data sums {folder}/eval.jsonl --n-samples-per-eval-prompt 1
+ --eval-interval 1 --eval-prompt-data sums {folder}/eval.jsonl --n-samples-per-eval-prompt 1
  --eval-max-response-len 24 --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0
  --optimizer adam --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
  --use-dynamic-batch-size --max-tokens-per-gpu 512 --save {folder}/save --save-interval 2
  --update-weight-transport disk --update-weight-disk-dir {folder}/weights --update-weight-disk-keep-files
+ --custom-config-path {folder}/user.yaml
  --custom-megatron-init-path slime_path_hooks.init --custom-rollout-log-function-path slime_path_hooks.log_rollout
- --use-tensorboard --tb-project-name path --tb-experiment-name run
- --sglang-device cpu --sglang-dtype float32 --sglang-attention-backend intel_amx --sglang-disable-cuda-graph
+ --sglang-device cpu --sglang-attention-backend intel_amx --sglang-disable-cuda-graph
  --sglang-grammar-backend none --sglang-sampling-backend pytorch --sglang-max-total-tokens 16384
  --sglang-max-running-requests 64 --sglang-sleep-on-idle"""
-    return [os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable), *text.split(), *extra]
+    return [PYTHON, *text.split(), *extra]
 
 
-def environment(folder):
-    path = [HERE / "cpu_machine", os.environ["RLSPEC_SLIME_MEGATRON"], os.environ["RLSPEC_SLIME"], ROOT, HERE]
+def environment(folder, slime):
+    """Of Ray's workers, and so of everything they start. Nothing of ours is in it but what a CPU needs."""
+    path = [HERE / "cpu_machine", os.environ["RLSPEC_SLIME_MEGATRON"], slime, ROOT, HERE]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -136,38 +142,74 @@ def environment(folder):
         "SGLANG_USE_CPU_ENGINE": "1",
         "SLIME_HOST_IP": "127.0.0.1",
         "HF_HOME": str(folder / "hf"),
-        "TENSORBOARD_DIR": str(folder / "tensorboard"),
         "RAY_AUTH_MODE": "disabled",
-        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 8}),
-        "RAY_TMPDIR": str(folder),
+        "RAY_DEDUP_LOGS": "0",
         # slime gives every engine the number of a GPU, and SGLang would look for the socket of that number.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 8),
-        "DUMPER_SERVER_PORT": "reuse",
         "RLSPEC_CPU_MODEL": str(folder / "model"),
         "RLSPEC_PATH_FOLDER": str(folder),
         "PYTHONWARNINGS": "ignore",
     }
 
 
+CLUSTER = """import ray, sys
+ray.init(num_cpus=16, num_gpus=8, include_dashboard=False, _temp_dir=sys.argv[1], object_store_memory=10**8)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()"""
+
+
+@contextmanager
+def cluster(folder, env):
+    """A Ray cluster that stands before slime comes, with GPUs that it believes in, in the environment given."""
+    scratch = tempfile.mkdtemp(prefix="ray")  # paths of sockets must be short
+    process = subprocess.Popen(
+        [PYTHON, "-c", CLUSTER, scratch],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open(folder / "cluster.log", "w"),
+        text=True,
+    )
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.communicate(timeout=60)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def patched(folder):
+    """A copy of the checkout with the patch that this SGLang needs."""
+    slime = folder / "slime"
+    shutil.copytree(os.environ["RLSPEC_SLIME"], slime, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
+    patches.change(slime, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
+    return slime
+
+
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--driver", default="train.py")
-    parser.add_argument("--train", type=int, default=2)
-    parser.add_argument("--context", type=int, default=1)
+    parser.add_argument("--train", type=int, default=2, help="train ranks")
+    parser.add_argument("--context", type=int, default=1, help="context-parallel size")
     parser.add_argument("--rollouts", type=int, default=4)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options, extra = parser.parse_known_args()
     folder = options.folder.absolute()
     folder.mkdir(parents=True)
     write_task(folder)
     write_model(folder / "model")
-    whole = command(folder, options.driver, options.train, options.context, options.rollouts, extra)
     write_cost_table(folder / "cost.json")
+    (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
+    slime = patched(folder)
+    extra += ["--sglang-dtype", options.dtype]
+    whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
-    print(shlex.join([*prefix, *whole]))
-    sys.exit(subprocess.run([*prefix, *whole], env=environment(folder), cwd=folder).returncode)
+    env = environment(folder, slime)
+    with cluster(folder, env) as address:
+        driver = subprocess.run([*prefix, *whole], env=env | {"RAY_ADDRESS": address}, cwd=folder)
+    sys.exit(driver.returncode)
 
 
 if __name__ == "__main__":

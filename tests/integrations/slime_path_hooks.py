@@ -55,15 +55,23 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         "samples": len(samples),
         "tokens": sum(s.response_length for s in samples),
         "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
-        "engines": [{name: ask(url, name) for name in ("describe", "policy_report", "fingerprints", "stats")}
-                    for url in engines],
+        "engines": [
+            {name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines
+        ],
+        "greedy": [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]],
     }
     with open(Path(os.environ["RLSPEC_PATH_FOLDER"], "rollouts.jsonl"), "a") as file:
         file.write(json.dumps(row) + "\n")
     return False
 
 
-def ask(engine, command):
-    answer = requests.post(f"{engine}/dumper/rlspec", json={"command": command}, timeout=60)
+def ask(engine, path, **body):
+    answer = requests.post(f"{engine}/{path}", json=body, timeout=60)
     answer.raise_for_status()
-    return answer.json()[0]
+    return answer.json()
+
+
+def greedy(router, prompt):
+    """(prompt, what the engine holds most probable after it)."""
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return prompt, ask(router, "generate", input_ids=prompt, sampling_params=sampling)["output_ids"]

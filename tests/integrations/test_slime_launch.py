@@ -101,6 +101,14 @@ def test_ray_job_without_runtime_environment(tmp_path):
     assert whole.index("--runtime-env-json") < whole.index("--")
 
 
+@pytest.mark.parametrize("inherited", [{}, {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}}])
+def test_workers_of_a_cluster_that_stands_already_get_the_environment(inherited):
+    outer = {slime.RAY_JOB: json.dumps(inherited)} if inherited else {}
+    job = json.loads(slime.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[slime.RAY_JOB])
+    theirs = inherited.get("runtime_env", {}).get("env_vars", {})
+    assert job == {**inherited, "runtime_env": {"env_vars": {**theirs, "RLSPEC_SGLANG": "{}"}}}
+
+
 def test_a_command_without_slimes_driver():
     with pytest.raises(ConfigError, match="no train.py or train_async.py"):
         slime.driver(["python", "other.py"])

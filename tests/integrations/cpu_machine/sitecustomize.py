@@ -66,13 +66,6 @@ def _import_names(module):
     module._LOADERS["mimo"] = lambda name, reader, config: load(_fused_name(name), reader, config)
 
 
-def _server_fields(module):
-    """`patches/slime`: from SGLang 0.5.23 on its server arguments are no dataclass."""
-    from sglang.srt.arg_groups.arg_utils import record_fields
-
-    module.dataclasses = types.SimpleNamespace(fields=record_fields)
-
-
 def _keep_backend(module):
     """SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate."""
     module._attention_backend_platform_fallbacks = lambda view: {}
@@ -94,7 +87,6 @@ AFTER = {
     "slime.utils.tensor_backper": _no_pinned_memory,
     "slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct": _export_names,
     "slime.backends.megatron_utils.hf_to_megatron": _import_names,
-    "slime.backends.sglang_utils.sglang_engine": _server_fields,
     "sglang.srt.arg_groups.attention_hook": _keep_backend,
     "sglang.srt.entrypoints.http_server": _start_faster,
 }

@@ -1,0 +1,122 @@
+"""slime's whole path without GPUs: its own train.py and train_async.py, under real Ray, on a real SGLang engine.
+
+Needs what test_slime.py needs. `slime_path.py` is the program; what stands in for a GPU is in cpu_machine/.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rlspec.weights.checkpoint import read_hf
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not (os.environ.get("RLSPEC_SLIME") and os.environ.get("RLSPEC_SLIME_MEGATRON")),
+        reason="set RLSPEC_SLIME and RLSPEC_SLIME_MEGATRON to checkouts: see docs/slime-conformance.md",
+    ),
+]
+_LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What is left of a run of slime_path.py with these options: its folder, rollouts, logged metrics and log."""
+
+    @cache
+    def start(*options):
+        folder = tmp_path_factory.mktemp("path") / "run"
+        command = [sys.executable, str(HERE / "slime_path.py"), str(folder), *options]
+        env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode == 0, done.stdout[-5000:]
+        logged = defaultdict(dict)
+        for kind, number, metrics in _LINE.findall(done.stdout):
+            values = ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", metrics))
+            logged[kind, int(number)].update(values)
+        rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        return folder, rollouts, logged, done.stdout
+
+    return start
+
+
+def exported(folder, version):
+    """The checkpoint that slime's own conversion wrote for this version."""
+    return read_hf(folder / "weights" / f"weight_v{version:06d}")
+
+
+def test_engines_hold_what_the_trainer_exported_policy_and_drafter_alike(run):
+    folder, rollouts, _, _ = run()
+    assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
+    for row in rollouts:
+        latest = row["rollout"] + 1
+        assert str(latest) in row["versions"]
+        _, tensors = exported(folder, latest)
+        expected = {name: fingerprint(tensors[name]) for name in tensors}
+        assert sum(".mtp_layers." in name for name in expected) == 16
+        for engine in row["engines"]:
+            assert engine["fingerprints"]["fingerprints"] == expected
+
+
+def test_every_step_moves_policy_and_drafter(run):
+    folder, rollouts, _, _ = run()
+    for version in range(1, len(rollouts) + 1):
+        (_, before), (_, after) = exported(folder, version), exported(folder, version + 1)
+        assert not [name for name in before if torch.equal(before[name], after[name])]
+
+
+def test_trainer_and_engine_give_each_token_the_same_probability(run):
+    """slime's own metric, float32, under speculation; a sample that two versions wrote has tokens of both."""
+    _, rollouts, logged, _ = run()
+    pure = [row["rollout"] for row in rollouts if len(row["versions"]) == 1]
+    assert 0 in pure
+    for rollout in pure:
+        assert logged["step", rollout]["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_greedy_text_of_the_engine_is_the_argmax_of_the_exported_policy(run):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder, rollouts, _, _ = run()
+    for row in rollouts:
+        config, tensors = exported(folder, row["rollout"] + 1)
+        known = {k: v for k, v in config.items() if k not in ("auto_map", "model_type", "architectures")}
+        model = Qwen2ForCausalLM(Qwen2Config(**known)).float().eval()
+        model.load_state_dict({name: tensors[name].float() for name in tensors if ".mtp_layers." not in name})
+        for prompt, text in row["greedy"]:
+            with torch.no_grad():
+                most = model(torch.tensor([prompt + text])).logits[0].argmax(-1).tolist()
+            assert text == most[len(prompt) - 1 : -1]
+
+
+def test_drafter_learns_and_engines_accept_more(run):
+    _, rollouts, logged, _ = run()
+    loss = [logged["step", row["rollout"]]["train/drafter_loss_1"] for row in rollouts]
+    assert loss == sorted(loss, reverse=True)
+    accepted = [logged["eval", i]["eval/sums/spec_accept_length"] for i in range(4)]
+    assert accepted[-1] > accepted[0] + 0.5
+
+
+def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run):
+    """By the table drafting pays for few requests only: the engine turns to it, and back, as batches fill and drain."""
+    _, rollouts, _, log = run()
+    for engine in (engine for row in rollouts for engine in row["engines"]):
+        assert engine["describe"]["controller"] == "ScheduleController"
+        assert [0, 0, 0] in engine["describe"]["configs"]
+    switches = [tuple(map(int, pair)) for pair in re.findall(r"runtime state: steps (\d+) -> (\d+)", log)]
+    assert any(before == 0 for before, _ in switches) and any(after == 0 for _, after in switches)
+    assert any(after == 3 for _, after in switches)
