@@ -146,7 +146,13 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
         load(None, {dotted: ""})  # raises, and names the nearest option
         raise ConfigError(f"unknown argument {unknown[0]!r}")
     config = load(known.config, overrides)
-    config.check_run(command, ranks or int(os.environ.get("WORLD_SIZE", "1")))
+    if ranks:
+        config.check_run(command, ranks, f"--ranks is {ranks}")
+    elif "WORLD_SIZE" in os.environ:
+        started = os.environ["WORLD_SIZE"]
+        config.check_run(command, int(started), f"torchrun started {started}")
+    else:
+        config.check_run(command, 1, "this is one process, which torchrun did not start")
     return config
 
 

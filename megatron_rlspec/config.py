@@ -54,7 +54,10 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["sglang", "embedded"] = Field("sglang", description="which engine generates")
-    urls: tuple[str, ...] = Field((), description="attach to these running engines instead of launching")
+    urls: tuple[str, ...] = Field(
+        (),
+        description="attach to these running engines instead of launching; their key: the environment's RLSPEC_API_KEY",
+    )
     engines: Positive = Field(1, description="engines to launch when no url is given")
     prompts_per_step: Positive = Field(32, description="prompts of one RL step")
     samples_per_prompt: Positive = Field(8, description="GRPO group size")
@@ -293,8 +296,11 @@ class Config(Section):
             )
         return self
 
-    def check_run(self, command: Literal["train", "sft"], world_size: int) -> None:
-        """What a run of this command needs beyond a consistent file. Raises ConfigError; nothing heavy is imported."""
+    def check_run(self, command: Literal["train", "sft"], world_size: int, because: str = "") -> None:
+        """What a run of this command needs beyond a consistent file. Raises ConfigError; nothing heavy is imported.
+
+        `because` says where the number of ranks is from, in the words of a refusal.
+        """
         source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
         evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
         parallel, longest = self.parallel, self.model.max_length
@@ -309,7 +315,7 @@ class Config(Section):
                 evaluates and not self.data.eval_path,
                 f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty",
             ),
-            (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but torchrun started {world_size}"),
+            (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (
                 self.train.tokens_per_micro_batch < longest,
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "

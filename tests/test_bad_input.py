@@ -188,7 +188,7 @@ ROWS += [
         "too few ranks",
         ConfigError,
         run("train", "parallel.pipeline=2 parallel.context=2", 2),
-        ("pipeline=2 x context=2", "multiple of 4 ranks", "started 2"),
+        ("pipeline=2 x context=2", "multiple of 4 ranks, but 2"),
     ),
     (
         "small micro-batch",
@@ -575,7 +575,8 @@ COMMANDS = [
     ("train --optimizer.lrr 1", "did you mean optimizer.lr?"),
     ("train --optimizer.lr", "--optimizer.lr"),
     ("train --config no.toml", "no.toml: No such file"),
-    ("sft --model.path m --sft.path s.jsonl --parallel.tensor 2", "parallel.tensor=2"),
+    ("sft --model.path m --sft.path s.jsonl --parallel.tensor 2", "but this is one process, which torchrun did not"),
+    ("train --model.path m --data.path d --parallel.tensor 2 --dry-run", "multiple of 2 ranks, but --ranks is 1"),
     ("plan no.json", "no.json: No such file"),
     ("serve --model no", "--model no: no config.json"),
     ("serve --model . --host 0.0.0.0", "--api-key"),

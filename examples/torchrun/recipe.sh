@@ -1,6 +1,7 @@
 # Sourced by the recipes beside it. MODEL: Hugging Face directory, drafter included. DATA: prompts. RUN: a new directory.
-# ENGINES: addresses of `rlspec serve`, with commas; they want GPUs of their own. On several machines NODE_RANK and
-# MASTER_ADDR, too, and the same command on each. With --dry-run nothing starts: it prints what each rank would hold.
+# ENGINES: addresses of `rlspec serve`, with commas; they want GPUs of their own, and RLSPEC_API_KEY where they were
+# given one. On several machines NODE_RANK and MASTER_ADDR, too, and the same command on each. With --dry-run nothing
+# starts: it prints what each rank would hold.
 # Not yet run on GPUs.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")

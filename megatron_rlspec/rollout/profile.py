@@ -276,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     add("out", type=Path, help="cost table to write (JSON)")
     add("--model", default="", help="Hugging Face directory; starts the engines")
     add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
-    add("--api-key", default="", help="key of the engines at --url")
+    add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")
     add("--tp", type=int, default=1, help="tensor parallel size of the engines")
     add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
     add("--steps", type=_steps, default=[0, 1, 2, 3, 5], help="num_steps to measure; 0 is SGLang's step 0")

@@ -50,7 +50,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
     logs = tmp_path_factory.mktemp("logs")
     processes = {
-        name: launch(checkpoint, logs / f"{name}.log", arguments=[*SERVE, *arguments], environment=ONE_THREAD)
+        name: launch(
+            checkpoint,
+            logs / f"{name}.log",
+            arguments=[*SERVE, *arguments],
+            environment=ONE_THREAD,
+            api_key="right-key" if name == "plain" else "",
+        )
         for name, arguments in LAUNCHES.items()
     }
     try:
@@ -415,6 +421,23 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
             continue
         with pytest.raises(EngineError, match="ended while starting: rlspec serve: .*" + message):
             launch(model, tmp_path / f"{name}.log", arguments=arguments).wait(60)
+
+
+def test_an_engine_with_a_key_serves_who_knows_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:
+    engine = engines["plain"]
+    monkeypatch.setenv("RLSPEC_API_KEY", "right-key")
+    assert SGLangEngine(engine.url).describe() == engine.describe()
+    for key, told in {"": "a key, and was given none", "wrong-key": "another key than the one it was given"}.items():
+        monkeypatch.setenv("RLSPEC_API_KEY", key)
+        stranger = SGLangEngine(engine.url)
+        for call in (stranger.describe, lambda it=stranger: it.update_weights(9, WEIGHTS.items())):
+            with pytest.raises(EngineError) as refusal:
+                call()
+            said = f"{engine.url}: it wants {told}; set RLSPEC_API_KEY to the key it was served with"
+            assert str(refusal.value) == said
+    process = engine._process
+    seen = process.log.read_text() + " ".join(subprocess.check_output(["ps", "axww", "-o", "args"], text=True).split())
+    assert "right-key" not in seen
 
 
 def test_the_engine_is_untouched_unless_asked() -> None:

@@ -266,3 +266,4 @@ def test_command_line_ends_with_the_message(tmp_path):
         [sys.executable, "-m", "megatron_rlspec.cli", "train", *words], capture_output=True, text=True
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "needs a multiple of 3 ranks, but --ranks is 8" in done.stderr

@@ -14,6 +14,7 @@ from urllib3.exceptions import ReadTimeoutError
 
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.launcher import EngineProcess
+from megatron_rlspec.rollout.sglang.serve import KEY, known_key
 from megatron_rlspec.rollout.sglang.transport import Http, Transport
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 
@@ -29,6 +30,8 @@ class RefusedError(EngineError):
 class SGLangEngine:
     """`url` of a running `rlspec serve`; `process` if this client started it and shall end it; `transport` of weights.
 
+    `api_key`: that of the environment variable RLSPEC_API_KEY unless given.
+
     Calls may come from several threads. `timeout` is the longest silence: no sample finished, no answer.
     """
 
@@ -42,6 +45,7 @@ class SGLangEngine:
         transport: Transport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        api_key = known_key(api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
         self._timeout = timeout
@@ -212,6 +216,10 @@ class SGLangEngine:
             )
         except requests.RequestException as error:
             raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
+        if answer.status_code == 401:
+            answer.close()
+            known = "another key than the one it was given" if self._headers else "a key, and was given none"
+            raise EngineError(f"{self.url}: it wants {known}; set {KEY} to the key it was served with")
         if answer.status_code != 200:
             text = answer.text
             answer.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 import requests
 
 from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang.serve import SCRATCH_PREFIX
+from megatron_rlspec.rollout.sglang.serve import KEY, SCRATCH_PREFIX, known_key
 
 
 class EngineProcess:
@@ -97,15 +97,14 @@ def launch(
     """Start a server on `port` (0: a free one) of this machine, and return at once.
 
     `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
-    output goes to the file `log`.
+    output goes to the file `log`. It wants `api_key`, or that of RLSPEC_API_KEY, if there is one.
     """
     port = port or _free_port()
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.serve", "--model", str(model)]
     command += ["--port", str(port), "--stop-with-parent", *arguments]
-    if api_key:
-        command += ["--api-key", api_key]
+    api_key = known_key(api_key)
     scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)  # SGLang leaves its sockets where it made them.
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -114,7 +113,7 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": scratch, **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": scratch, KEY: api_key, **(environment or {})},
         )
     return EngineProcess(process, f"http://127.0.0.1:{port}", log, scratch, api_key)
 

@@ -53,6 +53,14 @@ _CPU_ARGUMENTS = [
 _MODEL_FILES = {"MiMoForCausalLM": ("mimo", "mimo_mtp")}
 
 
+KEY = "RLSPEC_API_KEY"  # in the environment: a command line is seen by everybody on the machine
+
+
+def known_key(given: str = "") -> str:
+    """The key given, or that of the environment; "" if there is none."""
+    return (given or os.environ.get(KEY, "")).strip()
+
+
 class ServeError(ValueError):
     """A user's mistake, told in one line."""
 
@@ -67,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
     p.add_argument("--port", type=int, default=30000, help="port to listen on")
-    p.add_argument("--api-key", default="", help="key that every request must bear")
+    p.add_argument("--api-key", default="", help=f"key that every request must bear; better in {KEY}")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default="adaptive", help="use of the drafter")
@@ -89,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     options, rest = parser().parse_known_args(argv)
+    options.api_key = known_key(options.api_key)
     try:
         _serve(options, rest)
     except ServeError as error:
@@ -205,7 +214,9 @@ def _check_address(options: argparse.Namespace) -> None:
         except ValueError:
             pass
     if not loopback and not options.api_key:
-        raise ServeError(f"--host {options.host} is reachable from outside: give --api-key, or listen on 127.0.0.1")
+        raise ServeError(
+            f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
+        )
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
