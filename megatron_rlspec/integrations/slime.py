@@ -107,14 +107,14 @@ def plan(
         out.flags.append("--sglang-speculative-adaptive")
         out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
+    out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
     out.environment["RLSPEC_SGLANG_DRAFTER_PUSH"] = "1"
-    if cost_table:
-        if len(steps) == 1:
-            raise ConfigError(
-                f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one"
-            )
-        # slime gives no seed of its own to each sample, which the position-keyed verifier would need.
-        out.environment["RLSPEC_SGLANG"] = json.dumps({"verifier": "target_only", "policy": policy(cost_table, steps)})
+    if cost_table and len(steps) == 1:
+        raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
+    # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
+    # `num_steps` holds until the first rollout has taught something.
+    settings = {"verifier": "target_only", "policy": policy(cost_table, steps) if cost_table else None}
+    out.environment["RLSPEC_SGLANG"] = json.dumps(settings)
     return out
 
 
@@ -157,6 +157,7 @@ def complete(command: Sequence[str], added: Plan, folder: Path) -> list[str]:
             settings = {**(yaml.safe_load(Path(theirs).read_text()) or {}), **settings}
         except OSError as error:
             raise ConfigError(f"--custom-config-path {theirs}: {error.strerror}") from None
+    settings["rlspec_folder"] = str(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "slime.yaml"
     config.write_text(yaml.safe_dump(settings))
@@ -232,7 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--candidate-steps", default="0,1,2,3,5", help="steps the engines may choose from (%(default)s)"
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
-    parser.add_argument("--cost-table", default="", help="by `rlspec profile`: our policy decides in the engines")
+    parser.add_argument(
+        "--cost-table", default="", help="by `rlspec profile`: engines decide by it, not by a rule of thumb"
+    )
     parser.add_argument(
         "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
     )
@@ -262,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def as_yaml(added: Plan, folder: str) -> str:
     """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
-    settings: dict[str, Any] = dict(added.settings)
+    settings: dict[str, Any] = {**added.settings, "rlspec_folder": folder}
     for name, value in flags(added.flags).items():
         settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
     head = "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())

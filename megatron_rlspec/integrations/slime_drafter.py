@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatron_rlspec.integrations.slime_batch import DrafterFields
 from megatron_rlspec.mtp.drafter import Drafter
-from megatron_rlspec.mtp.loss import drafter_loss
+from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.mtp.predict import Prediction, deepen, of_rows, walk
 from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.optimizer import AdamW, Learner
@@ -44,11 +45,19 @@ class Options:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     zero_first_embedding: bool = False
+    candidate_steps: tuple[int, ...] = ()  # of the engines, whose acceptance is predicted for each but 0
+    sampled: bool = True  # rollouts draw from the unfiltered softmax
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
         given = {f.name: getattr(args, f"rlspec_{f.name}") for f in fields(cls) if hasattr(args, f"rlspec_{f.name}")}
+        given["candidate_steps"] = tuple(given.get("candidate_steps", ()))
+        given["sampled"] = getattr(args, "rollout_top_p", 1.0) >= 1 and getattr(args, "rollout_top_k", -1) < 0
         return cls(**given)
+
+    @property
+    def predicted_steps(self) -> tuple[int, ...]:
+        return tuple(sorted({k for k in self.candidate_steps if k > 0}))
 
 
 class Adopted(Drafter):
@@ -85,6 +94,7 @@ class SlimeDrafter:
         self.denominators: list[float] = []
         self.sums: dict[str, Tensor] = {}
         self.fields: DrafterFields | None = None
+        self.predicted: Prediction | None = None  # this step's rounds, of all ranks once `step` is over
         for parameter in model.mtp.parameters():
             parameter.requires_grad_(False)
         model._postprocess = partial(self._postprocess, model._postprocess)
@@ -107,7 +117,7 @@ class SlimeDrafter:
         assert self.learner is not None, "thaw() comes first"
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
-        self.denominators, self.sums = [max(1.0, n) for n in counts.tolist()], {}
+        self.denominators, self.sums, self.predicted = [max(1.0, n) for n in counts.tolist()], {}, None
         self.learner.zero_grad()
 
     def step(self) -> dict[str, float]:
@@ -120,6 +130,8 @@ class SlimeDrafter:
         metrics = {"drafter_grad_norm": norm, "drafter_skipped": float(not updated)}
         if not self.sums:
             return metrics
+        if self.predicted is not None:
+            metrics |= self._share_prediction()
         flat = torch.stack([self.sums[name].double() for name in sorted(self.sums)])
         dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
         for name, row in zip(sorted(self.sums), flat.tolist(), strict=True):
@@ -146,19 +158,27 @@ class SlimeDrafter:
             weight = torch.cat([mask * s for mask, s in zip(here.mask, scale, strict=True)])
             teacher, index = (None, None) if options.loss == "ce" else self._teacher(hidden, here)
             tensor = ps.get_tensor_model_parallel_world_size() > 1
-            loss, sums = drafter_loss(
+            student = Student(
                 torch.cat(outputs),
                 self._head(),
                 torch.cat(here.labels),
                 weight,
                 options.loss,
-                teacher_hidden=teacher,
                 teacher_index=index,
                 groups=torch.arange(options.depth, device=weight.device).repeat_interleave(len(here.mask[0])),
                 num_groups=options.depth,
                 tp_group=ps.get_tensor_model_parallel_group() if tensor else None,
+                keep_rows=bool(options.predicted_steps),
             )
+            if teacher is None:
+                student.learn_labels()
+            else:
+                student.learn_from(teacher)
+            loss, sums = student.finish()
             loss.backward()
+        if student.rows is not None:
+            found = self._predict(student.rows, here)
+            self.predicted = found if self.predicted is None else self.predicted + found
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach()
         self.fields = None
@@ -190,6 +210,31 @@ class SlimeDrafter:
             packed_seq_params=given.get("packed_seq_params"),
         )
         return [self._gather(out)[:, 0]]
+
+    def _predict(self, rows: Mapping[str, Tensor], here: DrafterFields) -> Prediction:
+        """Of this micro-batch's rounds (`mtp/predict.py`); ranks of a context-parallel group count them once."""
+        depth, steps = self.options.depth, self.options.predicted_steps
+        if not rows:  # nothing is trained in this share of the micro-batch, but the other ranks want its zeros
+            nothing = torch.zeros(depth * len(here.mask[0]), device=here.mask[0].device)
+            rows = dict.fromkeys(("match", "argmax_prob"), nothing)
+        accept, reach = of_rows(rows, depth, "target_only", sampled=self.options.sampled)
+        table = torch.cat([accept, reach, torch.stack(here.mask, 1).to(accept)], 1)
+        if ps.get_context_parallel_world_size() > 1:
+            everyone = [torch.empty_like(table) for _ in range(ps.get_context_parallel_world_size())]
+            dist.all_gather(everyone, table.contiguous(), group=ps.get_context_parallel_group())
+            table = join_from_cp(everyone, here.cu_seqlens_padded.cpu(), here.layout, dim=0)
+        if ps.get_context_parallel_rank():
+            table = table[:0]
+        return walk(*(deepen(part, max(steps)) for part in table.split(depth, 1)), steps)
+
+    def _share_prediction(self) -> dict[str, float]:
+        """Summed over data- and context-parallel ranks; tokens per round that training saw coming, by step count."""
+        assert self.predicted is not None
+        sums = torch.stack([torch.from_numpy(x) for x in (self.predicted.reached, self.predicted.accepted)])
+        sums = sums.to(next(self.model.parameters()).device)
+        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
+        self.predicted = Prediction(self.predicted.steps, *sums.cpu().numpy())
+        return {f"drafter_tokens_k{k}": self.predicted.tokens_per_round(k) for k in self.predicted.steps}
 
     def _teacher(self, hidden: Tensor, here: DrafterFields) -> tuple[Tensor, Tensor]:
         """All ranks' hidden states in the order of the batch, and the row t + d that teaches depth d at t."""

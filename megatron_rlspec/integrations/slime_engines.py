@@ -12,10 +12,13 @@ own classes.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -30,6 +33,7 @@ from megatron_rlspec.types import RoundStats
 from megatron_rlspec.weights.detectors import Action, Drift, Finding, HealthSettings, decide
 from megatron_rlspec.weights.fingerprint import compare
 from megatron_rlspec.weights.health import HealthError
+from megatron_rlspec.weights.names import family_of
 
 logger = logging.getLogger(__name__)
 Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint
@@ -44,12 +48,30 @@ class Engine(SGLangEngine):
 
     def version(self) -> str:
         """The weight version that SGLang names. Raises EngineError."""
-        try:
-            answer = requests.get(f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS)
-            answer.raise_for_status()
-        except requests.RequestException as error:
-            raise EngineError(f"{self.url}: model_info failed: {error}") from None
-        return str(answer.json()["weight_version"])
+        return str(self._own("GET", "model_info").json()["weight_version"])
+
+    def begin_update(self) -> None:
+        """Open the session in which SGLang takes weights from 0.5.23 on, and which slime does not open."""
+        answer = self._own("POST", "begin_weight_update", 400, 404)
+        if answer.status_code == 400:  # left open by an update that failed
+            self.end_update()
+            self._own("POST", "begin_weight_update")
+
+    def end_update(self) -> None:
+        self._own("POST", "end_weight_update", 404)
+
+    def _own(self, method: str, path: str, *allowed: int) -> requests.Response:
+        """A route of SGLang's own. Raises EngineError for a status that is neither 200 nor allowed."""
+        with requests.Session() as session:
+            session.trust_env = False
+            body = {"json": {}} if method == "POST" else {}
+            try:
+                answer = session.request(method, f"{self.url}/{path}", headers=self._headers, timeout=_SECONDS, **body)
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: {path} failed: {error}") from None
+        if answer.status_code not in (200, *allowed):
+            raise EngineError(f"{self.url}: {path} refused ({answer.status_code}): {answer.text[:500]}")
+        return answer
 
 
 @dataclass(frozen=True)
@@ -109,8 +131,18 @@ def after_push(
         if action == "plain" and url not in doubted:
             _hold(engines[url], second[url])
         elif action == "speculate" and url not in unchecked:
-            engines[url].release()
+            _release(engines[url])
     return PushHealth(actions, records, unchecked)
+
+
+@cache
+def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
+    """Whether a tensor is the drafter's. Of a family without a table nothing is known: all count as the target's."""
+    config = json.loads(Path(hf_checkpoint, "config.json").read_text())
+    try:
+        return frozenset(family_of(config).drafter_names).__contains__
+    except ValueError:
+        return frozenset().__contains__
 
 
 def told(record: Mapping[str, Any]) -> str:
@@ -173,6 +205,13 @@ def _hold(engine: Engine, findings: Sequence[Finding]) -> None:
         logger.warning("rlspec: speculation could not be turned off: %s", error)
 
 
+def _release(engine: Engine) -> None:
+    try:
+        engine.release()
+    except EngineError as error:
+        logger.warning("rlspec: speculation could not be turned on again: %s", error)
+
+
 class Speculation:
     """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven."""
 
@@ -193,8 +232,8 @@ class Speculation:
 
         Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. An engine
         whose drafts are accepted far less than expected is held without speculation until the next push. Returns
-        `rollout/spec_*`, `predict/*` (the rollout's prediction against it) and `health/*`. Raises EngineError where an
-        engine does not answer.
+        `rollout/spec_*`, `predict/*` (the rollout's prediction against it) and `health/*`. An engine that does not
+        answer is left out: to keep engines alive is slime's part.
         """
         engines = {url: Engine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
@@ -204,12 +243,13 @@ class Speculation:
             stats = [s for rounds, _, _ in heard.values() for s in rounds]
             values = self.adapter.observe(stats, [report for _, report, _ in heard.values()]) if stats else {}
             policy = self.policy(stats)
-            list(threads.map(lambda url: engines[url].set_policy(policy), heard))
+            told = threads.map(lambda url: _tell(engines[url], policy), heard)
+            deaf = len(seen) - sum(told)
         found = {f"rollout/{name.replace('/', '_', 1)}": value for name, value in values.items()}
         found |= self.forecast.score(stats)
         return found | {
             "health/drifting_engines": float(len(held)),
-            "health/deaf_engines": float(len(seen) - len(heard)),
+            "health/deaf_engines": float(deaf),
         }
 
     def policy(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
@@ -251,9 +291,18 @@ class Speculation:
 
 
 def _observations(engine: Engine) -> tuple[list[RoundStats], dict[str, Any], str] | None:
-    """(rounds, policy's report, version), or None of an engine without the plugin."""
+    """(rounds, policy's report, version), or None of an engine that does not tell."""
     try:
         return engine.stats(), engine.policy_report(), engine.version()
-    except RefusedError as error:
-        logger.warning("rlspec: this engine tells nothing of its rounds: %s", error)
+    except EngineError as error:
+        logger.warning("rlspec: nothing is learnt of this engine's rounds: %s", error)
         return None
+
+
+def _tell(engine: Engine, policy: Mapping[str, Any]) -> bool:
+    try:
+        engine.set_policy(policy)
+    except EngineError as error:
+        logger.warning("rlspec: this engine's speculation stays as it is: %s", error)
+        return False
+    return True

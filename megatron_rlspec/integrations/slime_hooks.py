@@ -2,7 +2,8 @@
 
 `init` runs in each train process before any model is built, `model_provider` builds the model, and between them slime's
 own loop is told about the drafter at four points of `slime.backends.megatron_utils.model`: after a checkpoint is loaded
-or saved, for each micro-batch, and around each step. Everything else of slime runs as it is.
+or saved, for each micro-batch, and around each step. Around weight updates `slime_push.py` stands. Everything else of
+slime runs as it is.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ import functools
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.training.checkpointing import get_checkpoint_name
 from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
+from megatron_rlspec.integrations import slime_state
 from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
 from megatron_rlspec.integrations.slime_drafter import Options, SlimeDrafter
 from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING
+from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
 
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 _drafter: SlimeDrafter | None = None
+_prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
 
 def init(args: Namespace) -> None:
@@ -42,6 +47,10 @@ def init(args: Namespace) -> None:
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
+    if not args.debug_train_only:  # then nothing is pushed, and SGLang, which updates need, may be missing
+        from megatron_rlspec.integrations import slime_push
+
+        slime_push.wrap(args)
 
 
 def refuse(args: Namespace) -> None:
@@ -92,10 +101,11 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if _drafter is not None:
         _drafter.thaw()
     args = _args()
-    if args.finetune or args.no_load_optim:
-        return loaded
-    directory = Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
-    if directory.exists():
+    fresh = args.finetune or args.no_load_optim
+    directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
+    if dist.get_rank() == 0:
+        slime_state.hand_on(directory, slime_state.folder(args))
+    if directory is not None and directory.exists():
         checkpoint.load(directory, _learners(), _layout(args), generators=False)
     return loaded
 
@@ -106,6 +116,8 @@ def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) 
     if getattr(model[0], "role", "actor") == "actor" and not args.no_save_optim:
         directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
         checkpoint.save(directory, _learners(), _layout(args), generators=False)
+        if dist.get_rank() == 0:
+            slime_state.hand_on(slime_state.folder(args), directory)
     return saved
 
 
@@ -155,9 +167,21 @@ def _around_step(train_one_step: Callable) -> Callable:
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
         _fill_tracker(metrics, micro_batches)
+        _tell_prediction(given)
         return {**losses, **metrics}, grad_norm
 
     return wrapped
+
+
+def _tell_prediction(step: Mapping[str, Any]) -> None:
+    """To whoever drives the next rollout: what the steps of this one saw coming, in the shared folder."""
+    global _prediction
+    assert _drafter is not None
+    if _drafter.predicted is None:
+        return
+    _prediction = _drafter.predicted + _prediction if step["step_id"] and _prediction else _drafter.predicted
+    if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
+        slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
 
 
 def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:

@@ -1,36 +1,118 @@
-"""Acceptance inside slime: counted from SGLang's histogram, reported as ratios of sums. Runs in slime's RolloutManager.
+"""Around slime's rollouts, in its RolloutManager: engines are told what was learnt, and acceptance is logged.
 
-slime keeps `meta_info` only as far as `Sample.SpecInfo.add` reads it, and reads keys that SGLang no longer sends. The
-manager imports this module, as its rollout function, before the first sample is drawn.
+Acceptance is counted from SGLang's histogram and reported as ratios of sums. slime keeps `meta_info` only as far as
+`Sample.SpecInfo.add` reads it, and reads keys that SGLang no longer sends. The manager imports this module, as its
+rollout function, before the first sample is drawn.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import requests
 from slime.observability import logging_utils
+from slime.observability.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
+from megatron_rlspec.config import SpecSection
+from megatron_rlspec.integrations import slime_state
+from megatron_rlspec.integrations.slime_engines import Engine, Speculation, after_push, drafter_names
+from megatron_rlspec.rollout.sglang.client import RefusedError
+from megatron_rlspec.spec.adapt import Adapter
+
+logger = logging.getLogger(__name__)
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
 _add = Sample.SpecInfo.add
+_speculation: Speculation | None = None
+_checked_version = 0  # of the full updates through the disk, which nobody else could check
+_found: dict[str, float] = {}  # since the last log
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """`--rollout-function-path` and `--eval-function-path`: the user's own, or slime's."""
+    """`--rollout-function-path` and `--eval-function-path`: the user's own, or slime's; the engines around it."""
     inner = getattr(args, "rlspec_inner_rollout_path", None) or SLIMES_OWN
     if evaluation:
         inner = getattr(args, "rlspec_inner_eval_path", None) or inner
-    return load_function(inner)(args, rollout_id, data_source, evaluation)
+    urls = engine_urls(args)
+    before(args, urls, rollout_id)
+    drawn = load_function(inner)(args, rollout_id, data_source, evaluation)
+    if not evaluation:
+        after(args, urls)
+    return drawn
+
+
+def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
+    """Check what a full update through the disk left in the engines; hear what training predicts."""
+    global _checked_version, _speculation
+    if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
+        told = slime_state.read_sent(args)
+        if told is not None and told["version"] != _checked_version:
+            _found.update(
+                after_push(
+                    urls, told["sent"], told["version"], drafter_names(args.hf_checkpoint), None, _key(args)
+                ).metrics()
+            )
+            _checked_version = told["version"]
+    if _speculation is None and urls:
+        _speculation = speculation(args, urls)
+    if _speculation is not None:
+        folder = slime_state.folder(args)
+        _found.update(_speculation.before_rollout(slime_state.read_prediction(folder, rollout_id)))
+
+
+def after(args: Namespace, urls: Sequence[str]) -> None:
+    """Learn from this rollout, tell every engine, and keep what was learnt for slime's next checkpoint."""
+    if _speculation is not None:
+        _found.update(_speculation.after_rollout(urls))
+        slime_state.write_rollouts(slime_state.folder(args), _speculation.state())
+
+
+def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
+    """With what this run's checkpoint knows already; None if these engines cannot switch their speculation."""
+    try:
+        configs = [config for url in urls for config in Engine(url, _key(args)).describe()["configs"]]
+    except RefusedError as error:
+        logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
+        return None
+    steps = sorted({num_steps for num_steps, _, _ in configs})
+    if not steps:
+        return None
+    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    layers, spec = config.get("text_config", config)["num_hidden_layers"], SpecSection()
+    table = getattr(args, "rlspec_cost_table", "")
+    adapter = Adapter(steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share)
+    found = Speculation(adapter, api_key=_key(args))
+    if state := slime_state.read_rollouts(slime_state.folder(args)):
+        found.restore(state)
+    return found
+
+
+def engine_urls(args: Namespace) -> list[str]:
+    """The engines behind slime's router; none where rollouts are read from a file."""
+    if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
+        return []
+    answer = requests.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
+    answer.raise_for_status()
+    return sorted(worker["url"] for worker in answer.json()["workers"])
+
+
+def _key(args: Namespace) -> str:
+    return getattr(args, "sglang_api_key", None) or ""
 
 
 def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
     """`--custom-rollout-log-function-path`: acceptance in slime's own logging; then slime's metrics as ever."""
-    metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()}
+    metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
     if metrics:
-        logging_utils.log(args, {**metrics, "rollout/step": rollout_id}, step_key="rollout/step")
+        step = compute_rollout_step(args, rollout_id)
+        logging_utils.log(args, {**metrics, "rollout/step": step}, step_key="rollout/step")
+    _found.clear()
     inner = getattr(args, "rlspec_inner_log_path", None)
     return bool(load_function(inner)(rollout_id, args, samples, extra, seconds)) if inner else False
 

@@ -7,6 +7,7 @@ what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`loa
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,10 @@ from megatron.core import parallel_state as ps
 from megatron_rlspec.config import Config
 from megatron_rlspec.integrations import slime_cpu
 from megatron_rlspec.train import runtime
+from megatron_rlspec.weights.health import HealthError
 
+HOOKS = "megatron_rlspec.integrations.slime_hooks"
+OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
 LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 32, 4, 2, 64
 HF_CONFIG = {
     "architectures": ["MiMoForCausalLM"],
@@ -318,8 +322,127 @@ def empty_rank(folder, cp, *extra):
     one_step(folder, cp, *extra)
 
 
+class Handle:
+    """A Ray actor's handle on slime's own engine client: its HTTP requests run in threads, as actors would run them."""
+
+    threads = ThreadPoolExecutor(4)
+
+    def __init__(self, port):
+        from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+        self._engine = SGLangEngine(None, 0)
+        self._engine.node_rank, self._engine.server_host, self._engine.server_port = 0, "127.0.0.1", int(port)
+
+    def __getattr__(self, name):
+        method = getattr(self._engine, name)
+        return SimpleNamespace(remote=lambda *args, **kwargs: self.threads.submit(method, *args, **kwargs))
+
+
+def get(calls):
+    return [call.result() for call in calls] if isinstance(calls, list) else calls.result()
+
+
+def pushed(folder, ranks, way, port):
+    """slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
+
+    way: `tensor` (colocated) or `distributed` (NCCL, here gloo). Layer norms have names of their own in our layers, not
+    those of Transformer Engine that slime's converter knows.
+    """
+    from megatron_rlspec.rollout.sglang import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    args, model, *_ = prepare(folder, int(ranks), " ".join(OURS))
+    from slime.backends.megatron_utils.update_weight import (
+        hf_weight_iterator_direct,
+        update_weight_from_distributed,
+        update_weight_from_tensor,
+    )
+    from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
+    from slime.utils.distributed_utils import init_gloo_group
+
+    from megatron_rlspec.integrations import slime_push
+
+    init_gloo_group()
+    address = SimpleNamespace(services=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    for module in (slime_push, update_weight_from_distributed, update_weight_from_tensor):
+        module.ray = SimpleNamespace(get=get, _private=address)
+    convert = hf_weight_iterator_direct.convert_to_hf
+
+    def renamed(args, model_name, name, *rest, **options):
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        return convert(args, model_name, name, *rest, **options)
+
+    hf_weight_iterator_direct.convert_to_hf = update_weight_from_distributed.convert_to_hf = renamed
+    hf_weight_iterator_direct.monkey_patch_torch_reductions = lambda: None  # renumbers CUDA devices
+    torch.multiprocessing.set_sharing_strategy("file_system")  # what CUDA's handles need not: a name
+    left_out = []
+
+    def without(send, at):
+        def wrapped(*given, **options):
+            given = list(given)
+            given[at] = [(n, t) for n, t in given[at] if n not in left_out]
+            return send(*given, **options)
+
+        return wrapped
+
+    args.colocate = way == "tensor"
+    if args.colocate:
+        updater_class, module, sender, at = (
+            update_weight_from_tensor.UpdateWeightFromTensor,
+            update_weight_from_tensor,
+            "_send_to_colocated_engine",
+            0,
+        )
+    else:
+        updater_class, module, sender, at = (
+            update_weight_from_distributed.UpdateWeightFromDistributed,
+            update_weight_from_distributed,
+            "update_weights_from_distributed",
+            4,
+        )
+    setattr(module, sender, without(getattr(module, sender), at))
+    slime_push.wrap(args)
+    weights = dict(named_params_and_buffers(args, model))
+    updater = updater_class(args, model, lambda: weights, model_name="mimo", quantization_config=None)
+    lock = SimpleNamespace(
+        acquire=SimpleNamespace(remote=lambda: Handle.threads.submit(bool, 1)),
+        release=SimpleNamespace(remote=lambda: Handle.threads.submit(bool)),
+    )
+    updater.connect_rollout_engines([Handle(port)], lock, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+    found = []
+
+    def push(*missing):
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.add_(1e-3)
+        pushes = iter(missing)
+
+        def before(pause):
+            def wrapped(*rest, **options):
+                left_out[:] = [x for x in [next(pushes)] if x]
+                return pause(*rest, **options)
+
+            return wrapped
+
+        original, slime_push._push = slime_push._push, before(slime_push._push)
+        try:
+            updater.update_weights()
+            error = ""
+        except HealthError as failure:
+            error = str(failure)
+        slime_push._push = original
+        found.append((updater.pop_metrics(), error, updater.weight_version))
+
+    stale, norm = "model.mtp_layers.0.input_proj.weight", "model.norm.weight"
+    for missing in ([""], [stale, ""], [stale, stale], [""], [norm, norm]):
+        push(*missing)
+    torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
+
+
 if __name__ == "__main__":
     {
+        "pushed": pushed,
         "one_step": one_step,
         "no_drafter": partial(one_step, drafter=False),
         "empty_rank": empty_rank,

@@ -10,7 +10,7 @@ import yaml
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations import slime
 from megatron_rlspec.spec.cost_table import CostTableError
-from megatron_rlspec.types import OFF
+from megatron_rlspec.types import OFF, SpecConfig
 
 DRAFTER = DrafterConfig().model_dump()
 
@@ -91,7 +91,7 @@ def test_ray_job_gets_the_environment(tmp_path, joined):
     command = ["ray", "job", "submit", *option, "--", "python3", "train.py"]
     whole = slime.complete(command, planned(), tmp_path)
     given = slime.flags(whole)
-    assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", "RLSPEC_SGLANG_DRAFTER_PUSH": "1"}
+    assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", **planned().environment}
     assert whole.index("train.py") > whole.index("--")
 
 
@@ -141,7 +141,16 @@ def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
         decider.policy.observe(chosen, [0])  # nothing is ever accepted
         chosen = decider.choose(256, 256 * 1000)
     assert chosen == OFF
-    assert "RLSPEC_SGLANG" not in planned().environment
+
+
+def test_without_a_table_engines_wait_for_what_rollouts_teach():
+    """The plugin is there, for the contract after pushes; the first rollout keeps to `num_steps`."""
+    from megatron_rlspec.rollout.sglang.controller import Decider
+    from megatron_rlspec.rollout.sglang.plugin import Settings
+
+    decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
+    decider.start([0, 1, 3], 3)
+    assert decider.choose(1, 100) == decider.choose(200, 200_000) == SpecConfig(3)
 
 
 def test_bad_cost_tables_are_told_before_anything_starts(tmp_path):
@@ -160,3 +169,4 @@ def test_yaml_holds_every_flag(capsys):
     assert settings["rlspec_lr"] == 3e-4 and settings["sglang_speculative_num_steps"] == 3
     assert settings["enable_mtp_training"] is True
     assert "# set in the environment of all Ray workers: RLSPEC_SGLANG_DRAFTER_PUSH=1" in out
+    assert settings["rlspec_folder"] == "rlspec-slime" and settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]

@@ -1,0 +1,68 @@
+"""Small files in `args.rlspec_folder`, by which slime's train ranks and its RolloutManager tell each other things.
+
+`prediction.json`  the train ranks' forecast of the next rollout
+`rollouts.json`    what rollouts taught so far; train ranks copy it into and out of slime's checkpoints
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec.metrics import write_atomically
+from megatron_rlspec.mtp.predict import Prediction
+
+PREDICTION, ROLLOUTS = "prediction.json", "rollouts.json"
+SENT = "rlspec-sent.json"  # beside the files of a full update through the disk: its version and fingerprints
+
+
+def folder(args: Any) -> Path | None:
+    """Where the two sides meet; None in a run whose arguments name no folder."""
+    named = getattr(args, "rlspec_folder", None)
+    return Path(named) if named else None
+
+
+def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
+    if folder is not None:
+        sums = [list(prediction.steps), prediction.reached.tolist(), prediction.accepted.tolist()]
+        write_atomically(folder / PREDICTION, json.dumps({"after_rollout": rollout_id, "sums": sums}))
+
+
+def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
+    """By the training on the rollouts before `rollout_id`; None if there is none yet."""
+    found = _read(folder, PREDICTION)
+    return Prediction.of_sums(*found["sums"]) if found and found["after_rollout"] < rollout_id else None
+
+
+def write_sent(args: Any, version: int, sent: dict[str, int]) -> None:
+    write_atomically(Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent}))
+
+
+def read_sent(args: Any) -> dict[str, Any] | None:
+    return _read(Path(args.update_weight_disk_dir), SENT)
+
+
+def write_rollouts(folder: Path | None, state: dict[str, Any]) -> None:
+    if folder is not None:
+        write_atomically(folder / ROLLOUTS, json.dumps(state))
+
+
+def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
+    return _read(folder, ROLLOUTS)
+
+
+def hand_on(source: Path | None, target: Path | None) -> None:
+    """Make `rollouts.json` of `target` that of `source`, or remove it where the source has none."""
+    if target is None:
+        return
+    if source is not None and (source / ROLLOUTS).exists():
+        write_atomically(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
+    else:
+        (target / ROLLOUTS).unlink(missing_ok=True)
+
+
+def _read(folder: Path | None, name: str) -> Any:
+    if folder is None or not (folder / name).exists():
+        return None
+    return json.loads((folder / name).read_text())

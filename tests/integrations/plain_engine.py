@@ -1,0 +1,98 @@
+"""A SGLang server as slime starts one, on a CPU: `python plain_engine.py MODEL PORT`, with the plugin's variable set.
+
+With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` do it, else what the latter does:
+`launch_server` in a spawned process. What stands in for a GPU is installed in every process that is spawned, since each
+of them imports this file.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_rlspec.rollout.sglang import serve
+
+MODEL, PORT = sys.argv[1:3]
+serve._install_stand_ins()
+serve._register_models(MODEL)
+serve._fork_children()
+
+from sglang.srt.arg_groups import arg_utils, attention_hook  # noqa: E402
+
+attention_hook._attention_backend_platform_fallbacks = lambda view: {}
+
+SGLANG = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+    "speculative_adaptive": True,
+    "speculative_adaptive_config": str(Path(MODEL, "adaptive.json")),
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "intel_amx",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+    "skip_tokenizer_init": True,
+    "max_running_requests": 8,
+    "max_total_tokens": 4096,
+    "weight_version": "0",
+    "log_level": "warning",
+}
+
+
+def by_slime():
+    from slime.backends.sglang_utils import sglang_engine
+    from slime.utils import accelerator
+
+    from megatron_rlspec.integrations import slime_cpu
+
+    accelerator.set_accelerator(slime_cpu.CpuAccelerator())
+    # From SGLang 0.5.23 on, its arguments are no dataclass, which slime takes them for.
+    sglang_engine.dataclasses = SimpleNamespace(fields=arg_utils.record_fields)
+    args = SimpleNamespace(
+        hf_checkpoint=MODEL,
+        seed=1,
+        fp16=False,
+        num_gpus_per_node=1,
+        rollout_num_gpus_per_engine=1,
+        offload_rollout=False,
+        use_rollout_routing_replay=False,
+        sglang_pp_size=1,
+        sglang_dp_size=1,
+        sglang_ep_size=1,
+        **{f"sglang_{name}": value for name, value in SGLANG.items()},
+    )
+    given, _ = sglang_engine._compute_server_args(
+        args, 0, f"127.0.0.1:{int(PORT) + 1}", int(PORT) + 2, "127.0.0.1", int(PORT), base_gpu_id=0
+    )
+    from sglang.srt.server_args import ServerArgs
+
+    return sglang_engine.launch_server_process(ServerArgs(**given))
+
+
+def plainly():
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path=MODEL, host="127.0.0.1", port=int(PORT), skip_server_warmup=True, **SGLANG)
+    process = multiprocessing.Process(target=launch_server, args=(given,))
+    process.start()
+    return process
+
+
+if __name__ == "__main__":
+    Path(SGLANG["speculative_adaptive_config"]).write_text(json.dumps({"1": {"candidate_steps": [0, 1, 2]}}))
+    multiprocessing.set_start_method("spawn", force=True)
+    process = by_slime() if os.environ.get("RLSPEC_SLIME") else plainly()
+    parent = os.getppid()
+    while process.is_alive() and os.getppid() == parent:
+        time.sleep(0.2)
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid())

@@ -1,0 +1,61 @@
+"""An engine launched by slime's own code, on the CPU, and slime's own weight updates into it: what is caught."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import tiny_mimo
+from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
+
+from megatron_rlspec.integrations.slime_engines import Engine
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang import launcher
+
+STALE = "model.mtp_layers.0.input_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """The model of slime_ranks.py, served."""
+    room = tmp_path_factory.mktemp("engine")
+    config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
+    model = tiny_mimo.write(room / "model", config, tiny_mimo.weights(config))
+    port = launcher._free_port()
+    with open(room / "log", "w+") as log:
+        process = subprocess.Popen(
+            [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port)],
+            env=environment() | {"RLSPEC_SGLANG": json.dumps({"verifier": "target_only"}), "TMPDIR": str(room)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        found, deadline = Engine(f"http://127.0.0.1:{port}"), time.monotonic() + 240
+        try:
+            while True:
+                try:
+                    found.describe()
+                    break
+                except EngineError as error:
+                    log.seek(0)
+                    assert process.poll() is None, log.read()[-3000:]
+                    assert time.monotonic() < deadline, error
+                    time.sleep(0.5)
+            yield found
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed"])
+def test_slimes_update_is_proven_and_a_stale_drafter_is_named(engine, way):
+    """Two train ranks, slime's own updater: whole; a drafter tensor left out once, then twice; whole; a target's."""
+    whole, healed, lasting, released, stopped = run("pushed", 2, way, engine.url.rpartition(":")[2])
+    assert whole[0]["health/incidents"] == whole[0]["health/unchecked_engines"] == 0
+    assert [version for *_, version in (whole, healed, lasting, released, stopped)] == [1, 2, 3, 4, 5]
+    assert (healed[0]["health/incidents"], healed[0]["health/plain_engines"]) == (1, 0)
+    assert (lasting[0]["health/incidents"], lasting[0]["health/plain_engines"]) == (1, 1)
+    assert not any(error for _, error, _ in (whole, healed, lasting, released))
+    assert released[0]["health/plain_engines"] == 0
+    assert stopped[1].endswith("may not serve: fingerprint: holds otherwise model.norm.weight"), stopped[1]
