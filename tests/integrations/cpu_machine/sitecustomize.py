@@ -5,7 +5,7 @@ each needs is done when it imports the package concerned, and nothing before.
 """
 
 import importlib.machinery
-import importlib.util
+import json
 import os
 import sys
 import types
@@ -57,8 +57,8 @@ def _fused_name(name):
 
 
 def _export_names(module):
-    convert = module.convert_to_hf
-    module.convert_to_hf = lambda args, model, name, *rest, **kw: convert(args, model, _fused_name(name), *rest, **kw)
+    convert = module.convert_mimo_to_hf
+    module.convert_mimo_to_hf = lambda args, name, parameter: convert(args, _fused_name(name), parameter)
 
 
 def _import_names(module):
@@ -85,7 +85,7 @@ AFTER = {
     "slime.backends.megatron_utils.actor": _megatron,
     "slime.backends.megatron_utils.initialize": _numpy_one,
     "slime.utils.tensor_backper": _no_pinned_memory,
-    "slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct": _export_names,
+    "slime.backends.megatron_utils.megatron_to_hf": _export_names,
     "slime.backends.megatron_utils.hf_to_megatron": _import_names,
     "sglang.srt.arg_groups.attention_hook": _keep_backend,
     "sglang.srt.entrypoints.http_server": _start_faster,
@@ -111,3 +111,7 @@ class _Finder:
 
 
 sys.meta_path.insert(0, _Finder())
+if "RLSPEC_SLIME_LINES" in os.environ:
+    from slime_lines import record
+
+    record(*json.loads(os.environ["RLSPEC_SLIME_LINES"]))

@@ -1,0 +1,110 @@
+"""Which lines of slime ran: recorded in every process of a run, and told by function.
+
+`python slime_lines.py SLIME FOLDER...` prints the table of docs/slime-conformance.md from what runs of `slime_path.py
+--lines` have left in FOLDER/lines.
+"""
+
+import ast
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def record(folder, root):
+    """From here on, in this process; written as it goes, since Ray's workers are killed at the end."""
+    seen, prefix = set(), f"{root}/"
+    path = Path(folder, f"{os.getpid()}.json")
+
+    def line(frame, event, _):
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def call(frame, event, _):
+        return line if frame.f_code.co_filename.startswith(prefix) else None
+
+    def write():
+        lines = sorted(seen.copy())
+        if lines:
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps([[file.removeprefix(prefix), number] for file, number in lines]))
+            os.replace(partial, path)
+
+    def keep_writing():
+        written = 0
+        while True:
+            time.sleep(0.5)
+            if len(seen) != written:
+                written = len(seen)
+                write()
+
+    threading.Thread(target=keep_writing, daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: sys.settrace(None))
+    atexit.register(write)
+    threading.settrace(call)
+    sys.settrace(call)
+
+
+def functions(path):
+    """(qualified name, lines of its body that are statements) of every function in a file, nested ones apart."""
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{prefix}{child.name}"
+                yield name, set(statements(child.body))
+                yield from walk(child, f"{name}.")
+            else:
+                yield from walk(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
+
+    def statements(body):
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Global | ast.Nonlocal):
+                continue
+            constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if not constant:
+                yield node.lineno
+            for block in ("body", "orelse", "finalbody"):
+                if not isinstance(node, ast.expr):
+                    yield from statements(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+    yield from walk(ast.parse(path.read_text()), "")
+
+
+def table(root, folders):
+    """Markdown: per file of slime, how much of its functions ran, and the names of those that did not."""
+    ran = {}
+    for file, number in (x for f in folders for path in Path(f, "lines").glob("*.json") for x in json.loads(path.read_text())):
+        ran.setdefault(file, set()).add(number)
+    rows, untouched, total = [], [], [0, 0, 0, 0]
+    for path in sorted([root / "train.py", root / "train_async.py", *(root / "slime").rglob("*.py")]):
+        found = list(functions(path))
+        if not found:
+            continue
+        lines = ran.get(str(path.relative_to(root)), set())
+        entered = [name for name, body in found if body & lines]
+        missing = [name for name, body in found if not body & lines]
+        body = set().union(*(body for _, body in found))
+        if not entered:
+            untouched.append(str(path.relative_to(root)))
+            continue
+        total = [a + b for a, b in zip(total, (len(entered), len(found), len(body & lines), len(body)), strict=True)]
+        names = ", ".join(f"`{name}`" for name in missing)
+        rows.append(
+            f"| `{path.relative_to(root)}` | {len(entered)}/{len(found)} | {len(body & lines)}/{len(body)} | {names} |"
+        )
+    yield "| file | functions | statements | functions that did not run |"
+    yield "|---|---|---|---|"
+    yield from rows
+    yield f"| together | {total[0]}/{total[1]} | {total[2]}/{total[3]} | |"
+    yield ""
+    yield "Files of which no function ran: " + ", ".join(f"`{name}`" for name in untouched) + "."
+
+
+if __name__ == "__main__":
+    print("\n".join(table(Path(sys.argv[1]), sys.argv[2:])))
