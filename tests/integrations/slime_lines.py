@@ -79,7 +79,9 @@ def functions(path):
 def table(root, folders):
     """Markdown: per file of slime, how much of its functions ran, and the names of those that did not."""
     ran = {}
-    for file, number in (x for f in folders for path in Path(f, "lines").glob("*.json") for x in json.loads(path.read_text())):
+    for file, number in (
+        x for f in folders for path in Path(f, "lines").glob("*.json") for x in json.loads(path.read_text())
+    ):
         ran.setdefault(file, set()).add(number)
     rows, untouched, total = [], [], [0, 0, 0, 0]
     for path in sorted([root / "train.py", root / "train_async.py", *(root / "slime").rglob("*.py")]):

@@ -140,6 +140,18 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation": ("batch", "capture_hidden_mode"),
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.begin_weight_update": ("obj",),
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.end_weight_update": ("obj",),
+        f"{_MANAGERS}.scheduler.Scheduler.continue_generation": ("recv_req",),
+        f"{_MANAGERS}.scheduler.Scheduler.weight_updater": (),
+        f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._session": (),
+        **{
+            f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}": ("recv_req",)
+            for name in (
+                "begin_weight_update",
+                "end_weight_update",
+                "update_weights_from_distributed",
+                "update_weights_from_tensor",
+            )
+        },
     },
     "0.5.15.post1": _EVERY
     | {
@@ -233,7 +245,11 @@ class Sglang0523:
 
     def hooks(self) -> Iterator[Hook]:
         """Beyond those that all versions get."""
-        return iter(())
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        from megatron_rlspec.rollout.sglang.push_session import PushSession
+
+        return PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput()).hooks()
 
 
 class Sglang0515(Sglang0523):

@@ -66,14 +66,11 @@ def _import_names(module):
     module._LOADERS["mimo"] = lambda name, reader, config: load(_fused_name(name), reader, config)
 
 
-def _keep_backend(module):
-    """SGLang would replace a backend whose compiled kernels are missing by one that cannot speculate."""
-    module._attention_backend_platform_fallbacks = lambda view: {}
+def _engine(module):
+    """As `rlspec serve` prepares its engine on a CPU, and starts it faster."""
+    from megatron_rlspec.rollout.sglang import serve, versions
 
-
-def _start_faster(module):
-    from megatron_rlspec.rollout.sglang import serve
-
+    versions.installed().prepare_cpu()
     serve._fork_children()
     serve._register_models(os.environ["RLSPEC_CPU_MODEL"])
 
@@ -87,8 +84,7 @@ AFTER = {
     "slime.utils.tensor_backper": _no_pinned_memory,
     "slime.backends.megatron_utils.megatron_to_hf": _export_names,
     "slime.backends.megatron_utils.hf_to_megatron": _import_names,
-    "sglang.srt.arg_groups.attention_hook": _keep_backend,
-    "sglang.srt.entrypoints.http_server": _start_faster,
+    "sglang.srt.entrypoints.http_server": _engine,
 }
 
 
