@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GLM-4.5-Air (106B, 12B active) on 8 machines of 8 GPUs. Its drafter is a mixture of experts: depth 1 is trained with
 # Megatron's own attention, and engines may draft further from it at falling acceptance.
-# A verified token wakes its own experts: profile before allowing many steps. Routing replay must stay off.
+# A verified token wakes its own experts, so profile before allowing many steps. Routing replay must stay off.
+#   rlspec profile "$TABLE" --model "$MODEL" --tp 8 --steps 0,1,2 --batches 1,4,16,64 --lengths 512,4096
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/glm4.5-106B-A12B.sh"
 launch --drafter.depth 1 --candidate-steps 0,1,2 --num-steps 1 -- \

@@ -2,7 +2,8 @@
 # Qwen2.5-7B, which has no drafter: add one, warm it up on written answers, then train it along.
 #   rlspec convert --add-mtp …          a fresh drafter of the family SGLang runs for Qwen2 (see rlspec convert --help)
 #   rlspec sft --sft.drafter_only true  until accept length is flat; then convert to Megatron's format for LOAD
-# An untrained drafter is never accepted, and then speculation only costs: do not skip the warm-up.
+# An untrained drafter is never accepted, and then speculation only costs: do not skip the warm-up. Profile after it:
+#   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3 --batches 1,4,16,32 --lengths 512,2048
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen2.5-7B.sh"
 launch --drafter.depth 3 --candidate-steps 0,1,2,3 -- \

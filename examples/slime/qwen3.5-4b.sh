@@ -2,7 +2,7 @@
 # Qwen3.5-4B on one machine of 8 GPUs, colocated. Gated attention: depth 1 only, by Megatron's own layer. slime's names for
 # this family's drafter are right in both directions (Qwen3-Next's need patch 0001). Its delta nets keep a state that
 # speculation must be able to roll back: the number of steps stays fixed, and the cache keeps snapshots (SGLang 0.5.23 calls
-# the flag so; before, it was --mamba-scheduler-strategy).
+# the flag so; before, it was --mamba-scheduler-strategy). With one number of steps there is no choice, and no TABLE.
 # Its flags are known to the parsers; the drafter of this family has not been trained here.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen3.5-4B.sh"

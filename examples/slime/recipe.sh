@@ -1,5 +1,7 @@
 # Sourced by the recipes beside it. SLIME: slime's checkout. MODEL: Hugging Face directory, drafter included. LOAD: the same
 # in Megatron's format. DATA: prompts. RUN: where checkpoints go. DRY_RUN=1 prints the command and starts nothing.
+# TABLE, if set: the cost table that engines decide by, which the command in the recipe's head measures once on one engine
+# like those of the run. Without it they go by a rule of thumb.
 set -euo pipefail
 for name in SLIME MODEL LOAD DATA RUN; do : "${!name:?set $name, see recipe.sh}"; done
 
@@ -8,6 +10,7 @@ launch() {
   local ours=()
   while [[ $1 != -- ]]; do ours+=("$1"); shift; done
   shift
+  [[ -n ${TABLE:-} ]] && ours+=(--cost-table "$TABLE")
   [[ -n ${DRY_RUN:-} ]] && ours+=(--dry-run)
   exec rlspec slime --folder "$RUN/rlspec" "${ours[@]}" -- \
     python3 "$SLIME/train.py" "${MODEL_ARGS[@]}" \

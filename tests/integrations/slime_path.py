@@ -186,7 +186,7 @@ def patched(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(epilog="Any other option is slime's own; in it FOLDER is replaced.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--driver", default="train.py")
     parser.add_argument("--train", type=int, default=2, help="train ranks")
@@ -202,7 +202,7 @@ def main():
     write_cost_table(folder / "cost.json")
     (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
     slime = patched(folder)
-    extra += ["--sglang-dtype", options.dtype]
+    extra = [word.replace("FOLDER", str(folder)) for word in extra] + ["--sglang-dtype", options.dtype]
     whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rlspec.integrations import slime
+from megatron_rlspec.rollout import profile
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})
@@ -17,8 +19,8 @@ SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_M
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 
 
-def command(recipe, folder, checkout):
-    """What the recipe would run, with `rlspec` from these sources."""
+def command(recipe, folder, checkout, **environment):
+    """What the recipe prints, with `rlspec` from these sources."""
     rlspec = folder / "bin/rlspec"
     rlspec.parent.mkdir()
     code = "import sys; from megatron_rlspec.integrations.slime import main; sys.exit(main(sys.argv[2:]))"
@@ -34,23 +36,50 @@ def command(recipe, folder, checkout):
         "DATA": "/data.jsonl",
         "RUN": str(folder / "run"),
         "DRY_RUN": "1",
+        **environment,
     }
     done = subprocess.run(["bash", str(recipe)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def completed(*given, **environment):
+    """Its words: the last line that `rlspec slime --dry-run` prints."""
+    return shlex.split(command(*given, **environment).splitlines()[-1])
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Of slime, no more than what recipes read."""
+    models = tmp_path / "slime/scripts/models"
+    models.mkdir(parents=True)
+    for recipe in RECIPES:
+        sourced = next(line for line in recipe.read_text().splitlines() if line.startswith('source "$SLIME'))
+        (models / sourced.split("/")[-1].rstrip('"')).write_text("MODEL_ARGS=(--num-layers 2)\n")
+    return tmp_path / "slime"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_recipe_completes(recipe, tmp_path):
-    models = tmp_path / "slime/scripts/models"
-    models.mkdir(parents=True)
-    name = next(line for line in recipe.read_text().splitlines() if line.startswith('source "$SLIME')).split("/")[-1]
-    (models / name.rstrip('"')).write_text("MODEL_ARGS=(--num-layers 2)\n")
-    words = command(recipe, tmp_path, tmp_path / "slime")
+def test_recipe_completes(recipe, checkout, tmp_path):
+    words = completed(recipe, tmp_path, checkout)
     given = slime.flags(words)
     assert given["--custom-megatron-init-path"] and Path(given["--custom-config-path"]).is_file()
     assert given["--sglang-speculative-algorithm"] == "EAGLE"
     assert len([w for w in words if w.startswith("--")]) == len(given), "no flag twice"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_recipe_takes_a_cost_table_and_tells_how_to_measure_one(recipe, checkout, tmp_path):
+    table = ROOT / "examples/cost_tables/h100-simulated.json"
+    steps = re.search(r"--candidate-steps ([\d,]+)", recipe.read_text())[1]
+    if "," not in steps:
+        assert "no TABLE" in recipe.read_text()
+        return
+    told = re.search(r"^#.*(rlspec profile .*)", recipe.read_text(), re.M)[1]
+    options, _ = profile._parser().parse_known_args(shlex.split(told)[2:])
+    assert options.steps == [int(step) for step in steps.split(",")]
+    added = command(recipe, tmp_path, checkout, TABLE=str(table)).splitlines()[0]
+    assert f'"table": "{table}"' in added
 
 
 def test_no_recipe_kills_other_peoples_processes():
@@ -65,7 +94,7 @@ def test_slime_knows_every_flag_of_every_recipe(tmp_path):
     for recipe in RECIPES:
         folder = tmp_path / recipe.stem
         folder.mkdir()
-        flags |= set(slime.flags(command(recipe, folder, SLIME)))
+        flags |= set(slime.flags(completed(recipe, folder, SLIME)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([MEGATRON, SLIME, str(ROOT)]), "SGLANG_USE_CPU_ENGINE": "1"}
     script = str(Path(__file__).parent / "slime_flags.py")
     asked = json.dumps(sorted(flags | {"--no-such-flag"}))

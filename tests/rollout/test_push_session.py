@@ -1,4 +1,4 @@
-"""A push from a trainer that opens no session: SGLang gets one, and only then (the real manager: tests of slime's path)."""
+"""A push from a trainer that opens no session: SGLang gets one, and only then. (Its real manager: test_slime_path.py.)"""
 
 from types import SimpleNamespace
 
