@@ -68,7 +68,7 @@ both = pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS], ids=["tra
 
 
 def version_of(rollout, options):
-    """Under which a rollout is drawn: the first update is number 1, and a rollout ahead of its training sees one less."""
+    """Under which a rollout is drawn: the first update is number 1; a rollout ahead of training sees one less."""
     return max(1, rollout) if options is ASYNCHRONOUS else rollout + 1
 
 

@@ -1,4 +1,4 @@
-"""A push from a trainer that opens no session: SGLang gets one, and only then. (Its real manager: test_slime_path.py.)"""
+"""A push from a trainer that opens no session: SGLang gets one, and only then. (Its real manager: test_slime_path.)"""
 
 from types import SimpleNamespace
 
