@@ -50,8 +50,7 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
  --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
  --make-vocab-size-divisible-by 1 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
  --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
- {DRAFTER} --lr 1e-3 --rollout-batch-size 2 --n-samples-per-prompt 2
- --global-batch-size 4 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
+ {DRAFTER} --lr 1e-3 --n-samples-per-prompt 2 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
  --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
 # Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
 LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
@@ -61,8 +60,10 @@ def arguments(folder, cp, extra="", drafter=True):
     """slime's own parser on a small model; float32 instead of bf16."""
     Path(folder, "config.json").write_text(json.dumps(HF_CONFIG))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    replicas = world // int(cp)
     command = (
-        f"{COMMAND} --hf-checkpoint {folder} --context-parallel-size {cp} --actor-num-gpus-per-node {world} {extra}"
+        f"{COMMAND} --rollout-batch-size {2 * replicas} --global-batch-size {4 * replicas} --hf-checkpoint {folder} "
+        f"--context-parallel-size {cp} --actor-num-gpus-per-node {world} {extra}"
     )
     sys.argv = (command if drafter else command.replace(DRAFTER, "")).split()
     from slime.utils.arguments import parse_args
@@ -121,8 +122,9 @@ def fill(named_parameters):
 
 
 def rollout_data():
-    """One step of two micro-batches, as slime's RolloutManager sends it to a rank."""
-    generator = torch.Generator().manual_seed(3)
+    """One step of two micro-batches, as slime's RolloutManager sends it to a rank; other replicas have other ones."""
+    replica = ps.get_data_parallel_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(3 + replica)
     tokens = [torch.randint(1, VOCABULARY, (n,), generator=generator) for n in LENGTHS]
     masks = [torch.ones(n, dtype=torch.int) for n in RESPONSES]
     masks[0][5:8] = 0 if LENGTHS[0] == 23 else 1
@@ -172,9 +174,9 @@ def train_step(args, model, optimizer, scheduler):
     config = get_model_config(model[0])
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     model[0].train()
-    data = rollout_data()
+    data, samples = rollout_data(), 4 * ps.get_data_parallel_world_size()
     return slime_model.train_one_step(
-        args, 0, 0, get_data_iterator(data), model, optimizer, scheduler, len(data["micro_batch_indices"]), 4
+        args, 0, 0, get_data_iterator(data), model, optimizer, scheduler, len(data["micro_batch_indices"]), samples
     )
 
 

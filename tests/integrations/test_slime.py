@@ -45,15 +45,16 @@ def environment():
 
 
 @cache
-def run(mode, cp, *extra):
-    """What rank 0 saved after `mode` of slime_ranks.py on `cp` ranks."""
+def run(mode, cp, *extra, replicas=1):
+    """What rank 0 saved after `mode` of slime_ranks.py on `cp` context-parallel ranks of each data-parallel replica."""
+    size = cp * replicas
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        job = {"WORLD_SIZE": str(cp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [PYTHON, "-W", "ignore", str(HERE / "slime_ranks.py"), mode, folder, str(cp), *extra]
-        logs = [open(Path(folder, f"rank{rank}.log"), "w+") for rank in range(cp)]
+        logs = [open(Path(folder, f"rank{rank}.log"), "w+") for rank in range(size)]
         ranks = [
             subprocess.Popen(
                 command,
@@ -61,7 +62,7 @@ def run(mode, cp, *extra):
                 stdout=logs[rank],
                 stderr=subprocess.STDOUT,
             )
-            for rank in range(cp)
+            for rank in range(size)
         ]
         while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
             time.sleep(0.2)
@@ -108,6 +109,19 @@ def test_policy_is_updated_as_by_slime_alone(cp):
     ]
     assert not changed
     assert ours["losses"]["loss"] == alone["losses"]["loss"]
+
+
+def changed_by(with_drafter, without):
+    """Of the policy's parameters, how many elements differ in some bit."""
+    return sum(int((v != with_drafter["parameters"][n]).sum()) for n, v in without["parameters"].items())
+
+
+@pytest.mark.timeout(600)
+def test_policy_is_updated_as_without_a_drafter_on_three_replicas():
+    """Two ranks cannot tell the order of a sum: a + b = b + a. On three, buffers that the drafter shares change it."""
+    without = run("no_drafter", 1, *UNCLIPPED, replicas=3)
+    assert changed_by(run("one_step", 1, *OURS, *UNCLIPPED, replicas=3), without) == 0
+    assert changed_by(run("one_step", 1, *UNCLIPPED, replicas=3), without) > 0, "the control saw no difference"
 
 
 def test_joint_clip_of_slime_moves_the_policy():

@@ -48,6 +48,7 @@ def engine(tmp_path_factory):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["tensor", "distributed"])
 def test_slimes_update_is_proven_and_a_stale_drafter_is_named(engine, way):
     """Two train ranks, slime's own updater: whole; a drafter tensor left out once, then twice; whole; a target's."""
