@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ from megatron_rlspec.rollout.sglang.client import RefusedError, SGLangEngine
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.spec.cost_table import CostTable
-from megatron_rlspec.types import RoundStats
+from megatron_rlspec.types import RoundStats, SpecConfig
 from megatron_rlspec.weights.detectors import Action, Drift, Finding, HealthSettings, decide
 from megatron_rlspec.weights.fingerprint import compare
 from megatron_rlspec.weights.health import HealthError
@@ -213,10 +213,19 @@ def _release(engine: Engine) -> None:
 
 
 class Speculation:
-    """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven."""
+    """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven.
 
-    def __init__(self, adapter: Adapter, settings: HealthSettings | None = None, api_key: str = "") -> None:
-        self.adapter, self.api_key = adapter, api_key
+    `configs`: what the engines can run, by their own account; needed with a cost table, which may not know all of it.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        configs: Iterable[SpecConfig] = (),
+        settings: HealthSettings | None = None,
+        api_key: str = "",
+    ) -> None:
+        self.adapter, self.configs, self.api_key = adapter, frozenset(configs), api_key
         self.settings = settings or HealthSettings()
         self.forecast = Forecast(adapter.acceptance.depth)
         self.drift: dict[str, Drift] = {}
@@ -258,6 +267,8 @@ class Speculation:
         if self._table is not None:
             self._table = self._table.calibrated(stats)
             policy["table"] = self._table.to_json()
+            known = [c for c in self._table.configs() if c in self.configs]
+            policy["candidates"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in known]
         return policy
 
     def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
@@ -283,11 +294,12 @@ class Speculation:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. The table is taken if this run has one, too."""
+        """Take up what `state` gave; of the table its scale, where this run decides by the same measurements."""
         self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
         self.forecast = Forecast.from_json(state["forecast"])
         if self._table is not None and state["table"] is not None:
-            self._table = CostTable.from_json(state["table"], "checkpoint")
+            table = CostTable.from_json(state["table"], "checkpoint")
+            self._table = table if table.provenance == self._table.provenance else self._table
 
 
 def _observations(engine: Engine) -> tuple[list[RoundStats], dict[str, Any], str] | None:

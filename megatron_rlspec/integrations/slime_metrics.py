@@ -25,6 +25,7 @@ from megatron_rlspec.integrations import slime_state
 from megatron_rlspec.integrations.slime_engines import Engine, Speculation, after_push, drafter_names
 from megatron_rlspec.rollout.sglang.client import RefusedError
 from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.types import SpecConfig
 
 logger = logging.getLogger(__name__)
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
@@ -76,18 +77,19 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     """With what this run's checkpoint knows already; None if these engines cannot switch their speculation."""
     try:
-        configs = [config for url in urls for config in Engine(url, _key(args)).describe()["configs"]]
+        told = [Engine(url, _key(args)).describe()["configs"] for url in urls]
     except RefusedError as error:
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None
-    steps = sorted({num_steps for num_steps, _, _ in configs})
-    if not steps:
+    configs = {SpecConfig(*config) for every in told for config in every}
+    if not configs:
         return None
     config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
     layers, spec = config.get("text_config", config)["num_hidden_layers"], SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
+    steps = sorted({config.num_steps for config in configs})
     adapter = Adapter(steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share)
-    found = Speculation(adapter, api_key=_key(args))
+    found = Speculation(adapter, configs, api_key=_key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
         found.restore(state)
     return found
@@ -110,6 +112,7 @@ def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], ext
     """`--custom-rollout-log-function-path`: acceptance in slime's own logging; then slime's metrics as ever."""
     metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
     if metrics:
+        logger.info("rollout %d: %s", rollout_id, metrics)
         step = compute_rollout_step(args, rollout_id)
         logging_utils.log(args, {**metrics, "rollout/step": step}, step_key="rollout/step")
     _found.clear()

@@ -27,6 +27,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
 from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.health import HealthError
@@ -387,6 +388,20 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
         engine.generate(requests(2), Sampling(max_new_tokens=4, ignore_eos=True))
         assert "predicted_ms" in engine.policy_report()  # it decides by costs now, and not by a schedule
+    # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
+    costs = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
+    by_table = Speculation(
+        Adapter([0, 1, 2, 3], str(costs), CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01),
+        [SpecConfig(*config) for config in few.describe()["configs"]],
+    )
+    few.set_schedule(k(2))
+    few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
+    assert by_table.after_rollout([few.url])["health/deaf_engines"] == 0
+    given = by_table.policy()
+    assert [0, 1, 1] not in given["candidates"] and [0, 0, 0] in given["candidates"]
+    measured = CostTable.load(costs)
+    scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
+    assert not 0.99 < scaled < 1.01
     resumed = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
     resumed.restore(json.loads(json.dumps(speculation.state())))
     assert resumed.policy() == speculation.policy()
