@@ -1,20 +1,16 @@
-"""slime's engines under contract: what is asked of them after each push, and what they are told after each rollout.
-
-    after_push(urls, sent, version, is_drafter, push_again) -> PushHealth      on the trainer's rank 0
-    Speculation(adapter).after_rollout(urls) -> metrics                        where rollouts are driven; and, where
-    Speculation(adapter).before_rollout(prediction) -> metrics                 training predicts, before each
+"""slime's engines under contract after each push: `after_push(urls, sent, version, is_drafter, push_again)`.
 
 `urls` are those of plain `sglang.launch_server` processes in which the plugin is in force (`RLSPEC_SGLANG` set): it
 adds the routes that are asked here. `sent` are the fingerprints of every tensor of one push, by their names in the
 checkpoint. No slime, no Ray and no Megatron in here: `slime_push.py` and `slime_metrics.py` call it from slime's
-own classes.
+own classes. What engines are told of rollouts is in `slime_speculation.py`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,14 +19,9 @@ from typing import Any
 
 import requests
 
-from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.client import RefusedError, SGLangEngine
-from megatron_rlspec.spec.acceptance import Acceptance
-from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.spec.cost_table import CostTable
-from megatron_rlspec.types import RoundStats, SpecConfig
-from megatron_rlspec.weights.detectors import Action, Drift, Finding, HealthSettings, decide
+from megatron_rlspec.weights.detectors import Action, Finding, decide
 from megatron_rlspec.weights.fingerprint import compare
 from megatron_rlspec.weights.health import HealthError
 from megatron_rlspec.weights.names import family_of
@@ -112,7 +103,7 @@ def after_push(
     second: dict[str, list[Finding]] = {}
     if doubted:
         for url in doubted:
-            _hold(engines[url], first[url])
+            hold(engines[url], first[url])
         if push_again is not None:
             sent = push_again()
             second = _examine(engines, sent, version, is_drafter, unchecked)
@@ -129,9 +120,9 @@ def after_push(
         raise HealthError("; ".join(map(told, dropped)))
     for url, action in actions.items():
         if action == "plain" and url not in doubted:
-            _hold(engines[url], second[url])
+            hold(engines[url], second[url])
         elif action == "speculate" and url not in unchecked:
-            _release(engines[url])
+            release(engines[url])
     return PushHealth(actions, records, unchecked)
 
 
@@ -198,123 +189,17 @@ def _examine(
         return dict(zip(engines, threads.map(findings, engines), strict=True))
 
 
-def _hold(engine: Engine, findings: Sequence[Finding]) -> None:
+def hold(engine: Engine, findings: Sequence[Finding]) -> None:
+    """No speculation until the next healthy push; an engine that cannot be told drafts on."""
     try:
         engine.hold("; ".join(f.message for f in findings)[:500])
     except EngineError as error:  # it drafts on: slower, not wrong, since the target verifies
         logger.warning("rlspec: speculation could not be turned off: %s", error)
 
 
-def _release(engine: Engine) -> None:
+def release(engine: Engine) -> None:
+    """Speculation as before `hold`."""
     try:
         engine.release()
     except EngineError as error:
         logger.warning("rlspec: speculation could not be turned on again: %s", error)
-
-
-class Speculation:
-    """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven.
-
-    `configs`: what the engines can run, by their own account; needed with a cost table, which may not know all of it.
-    """
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        configs: Iterable[SpecConfig] = (),
-        settings: HealthSettings | None = None,
-        api_key: str = "",
-    ) -> None:
-        self.adapter, self.configs, self.api_key = adapter, frozenset(configs), api_key
-        self.settings = settings or HealthSettings()
-        self.forecast = Forecast(adapter.acceptance.depth)
-        self.drift: dict[str, Drift] = {}
-        self.versions: dict[str, str] = {}  # under which each engine's drift test began
-        self._table = CostTable.load(adapter.cost["table"]) if "table" in adapter.cost else None
-
-    def before_rollout(self, prediction: Prediction | None) -> dict[str, float]:
-        """Training's prediction of what the rollout that begins will accept, calibrated: `predict/next_tokens_k*`."""
-        return self.forecast.expect(prediction)
-
-    def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Gather every engine's rounds, learn from them together, and give every engine the policy that follows.
-
-        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. An engine
-        whose drafts are accepted far less than expected is held without speculation until the next push. Returns
-        `rollout/spec_*`, `predict/*` (the rollout's prediction against it) and `health/*`. An engine that does not
-        answer is left out: to keep engines alive is slime's part.
-        """
-        engines = {url: Engine(url, self.api_key) for url in urls}
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            seen = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
-            heard = {url: found for url, found in seen.items() if found is not None}
-            held = [url for url, found in heard.items() if self._drifts(engines[url], *found)]
-            stats = [s for rounds, _, _ in heard.values() for s in rounds]
-            values = self.adapter.observe(stats, [report for _, report, _ in heard.values()]) if stats else {}
-            policy = self.policy(stats)
-            told = threads.map(lambda url: _tell(engines[url], policy), heard)
-            deaf = len(seen) - sum(told)
-        found = {f"rollout/{name.replace('/', '_', 1)}": value for name, value in values.items()}
-        found |= self.forecast.score(stats)
-        return found | {
-            "health/drifting_engines": float(len(held)),
-            "health/deaf_engines": float(deaf),
-        }
-
-    def policy(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
-        """What an engine's `set_policy` takes, with the table scaled by what rounds took."""
-        policy = self.adapter.policy()
-        if self._table is not None:
-            self._table = self._table.calibrated(stats)
-            policy["table"] = self._table.to_json()
-            known = [c for c in self._table.configs() if c in self.configs]
-            policy["candidates"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in known]
-        return policy
-
-    def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
-        if self.versions.get(engine.url) != version:
-            self.versions[engine.url], self.drift[engine.url] = version, Drift(self.settings, {})
-        drift = self.drift[engine.url]
-        drift.predicted.update(self.adapter.expected())
-        finding = drift.observe(stats)
-        if finding is None or drift.alarmed:
-            return False
-        drift.alarmed = True
-        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, finding.message)
-        _hold(engine, [finding])
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """JSON that a checkpoint keeps."""
-        table = None if self._table is None else self._table.to_json()
-        return {
-            "acceptance": self.adapter.acceptance.to_json(),
-            "forecast": self.forecast.to_json(),
-            "table": table,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; of the table its scale, where this run decides by the same measurements."""
-        self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
-        self.forecast = Forecast.from_json(state["forecast"])
-        if self._table is not None and state["table"] is not None:
-            table = CostTable.from_json(state["table"], "checkpoint")
-            self._table = table if table.provenance == self._table.provenance else self._table
-
-
-def _observations(engine: Engine) -> tuple[list[RoundStats], dict[str, Any], str] | None:
-    """(rounds, policy's report, version), or None of an engine that does not tell."""
-    try:
-        return engine.stats(), engine.policy_report(), engine.version()
-    except EngineError as error:
-        logger.warning("rlspec: nothing is learnt of this engine's rounds: %s", error)
-        return None
-
-
-def _tell(engine: Engine, policy: Mapping[str, Any]) -> bool:
-    try:
-        engine.set_policy(policy)
-    except EngineError as error:
-        logger.warning("rlspec: this engine's speculation stays as it is: %s", error)
-        return False
-    return True

@@ -20,12 +20,14 @@ from slime.observability.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from megatron_rlspec.config import SpecSection
+from megatron_rlspec.config import HealthConfig, SpecSection
 from megatron_rlspec.integrations import slime_state
-from megatron_rlspec.integrations.slime_engines import Engine, Speculation, after_push, drafter_names
+from megatron_rlspec.integrations.slime_engines import Engine, after_push, drafter_names
+from megatron_rlspec.integrations.slime_speculation import Speculation
 from megatron_rlspec.rollout.sglang.client import RefusedError
 from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import Sampling, SpecConfig
+from megatron_rlspec.weights.detectors import HealthSettings
 
 logger = logging.getLogger(__name__)
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
@@ -33,6 +35,8 @@ _add = Sample.SpecInfo.add
 _speculation: Speculation | None = None
 _checked_version = 0  # of the full updates through the disk, which nobody else could check
 _found: dict[str, float] = {}  # since the last log
+_prompts: list[list[int]] = []  # of the last rollout, for canaries
+CANARY_PROMPTS = 16
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -45,7 +49,22 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     drawn = load_function(inner)(args, rollout_id, data_source, evaluation)
     if not evaluation:
         after(args, urls)
+        _prompts[:] = prompts_of(getattr(drawn, "samples", drawn), CANARY_PROMPTS)
     return drawn
+
+
+def prompts_of(samples: Any, most: int) -> list[list[int]]:
+    """Token ids of the first `most` different prompts, of slime's samples in lists however nested."""
+    found: dict[tuple[int, ...], None] = {}
+    waiting = [samples]
+    while waiting and len(found) < most:
+        item = waiting.pop()
+        if isinstance(item, Sample):
+            if prompt := item.tokens[: len(item.tokens) - item.response_length]:
+                found[tuple(prompt)] = None
+        else:
+            waiting += reversed(item)
+    return [list(prompt) for prompt in found]
 
 
 def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
@@ -65,6 +84,8 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     if _speculation is not None:
         folder = slime_state.folder(args)
         _found.update(_speculation.before_rollout(slime_state.read_prediction(folder, rollout_id)))
+        sampling = Sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
+        _found.update(_speculation.canary(urls, _prompts, sampling))
 
 
 def after(args: Namespace, urls: Sequence[str]) -> None:
@@ -89,7 +110,8 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
     adapter = Adapter(steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share)
-    found = Speculation(adapter, configs, api_key=_key(args))
+    settings = HealthSettings(canary_share=HealthConfig().canary_share)
+    found = Speculation(adapter, configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
         found.restore(state)
     return found

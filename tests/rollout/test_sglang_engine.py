@@ -21,7 +21,8 @@ import pytest
 import tiny_mimo
 import torch
 
-from megatron_rlspec.integrations.slime_engines import PushHealth, Speculation, after_push
+from megatron_rlspec.integrations.slime_engines import PushHealth, after_push
+from megatron_rlspec.integrations.slime_speculation import Speculation
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
@@ -29,6 +30,7 @@ from megatron_rlspec.rollout.sglang.launcher import launch
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.detectors import HealthSettings
 from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.health import HealthError
 
@@ -346,6 +348,35 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[
         after_push([engine.url], slime_pushes(engine, 55), 56, is_drafter)
     assert engine.describe()["held"] and pushed(57, "").actions == {engine.url: "speculate"}
     assert not engine.describe()["held"]
+
+
+def test_a_canary_tells_a_drafter_that_bits_cannot(engines: dict[str, SGLangEngine]) -> None:
+    """Pushed as the trainer has it, and wrong there: the halves of the input projection exchanged."""
+    engine = engines["adaptive"]
+    agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+    name = "model.mtp_layers.0.input_proj.weight"
+    half = CONFIG["hidden_size"]
+    swapped = agreeing | {name: torch.cat([agreeing[name][:, half:], agreeing[name][:, :half]], 1)}
+    configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
+    settings = HealthSettings(canary_share=1.0, canary_tokens=24)
+    adapter = Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01)
+    speculation = Speculation(adapter, configs, settings)
+    prompts, greedy = [r.prompt.tokens.tolist() for r in requests(6)], Sampling(temperature=0, ignore_eos=True)
+
+    def pushed(version: int, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+        engine.update_weights(version, tensors.items())
+        assert not after_push([engine.url], {n: fingerprint(t) for n, t in tensors.items()}, version, bool).records
+        return speculation.canary([engine.url], prompts, greedy)
+
+    found = pushed(70, agreeing)
+    assert found["health/canary_failures"] == 0 and found["health/canary_accept_length"] > 3
+    assert engine.stats() == [], "a canary's rounds are nobody's"
+    again = speculation.canary([engine.url], prompts, greedy)
+    assert np.isnan(again.get("health/canary_accept_length", np.nan)), "sung already under these weights"
+    failed = pushed(71, swapped)
+    assert failed["health/canary_failures"] == 1 and failed["health/canary_accept_length"] < 2
+    assert "accept length" in engine.describe()["held"]
+    assert pushed(72, agreeing)["health/canary_failures"] == 0 and not engine.describe()["held"]
 
 
 def test_an_engine_without_the_plugin_is_unchecked() -> None:
