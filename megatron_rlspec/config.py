@@ -69,6 +69,7 @@ class RolloutConfig(Section):
     max_total_tokens: Positive = Field(65536, description="KV cache of one engine, in tokens")
     mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
     timeout_seconds: float = Field(1800.0, gt=0, description="a longer silence counts as an engine failure")
+    restarts: Count = Field(3, description="times a run starts an engine of its own again that died or fell silent")
     staleness: int = Field(
         0, ge=0, le=1, description="1: the next step's samples are drawn while this one trains, by weights a step older"
     )

@@ -25,6 +25,7 @@ from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.spec.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import (
@@ -70,6 +71,9 @@ class Rollouts:
         layers = 1 if config.drafter.repeated_layer else config.drafter.depth
         self.drafter_names = frozenset(family_of({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
         self.starting = StartingEngines(config, run_dir)
+        self.restarts = Restarts(self.starting.again, rollout.restarts)
+        self.restarted = 0  # engines that came back since the last record
+        self._begun: dict[str, int] = {}  # engines lost since the last telling, and which start that brought about
         self.scorer: rewards.Scorer | None = None
 
     def open(
@@ -82,7 +86,7 @@ class Rollouts:
         self.recorder, self.prompts = recorder, prompts
         self.scorer = rewards.Scorer(self.config.reward)
         engines = self.starting.wait()
-        self.engines = EnginePool(list(engines.values()))
+        self.engines = EnginePool(list(engines.values()), lost=self._start_again)
         self.health = self._health(engines)
         if pending:
             self.ahead = Future()
@@ -117,6 +121,7 @@ class Rollouts:
 
     def close(self) -> None:
         """Engines first: that ends a rollout that still runs."""
+        self.restarts.close()
         self.starting.close()
         if self.ahead is not None and not self.ahead.done():
             self.engines.close()
@@ -214,9 +219,19 @@ class Rollouts:
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
     def push(self, version: int, source: Source) -> dict[str, float]:
-        """Every tensor of `source` to every engine, proven; returns what the records keep. Raises HealthError."""
+        """Every tensor of `source` to every engine, proven; returns what the records keep.
+
+        Raises HealthError; and EngineError where no engine is left, and none comes back.
+        """
         self._tell_losses()
-        report = self.health.push(version, source, predicted=self._expected_of_canary())
+        self._take_back()
+        try:
+            report = self.health.push(version, source, predicted=self._expected_of_canary())
+        except HealthError:
+            for engine in self.engines.engines:
+                if getattr(engine, "ended", False):
+                    self.engines.drop(engine, EngineError(f"{engine}: it ended during a push"))
+            raise
         for name in set(report.pushes[0].engines) - set(report.serving):
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
         self.engines.stats()  # the canary's rounds are not the rollouts'
@@ -235,7 +250,33 @@ class Rollouts:
         pushed = self.health.pusher.engines
         for name in [name for name, engine in pushed.items() if engine not in self.engines.engines]:
             reason = self.engines.failures[id(pushed.pop(name))]
-            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}", engine=name)
+            again = self._begun.pop(name, 0)
+            told = f"; it is started again, {again} of {self.restarts.most}" if again else ""
+            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}{told}", engine=name)
+
+    def _start_again(self, engine: RolloutEngine) -> None:
+        """One of our own that the pool gave up."""
+        name = next(name for name, pushed in self.health.pusher.engines.items() if pushed is engine)
+        if name in self.starting.own:
+            self._begun[name] = self.restarts.lost(name)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether no engine is left, but one may come back."""
+        return not self.engines.engines and self.restarts.pending
+
+    def _take_back(self) -> None:
+        """Engines that answer again take part from now on. Where none is left, wait for one."""
+        for name, engine in self.restarts.back(block=not self.engines.engines).items():
+            if isinstance(engine, EngineError):
+                self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
+                continue
+            self.engines.add(engine)
+            self.health.join(name, engine)
+            self.restarted += 1
+            self.recorder.event("engine", f"{name}: started again, {len(self.engines.engines)} serve", engine=name)
+        if not self.engines.engines:
+            raise EngineError("no engine is left, and none could be started again")
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
         """Take in what the engines observed. They decide by themselves, every round, by the policy they were given.

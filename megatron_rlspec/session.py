@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,7 +81,9 @@ class Session:
         self.done = 0  # optimizer steps that the parameters have behind them; their version is one more
         self._last_accept_length = 0.0
         self._bad_steps = 0
+        self._last: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # what the newest step's record is made of
         resumed, pending = self._resume() if config.train.resume else ({}, [])
+        self._recorded = self.done
         if self.main:
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
@@ -111,34 +113,41 @@ class Session:
 
     def collect(self, step: int) -> list[Group]:
         """Scored groups of one step, the same on every rank."""
-        groups: list[Group] = []
-        with self._leading() as leads:
-            if leads:
-                groups += self.rollouts.collect(step)
-        return self._share(groups)
+        drawn: list[Group] = []
+        while not self._lead(lambda: drawn.extend(self.rollouts.collect(step))):
+            self.push()
+        groups = self._share(drawn)
+        self._last = ({}, groups)
+        return groups
 
     def settle(self) -> None:
         """Wait for the rollout that runs ahead, if there is one."""
-        with self._leading() as leads:
-            if leads:
-                self.rollouts.settle()
+        self._lead(lambda: self.rollouts.settle())  # of engines that are started again, `collect` asks it anew
 
-    @contextmanager
-    def _leading(self) -> Iterator[bool]:
-        """True on rank 0, which acts for all. If no engine is left then, every rank stops, with a checkpoint."""
+    def _lead(self, act: Callable[[], object], everybody: bool = False) -> bool:
+        """`act` on rank 0 for all, or on `everybody`. False on every rank if it must be done again, after a push.
+
+        That is where no engine is left, but one is being started again. Without such a one every rank stops, with a
+        checkpoint.
+        """
         reason = ""
         try:
-            yield self.main
+            if self.main or everybody:
+                act()
         except (EngineError, HealthError) as error:
             reason = str(error)
         except PushError as error:
             if self.main:
                 raise  # the exporter's: what it gave belongs into no checkpoint
             reason = str(error)
-        failed = torch.tensor(int(bool(reason)), device=_device())
-        dist.broadcast(failed, src=0)
-        if failed:
+        done, again, over = range(3)
+        outcome = torch.tensor(done, device=_device())
+        if self.main and reason:
+            outcome += again if self.rollouts.awaited else over
+        dist.broadcast(outcome, src=0)
+        if outcome == over:
             self._stop(reason)
+        return bool(outcome == done)
 
     def _share(self, groups: list[Group]) -> list[Group]:
         """Rank 0's, on every rank."""
@@ -180,6 +189,8 @@ class Session:
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         metrics = self.trainer.train_step(batches, logprob_gap=self.config.health.logprob_gap, **options)
         self.done += 1
+        self._last = (metrics, self._last[1])
+        self._pushed, self._adapted = {}, {}
         return metrics
 
     def _advantages(self, group: Group) -> list[float]:
@@ -194,16 +205,24 @@ class Session:
     # ---- weights and schedule ---------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Target and drafter to every engine as one version, proven before the next rollout is trained on."""
-        with self._leading(), exporting(self.trainer.export) as source:
+        """Target and drafter to every engine as one version, proven before the next rollout is trained on.
+
+        Engines that were started again join here; where none is left, this waits for one.
+        """
+        while not self._lead(self._push, everybody=True):
+            pass
+
+    def _push(self) -> None:
+        with exporting(self.trainer.export) as source:
             if source is not None:
                 self._pushed = self.rollouts.push(self.done + 1, source)
 
     def adapt(self) -> None:
         """Take in what the engines observed."""
-        with self._leading() as leads:
-            if leads:
-                self._adapted = self.rollouts.adapt(self.trainer.prediction)
+        self._lead(self._adapt)
+
+    def _adapt(self) -> None:
+        self._adapted = self.rollouts.adapt(self.trainer.prediction)
 
     def export(self) -> None:
         """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
@@ -225,7 +244,9 @@ class Session:
             self._save()
 
     def _stop(self, reason: str) -> NoReturn:
-        """End the run for good, with what it has."""
+        """End the run for good, with what it has: the record of a step that ends here, too."""
+        if self.done > self._recorded:
+            self.record(self.done - 1, *self._last)
         raise RunStopped(f"{reason}; the last good parameters are in {self._save()}")
 
     def _save(self) -> Path:
@@ -264,9 +285,8 @@ class Session:
 
     def evaluate(self, name: str) -> None:
         """The held-out prompts, if there are any."""
-        with self._leading() as leads:
-            if leads:
-                self.rollouts.evaluate(name)
+        while not self._lead(lambda: self.rollouts.evaluate(name)):
+            self.push()
 
     def due(self, every: int) -> bool:
         """Whether `every` so many steps something is to be done, now; 0: never."""
@@ -280,12 +300,16 @@ class Session:
         with self.clock("push"):
             self.push()
         stop = torch.zeros((), device=_device())
-        with self.clock("generate"), self._leading() as leads:
-            if leads:
-                result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
-                gain = result["accept_length"] - self._last_accept_length
-                self._last_accept_length = result["accept_length"]
-                stop += result["reward"] >= options.stop_reward and gain < options.plateau
+
+        def judge() -> None:
+            result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
+            gain = result["accept_length"] - self._last_accept_length
+            self._last_accept_length = result["accept_length"]
+            stop.fill_(result["reward"] >= options.stop_reward and gain < options.plateau)
+
+        with self.clock("generate"):
+            while not self._lead(judge):
+                self.push()
         dist.broadcast(stop, src=0)
         return bool(stop)
 
@@ -299,6 +323,7 @@ class Session:
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`. Steps that went wrong are counted."""
+        self._recorded = step + 1
         skipped = [who for who in ("policy", "drafter") if metrics.get(f"{who}/skipped")]
         self._bad_steps = self._bad_steps + 1 if skipped else 0
         if not self.main:
@@ -316,6 +341,8 @@ class Session:
             found = rollout_metrics(samples)
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
+            values["engine/restarts"] = float(self.rollouts.restarted)
+            self.rollouts.restarted = 0
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4], self.rollouts.decode)
         self.recorder.write(step, values)
         self._view.update(step, values)

@@ -1,17 +1,37 @@
-"""`rlspec train`, but its engine ends while it draws the third step: what test_lost_engines.py starts."""
+"""`rlspec train`, but its embedded engine ends while it draws the third step: what test_lost_engines.py starts.
 
+With BACK in the environment, that engine is started again as one of the run's own would be; the first start fails.
+"""
+
+import os
 import threading
 
 from megatron_rlspec import cli, rollouts
+from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.rollout import restart
+from megatron_rlspec.rollout.engine import EngineError
 
-draw = rollouts.Rollouts._draw
+draw, losses = rollouts.Rollouts._draw, []
 
 
 def draw_and_lose(self, step):
-    if step == 2:
+    if step == 2 and not losses:
+        losses.append(step)
         threading.Timer(0.02, self.engines.engines[0].close).start()
     return draw(self, step)
 
 
+class Own(opening.StartingEngines):
+    own = ("embedded",)
+
+    def again(self, name, number):
+        if number == 1:
+            raise EngineError("it ended while starting")
+        return opening._embedded(self._config)
+
+
 rollouts.Rollouts._draw = draw_and_lose
+if os.environ.get("BACK"):
+    rollouts.StartingEngines, restart.PAUSES = Own, (0.0, 0.2)
+    restart.Restarts.__init__.__defaults__ = (restart.PAUSES,)
 cli.main()

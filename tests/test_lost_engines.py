@@ -14,6 +14,7 @@ from megatron_rlspec.metrics import read_records
 LOSING = Path(__file__).parent / "losing_run.py"
 WATCHED = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
 SGLANG = {"rollout__max_new_tokens": 96, "rollout__timeout_seconds": 10, "train__steps": 4, "train__eval_prompts": 1}
+NO_RESTARTS = {"rollout__restarts": 0}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,38 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
         "rlspec: no engine is left; the last one failed with: embedded engine: closed; the last good "
     )
     assert line.endswith("lost/checkpoints/step-000002") and Path(line.split()[-1]).is_dir()
-    assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")[: 2 - staleness]
+    assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")[:2]
     finish(train(start, tmp_path / "lost", train__resume="true", **options))
     if not staleness:  # else the third step is drawn anew, by weights that are not older
         assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
-    # The step that was training when the last engine was lost is in the checkpoint, but its record was never written.
-    samples = [record["rollout/samples"] for record in read_records(tmp_path / "lost/metrics.jsonl")]
-    assert samples == [16.0] * (4 - staleness)
+    # The step that was training when the last engine was lost has its record, but for the push that never was.
+    records = read_records(tmp_path / "lost/metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert [record["rollout/samples"] for record in records] == [16.0] * 4
+    assert ["push/seconds" in record for record in records] == [True, not staleness, True, True]
+
+
+@pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+def test_the_only_engine_is_started_again_and_the_run_goes_on(start, tmp_path, monkeypatch, ranks, staleness):
+    """It starts with the weights of model.path: what it draws shows that it was pushed to before."""
+    options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
+    finish(train(start, tmp_path / "whole", **options))
+    monkeypatch.setenv("BACK", "1")
+    finish(train(start, tmp_path / "lost", script=LOSING, **options))
+    whole, lost = (read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "lost"))
+    assert [record["step"] for record in lost] == [0, 1, 2, 3]
+    if not staleness:  # else the third step is drawn anew, by weights that are not older
+        assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
+    assert [record["engine/restarts"] for record in whole] == [0.0] * 4
+    # Ahead of training, the push that ends the second step takes it back; else one amid the third.
+    assert [record["engine/restarts"] for record in lost] == (
+        [0.0, 1.0, 0.0, 0.0] if staleness else [0.0, 0.0, 1.0, 0.0]
+    )
+    told = [e["message"] for e in read_records(tmp_path / "lost/events.jsonl") if e["kind"] == "engine"]
+    assert told == [
+        "embedded: left out, 0 remain: embedded engine: closed; it is started again, 1 of 3",
+        "embedded: started again, 1 serve",
+    ]
 
 
 def engines(process: subprocess.Popen) -> list[psutil.Process]:
@@ -80,7 +106,7 @@ def undisturbed(start, tmp_path_factory) -> Path:
 )
 def test_the_other_engine_draws_what_a_lost_one_owed(start, undisturbed, tmp_path, sign, told):
     """Position-keyed, so which engine drew a sample cannot be seen in it: every step is that of an undisturbed run."""
-    process = train(start, tmp_path, rollout__engines=2, **SGLANG)
+    process = train(start, tmp_path, rollout__engines=2, **SGLANG, **NO_RESTARTS)
     during_rollout(tmp_path, 1, process)
     engines(process)[0].send_signal(sign)
     finish(process)
@@ -92,10 +118,44 @@ def test_the_other_engine_draws_what_a_lost_one_owed(start, undisturbed, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_where_its_only_engine_died(start, undisturbed, tmp_path):
-    process = train(start, tmp_path, **SGLANG)
+    process = train(start, tmp_path, **SGLANG, **NO_RESTARTS)
     during_rollout(tmp_path, 2, process)
     engines(process)[0].kill()
     line = stopped(process)
     assert line.startswith("rlspec: no engine is left;") and line.endswith("checkpoints/step-000002"), line
     finish(train(start, tmp_path, train__resume="true", **SGLANG))
     assert drawn(tmp_path) == drawn(undisturbed)
+
+
+def restarts(run_dir: Path) -> float:
+    return sum(record["engine/restarts"] for record in read_records(run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sign", "told"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "silent for 10 s")]
+)
+def test_a_lost_engine_is_started_again_pushed_to_and_draws_the_same(start, undisturbed, tmp_path, sign, told):
+    process = train(start, tmp_path, **SGLANG)
+    during_rollout(tmp_path, 2, process)
+    engines(process)[0].send_signal(sign)
+    finish(process)
+    assert drawn(tmp_path) == drawn(undisturbed) and restarts(tmp_path) == 1
+    lost, back = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "engine"]
+    assert lost.startswith("engine-0: left out, 0 remain:") and told in lost and lost.endswith("again, 1 of 3"), lost
+    assert back == "engine-0: started again, 1 serve"
+    assert (tmp_path / "logs/engine-0.log").exists() and (tmp_path / "logs/engine-0.1.log").exists()
+
+
+@pytest.mark.slow
+def test_engines_lost_one_after_the_other_are_both_replaced(start, undisturbed, tmp_path):
+    process = train(start, tmp_path, rollout__engines=2, **SGLANG)
+    during_rollout(tmp_path, 1, process)
+    first, second = engines(process)
+    first.kill()
+    during_rollout(tmp_path, 2, process)
+    second.kill()
+    finish(process)
+    assert drawn(tmp_path) == drawn(undisturbed) and restarts(tmp_path) >= 1
+    told = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "engine"]
+    assert sum("left out" in message for message in told) == 2 and any("started again, 1 serve" in m for m in told)

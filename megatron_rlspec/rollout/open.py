@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -25,11 +25,30 @@ class StartingEngines:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
         self._timeout = config.rollout.timeout_seconds
+        self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
+        self._closed = False
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
-                log = run_dir / "logs" / f"engine-{index}.log"
-                self._processes[f"engine-{index}"] = launch(config.model.path, log, arguments=_arguments(config))
+                self._launch(f"engine-{index}")
+
+    @property
+    def own(self) -> Collection[str]:
+        """Names of those that were launched here, and can be started again."""
+        return self._processes.keys()
+
+    def again(self, name: str, number: int) -> RolloutEngine:
+        """In place of one of our own that was lost, with the weights of `model.path`. Raises EngineError as `wait`."""
+        process = self._launch(name, f".{number}")
+        if self._closed:
+            process.close()
+        process.wait()
+        return SGLangEngine.of(process, timeout=self._timeout, transport=_transport(self._config.push))
+
+    def _launch(self, name: str, suffix: str = "") -> EngineProcess:
+        log = self._logs / f"{name}{suffix}.log"
+        self._processes[name] = launch(self._config.model.path, log, arguments=_arguments(self._config))
+        return self._processes[name]
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         """Raises EngineError, with the log's own last word, if one of them does not come up; the others are ended."""
@@ -48,6 +67,7 @@ class StartingEngines:
         }
 
     def close(self) -> None:
+        self._closed = True
         for process in self._processes.values():
             process.close()
 

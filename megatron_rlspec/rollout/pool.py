@@ -25,14 +25,21 @@ class EnginePool:
     are dealt out at the start, in one `generate` per engine, for engines that cannot be called from several threads.
 
     An engine that fails is closed and left out from then on (`failures` says why, by the engine's `id`); its unfinished
-    requests start anew on the others. When none is left, `EngineError` is raised.
+    requests start anew on the others. When none is left, `EngineError` is raised. `lost` is called with each at once,
+    from whichever thread met the failure.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        in_flight: int = 0,
+        lost: Callable[[RolloutEngine], None] = lambda engine: None,
+    ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = list(engines)
         self._in_flight = in_flight
+        self._lost = lost
         self.failures: dict[int, str] = {}
 
     @property
@@ -47,6 +54,8 @@ class EnginePool:
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
         """One sample per request, in their order. `on_sample` is called once per request, from any thread."""
+        if not self._engines:
+            raise EngineError("no engine is left")
         if len({r.id for r in requests}) != len(requests):
             raise ValueError("two requests have the same id")
         run = _Run(self, requests, sampling, on_sample)
@@ -92,13 +101,18 @@ class EnginePool:
             self.failures[id(engine)] = str(error)
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
+            self._lost(engine)
         if not self._engines:
             raise EngineError(f"no engine is left; the last one failed with: {error}")
+
+    def add(self, engine: RolloutEngine) -> None:
+        """Between two `generate`: one more, which holds the weights that the others hold."""
+        self._engines.append(engine)
 
     def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
         """Call every engine; the results of those that did not fail, in order."""
         engines = list(self._engines)
-        with ThreadPoolExecutor(len(engines)) as threads:
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
             futures = [threads.submit(call, engine) for engine in engines]
         results = []
         for engine, future in zip(engines, futures, strict=True):

@@ -16,6 +16,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.layers import RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
+# Ranks wait for rank 0 while its engines draw, or start again; torch's ten minutes would end a job over a long rollout.
+# A rank that dies is torchrun's to notice.
+_PATIENCE = timedelta(hours=12)
 _installed = False
 
 
@@ -99,7 +103,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

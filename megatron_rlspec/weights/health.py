@@ -141,6 +141,13 @@ class Health:
         plain = tuple(name for name, action in actions.items() if action == "plain")
         return HealthReport(tuple(pushes), serving, plain, records, lengths, self._canary_seconds)
 
+    def join(self, name: str, engine: RolloutEngine) -> None:
+        """One more engine, or a new one of this name: it answers the next push's canary, then gets its speculation."""
+        self.pusher.engines[name] = engine
+        self.pusher.forget(name)
+        self._last_accept_length.pop(name, None)
+        self._off.add(name)
+
     def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
         """Feed the drift test of one engine with what its `stats()` gave; on a finding its speculation is turned off.
 

@@ -187,6 +187,11 @@ class SGLangEngine:
         """What the engine says of itself: verifier, configurations it can run, sizes."""
         return self._post("control/describe")
 
+    @property
+    def ended(self) -> bool:
+        """Whether this client started the engine's process, and that is gone."""
+        return self._process is not None and self._process.ended
+
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
@@ -231,10 +236,11 @@ class SGLangEngine:
         return answer
 
     def _why(self, error: requests.RequestException) -> str:
-        if self._process is not None and self._process.process.poll() is not None:
-            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
         # Within a stream, requests tells a timeout as a ConnectionError around urllib3's own.
-        if isinstance(error, requests.Timeout) or isinstance((*error.args, None)[0], ReadTimeoutError):
+        silent = isinstance(error, requests.Timeout) or isinstance((*error.args, None)[0], ReadTimeoutError)
+        if self._process is not None and self._process.ends_within(0 if silent else 1):
+            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
+        if silent:
             return f"silent for {self._timeout:.0f} s"
         return "the engine is gone" if isinstance(error, requests.ConnectionError) else str(error)
 

@@ -37,7 +37,7 @@ class EngineProcess:
         with requests.Session() as session:
             session.trust_env = False
             while True:
-                if self.process.poll() is not None:
+                if self.ended:
                     self.close()
                     raise EngineError(f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})")
                 try:
@@ -53,6 +53,18 @@ class EngineProcess:
                 if progress:
                     progress(f"engine {self.url}: starting, {seconds:.0f} s")
                 time.sleep(0.5)
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ends_within(self, seconds: float) -> bool:
+        """A killed process' connections break a moment before it is gone."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _reason(self) -> str:
         """The line of the log that names the mistake, or its last one."""

@@ -1,0 +1,86 @@
+"""Lost engines come back so many times, each after a longer pause, and nobody waits for one that cannot."""
+
+import threading
+import time
+
+import pytest
+
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.restart import Restarts
+
+
+def waited(restarts, name):
+    """What becomes of this engine, asked without blocking, as pushes do while others serve."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if name in (found := restarts.back(block=False)):
+            return found[name]
+        time.sleep(0.005)
+    raise AssertionError(f"{name} never came")
+
+
+def test_it_comes_back_once_it_answers():
+    answers = threading.Event()
+    restarts = Restarts(lambda name, number: answers.wait(10) and (name, number), 3, (0.0,))
+    assert restarts.lost("a") == 1 and restarts.pending
+    assert restarts.back(block=False) == {}
+    answers.set()
+    assert waited(restarts, "a") == ("a", 1)
+    assert not restarts.pending and restarts.back(block=True) == {}
+
+
+def test_a_start_that_fails_is_repeated_after_a_longer_pause():
+    begun = []
+
+    def start(name, number):
+        begun.append((number, time.monotonic()))
+        if number < 3:
+            raise EngineError(f"{name}: no")
+        return name
+
+    restarts = Restarts(start, 3, (0.0, 0.1, 0.3))
+    assert restarts.lost("a") == 1
+    assert restarts.back(block=True) == {"a": "a"}
+    assert [number for number, _ in begun] == [1, 2, 3]
+    first, second, third = (at for _, at in begun)
+    assert second - first >= 0.1 and third - second >= 0.3
+
+
+def test_starts_of_one_run_are_counted_over_all_its_engines():
+    restarts = Restarts(lambda name, number: name, 2, (0.0,))
+    assert [restarts.lost(name) for name in ("a", "b", "a")] == [1, 2, 0]
+    assert restarts.back(block=True)
+    assert Restarts(lambda name, number: name, 0).lost("a") == 0
+
+
+def test_one_that_cannot_start_is_told_and_others_are_waited_for():
+    def start(name, number):
+        if name == "bad":
+            raise EngineError("bad: no memory")
+        time.sleep(0.2)
+        return name
+
+    restarts = Restarts(start, 2, (0.0,))
+    restarts.lost("good"), restarts.lost("bad")
+    found = restarts.back(block=True)
+    assert found["good"] == "good" and str(found["bad"]) == "bad: no memory"
+    assert not restarts.pending
+
+
+def test_another_error_is_not_swallowed():
+    def start(name, number):
+        raise TypeError("a programmer's mistake")
+
+    restarts = Restarts(start, 1)
+    restarts.lost("a")
+    with pytest.raises(TypeError, match="a programmer's mistake"):
+        restarts.back(block=True)
+
+
+def test_the_end_of_a_run_ends_the_pauses():
+    restarts = Restarts(lambda name, number: name, 2, (60.0,))
+    restarts.lost("a")
+    began = time.monotonic()
+    restarts.close()
+    assert isinstance(restarts.back(block=True)["a"], EngineError) and time.monotonic() - began < 10
+    assert restarts.lost("a") == 0
