@@ -297,3 +297,15 @@ def test_without_a_canary_a_healthy_engine_keeps_its_policy_untouched():
     assert engines["a"].schedules == ["off"]
     health.push(1, exporter(1))
     assert engines["a"].schedules == ["off", "k5"]
+
+
+def test_an_engine_that_joins_is_heard_at_the_next_push_and_gets_the_runs_speculation():
+    engines = {"a": MemoryEngine()}
+    health = healthy(engines, canary_share=1e-9)
+    push(health, 0)
+    assert not push(health, 1).accept_lengths, "no canary is due"
+    health.join("b", MemoryEngine())
+    report = push(health, 2)
+    assert report.accept_lengths.keys() == {"a", "b"} and report.serving == ("a", "b")
+    assert health.pusher.engines["b"].schedules[-1] == "k5"
+    assert not push(health, 3).accept_lengths
