@@ -168,7 +168,9 @@ def accept_rate_width() -> str | None:
 
 def cpu_greedy() -> str | None:
     """On a CPU, verification takes the argmax whatever temperature the request asks for."""
-    greedy = _srt("speculative.eagle_utils")._verify_uses_greedy
+    greedy = getattr(_srt("speculative.eagle_utils"), "_verify_uses_greedy", None)
+    if greedy is None:
+        return None  # 0.5.15 has no such rule, and no kernels to speculate on a CPU
     known = {"is_all_greedy": False, "is_cpu": True, "is_hip": False, "is_xpu": False, "use_rejection_sampling": False}
     accepted = inspect.signature(greedy).parameters
     return (
