@@ -5,6 +5,9 @@
 Without --tables the machines are rooflines from vendors' figures (simulated): two profiles of each, independently
 perturbed. With --tables each pair holds two measured profiles of one engine. The oracle knows the true acceptance of
 every round and the scoring table, and switches for free; regret is 1 - (its time for the same tokens) / (ours).
+
+After rounds that were off the drafter catches up as in SGLang: on those requests that the policy names, and only their
+drafts are accepted and observed, until it names all. What the others go on missing is owed.
 """
 
 from __future__ import annotations
@@ -64,6 +67,30 @@ def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable
     )
 
 
+class Drafters:
+    """How many tokens each request's drafter has not read."""
+
+    def __init__(self, batch: int) -> None:
+        self.behind = np.zeros(batch, int)
+
+    def missed(self, n: int) -> int:
+        if n < len(self.behind):
+            return int(np.partition(self.behind, n)[:n].sum())
+        return int(self.behind.sum())
+
+    def round(self, config: SpecConfig, n: int, rates: np.ndarray, rng: np.random.Generator) -> tuple[list[int], int]:
+        """What each request that drafted accepted, and the tokens that its drafter read before; the others emit one."""
+        if config.off:
+            self.behind += 1
+            return [], 0
+        owed = self.missed(n)
+        order = np.argsort(self.behind, kind="stable")
+        accepted = np.cumprod(rng.random((n, config.num_steps)) < rates[: config.num_steps], axis=1).sum(axis=1)
+        self.behind[order[:n]] = 0
+        self.behind[order[n:]] += 1
+        return accepted.tolist(), owed
+
+
 def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> np.ndarray:
     """a_1 of every round, between 0 and 0.95."""
     segments = -(-rounds // PER)
@@ -92,27 +119,28 @@ def replay(
 
     policy = Policy(candidates, decide)
     index = {config: i for i, config in enumerate(candidates)}
-    chosen = np.empty(rounds, int)
+    drafters = Drafters(batch)
+    chosen, part, read = np.empty(rounds, int), np.ones(rounds), 0
     for t in range(rounds):
-        config = policy.choose(batch, int(context[t]))
-        chosen[t] = index[config]
-        if k := config.num_steps:
-            accepted = np.cumprod(rng.random((batch, k)) < rates[t, :k], axis=1).sum(axis=1)
-            policy.observe(config, accepted.tolist())
+        config = policy.choose(batch, int(context[t]), drafters.missed)
+        accepted, owed = drafters.round(config, policy.catch_up, rates[t], rng)
+        policy.observe(config, accepted, batch - len(accepted))
+        chosen[t], part[t], read = index[config], policy.catch_up / batch, read + owed
 
     at = np.arange(rounds)
     off = index[OFF]
 
-    def regret(choice: np.ndarray) -> float:
+    def regret(choice: np.ndarray, part: np.ndarray, read: int) -> float:
         """Switches are paid for, and what the drafter has to catch up on when drafting starts again."""
-        took = ms[choice, at].sum() + score.switch_ms * (np.diff(choice) != 0).sum()
-        gap = 0
-        for c in choice:
-            if c == off:
-                gap += batch
-            else:
-                took, gap = took + score.catch_up_ms * gap, 0
-        return float(1 - (tokens[choice, at] / best).sum() / took)
+        took = ms[choice, at].sum() + score.switch_ms * (np.diff(choice) != 0).sum() + score.catch_up_ms * read
+        emitted = 1 + part * (tokens[choice, at] - 1)
+        return float(1 - (emitted / best).sum() / took)
+
+    def of_all(choice: np.ndarray) -> float:
+        """Whose drafters all catch up whenever one does."""
+        drafting = np.flatnonzero(choice != off)
+        last = drafting[-1] if len(drafting) else 0
+        return regret(choice, np.ones(rounds), batch * int((choice[:last] == off).sum()))
 
     known = (tokens / decide.grid(candidates, np.array(batch), context)).argmax(axis=0)
     gain = np.delete(tokens / ms, off, axis=0).max(axis=0) / (tokens / ms)[off] - 1
@@ -124,9 +152,9 @@ def replay(
         batch,
         first,
         walk,
-        regret(chosen),
-        regret(known),
-        {str(c): regret(np.full(rounds, i)) for i, c in enumerate(candidates)},
+        regret(chosen, part, read),
+        of_all(known),
+        {str(c): of_all(np.full(rounds, i)) for i, c in enumerate(candidates)},
         int((right & judged).sum()),
         int(judged.sum()),
         report["switches"],
@@ -155,21 +183,19 @@ class Engine:
 
     def __init__(self, decide: CostTable, score: CostTable) -> None:
         self.policy = Policy(decide.configs(), decide, start=SpecConfig(3))
-        self.score, self.rng, self.gap = score, np.random.default_rng(0), 0
+        self.score, self.rng, self.drafters = score, np.random.default_rng(0), Drafters(0)
 
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
+        if len(self.drafters.behind) != batch:  # Other requests, whose prompts the drafter has read.
+            self.drafters = Drafters(batch)
         configs, ms = [], 0.0
         for _ in range(rounds):
-            config = self.policy.choose(batch, batch * length)
-            k = config.num_steps
-            accepted = np.cumprod(self.rng.random((batch, k)) < rate, axis=1).sum(axis=1).tolist() if k else []
-            self.policy.observe(config, accepted)
+            config = self.policy.choose(batch, batch * length, self.drafters.missed)
+            rates = np.full(config.num_steps, rate)
+            accepted, owed = self.drafters.round(config, self.policy.catch_up, rates, self.rng)
+            self.policy.observe(config, accepted, batch - len(accepted))
             configs.append(config)
-            ms += self.score.ms(config, batch, batch * length)
-            if config.off:
-                self.gap += batch
-            else:
-                ms, self.gap = ms + self.score.catch_up_ms * self.gap, 0
+            ms += self.score.ms(config, batch, batch * length) + self.score.catch_up_ms * owed
         return configs, ms
 
 
@@ -197,7 +223,7 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
         engine.run(100, batch, 0.0)
         _, ms = engine.run(2000, batch, 0.0)
         cost = ms / (2000 * score.ms(OFF, batch, batch * 1024)) - 1
-        found[f"H20, zero acceptance, batch {batch}: probes and catching up"] = {"cost": cost, "ok": cost <= 0.03}
+        found[f"H20, zero acceptance, batch {batch}: probes and catching up"] = {"cost": cost, "ok": cost <= 0.01}
     engine = Engine(decide, score)
     for _ in range(100):
         engine.run(10, 4, 0.6)

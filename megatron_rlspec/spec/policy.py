@@ -8,7 +8,7 @@ ReSpec section 5.2 (Solver and Scheduler), with acceptance estimated live and th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
 EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
+CATCH_UP_SHARE = 0.005
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
@@ -36,8 +37,9 @@ class Policy:
     `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
     settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
     it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
-    never exceeds `probe_share` of the time so far. Leaving `OFF` costs what the drafter has to catch up on, for all
-    requests that run; probes may spend `catch_up_share` of the rounds that were off on it besides.
+    never exceeds `probe_share` of the time so far. After `OFF` the drafter has to read what it missed. To switch, for
+    all requests that run; to probe, for as few as tell enough, if the engine can tell them apart (`choose`, `missed`).
+    Probes may spend `catch_up_share` of the rounds that were off on it besides.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Policy:
         acceptance: Acceptance | None = None,
         margin: float = 0.01,
         probe_share: float = 0.01,
-        catch_up_share: float = 0.02,
+        catch_up_share: float = CATCH_UP_SHARE,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
         _check(self.candidates, start, margin, {"probe_share": probe_share, "catch_up_share": catch_up_share})
@@ -64,12 +66,13 @@ class Policy:
         self._current = self.candidates.index(start) if start is not None else -1
         self._lag = [0.0] * len(self.candidates)
         self._unseen = 0  # rounds since acceptance was last observed
-        self._catch_up = 0.0  # ms that the drafter would need to read what it missed while off
-        self._gap = 0  # rounds since the drafter last ran: what each running request's drafter has to catch up on
-        self._gap_ms = 0.0  # what these rounds took
+        self.catch_up = 0  # requests, those least behind, whose drafter catches up before the round just chosen
+        self._gap = 0  # rounds since the drafter last ran
+        self._allowance = 0.0  # ms that probes may spend on catching up; earned by rounds that are off
         self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
         self._probe_left = 0
+        self._sample = 0  # requests whose drafts the probe is about
         self._interval, self._wait = FIRST_PROBE, FIRST_PROBE
         self._bills: dict[SpecConfig, list[tuple[float, float]]] = {}  # probe rounds in flight
         self.cost, self.schedule = None, None
@@ -104,39 +107,58 @@ class Policy:
         self._interval = self._wait = FIRST_PROBE
         self._probe_left = 0
 
-    def choose(self, batch: int, context_tokens: int) -> SpecConfig:
-        """The configuration of the next round of `batch` requests that hold `context_tokens` tokens together."""
+    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
+        """The configuration of the next round of `batch` requests that hold `context_tokens` tokens together.
+
+        `missed(n)`: tokens that the drafter has not read, summed over the n requests of which it has read most. An
+        engine that gives it lets the drafter catch up on just those `catch_up` requests before the round; without it,
+        whoever leaves `OFF` reads everything.
+        """
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self._unseen += 1
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
             self._rounds[config] = self._rounds.get(config, 0) + 1
+            self.catch_up = 0 if config.off else batch
             return config
         ms = self._costs(batch, context_tokens)
         rates = [tokens / t for tokens, t in zip(self._tokens, ms, strict=True)]
         best = rates.index(max(rates))
         if self._current < 0:
             self._current = best
-        self._catch_up = self.cost.catch_up_ms * self._gap * batch
-        self._follow(rates, ms, best)
+        gap = self._gap
+
+        def owed(n: int) -> float:
+            """ms that the drafter needs to catch up on n requests."""
+            return self.cost.catch_up_ms * (n * gap if missed is None else missed(n))
+
+        self._follow(rates, ms, best, batch, owed)
         self._budget += EARNED * self.probe_share * ms[self._current]
-        chosen = self._probing(batch, rates, ms)
+        chosen = self._probing(batch, rates, ms, owed, missed is not None)
         config = self.candidates[chosen]
+        drafting = batch if chosen == self._current else min(self._sample, batch)
         if config.off:
-            self._gap, self._gap_ms = self._gap + 1, self._gap_ms + ms[chosen]
+            self._gap += 1
+            self._allowance += self.catch_up_share * ms[chosen]
+            self.catch_up = 0
         else:
-            self._gap, self._gap_ms = 0, 0.0
-            self._caught_up_ms += self._catch_up
+            self._caught_up_ms += owed(drafting)
+            self._gap = 0
+            self.catch_up = drafting
+        tokens = batch + drafting * (self._tokens[chosen] - 1.0)
         self._rounds[config] = self._rounds.get(config, 0) + 1
         self._ms += ms[chosen]
-        self._lost_ms += ms[chosen] * (1.0 - rates[chosen] / rates[best])
-        self._predicted += batch * self._tokens[chosen]
+        self._lost_ms += ms[chosen] - tokens / (batch * rates[best])
+        self._predicted += tokens
         return config
 
-    def observe(self, config: SpecConfig, accepted: Sequence[int]) -> None:
-        """What a round under `config` accepted, per request; an engine that overlaps may report it rounds late."""
-        self._emitted += len(accepted)
+    def observe(self, config: SpecConfig, accepted: Sequence[int], others: int = 0) -> None:
+        """What a round under `config` accepted, per request; an engine that overlaps may report it rounds late.
+
+        `others` ran in the same round with a drafter that had not caught up: their drafts say nothing.
+        """
+        self._emitted += len(accepted) + others
         if config.num_steps == 0 or not accepted:
             return
         histogram = histogram_of(config.num_steps, accepted)
@@ -148,7 +170,7 @@ class Policy:
         self._accepted += drafts
         if self.schedule is None:
             self._tokens = self._expected()
-            self._settle(config, drafts / len(accepted))
+            self._settle(config, drafts / len(accepted), len(accepted) / (len(accepted) + others))
 
     def report(self) -> dict[str, Any]:
         """What was decided since the last report: JSON-ready. `estimated_regret` is by the policy's own figures."""
@@ -217,10 +239,13 @@ class Policy:
         totals = self.acceptance.totals
         return [totals[c.num_steps] for c in self.candidates]
 
-    def _follow(self, rates: list[float], ms: list[float], best: int) -> None:
+    def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, owed: Callable[[int], float]) -> None:
         """Add up what staying loses; switch when it has lost enough."""
         now, lag, mine = self._current, self._lag, rates[self._current]
-        enough = PATIENCE * max(self.margin, 1e-3) + (self.cost.switch_ms + self._catch_up) / ms[now]
+        price = self.cost.switch_ms
+        if best != now and self.candidates[now].off:
+            price += owed(batch)
+        enough = PATIENCE * max(self.margin, 1e-3) + price / ms[now]
         most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
             lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
@@ -232,12 +257,12 @@ class Policy:
             self._interval = self._wait = FIRST_PROBE
             self._switches += 1
 
-    def _probing(self, batch: int, rates: list[float], ms: list[float]) -> int:
+    def _probing(
+        self, batch: int, rates: list[float], ms: list[float], owed: Callable[[int], float], apart: bool
+    ) -> int:
         """The candidate to run: the current one, or a deeper one whose acceptance is unknown."""
         now = self._current
         per_token = 1.0 / rates[now]  # ms that the current configuration takes for one token of each request
-        # The debt grows with every round that is off, however seldom it is paid: rare probes would not be cheaper.
-        catch_up = max(self._catch_up - self.catch_up_share * self._gap_ms, 0.0)
         if self._probe_left == 0:
             self._wait -= 1
             if self._wait > 0:
@@ -246,24 +271,41 @@ class Policy:
             self._probe = self._worth_probing(rates[now], ms)
             if self._probe < 0:
                 return now
-            least = -(-LEAST_DRAWS // batch) * (ms[self._probe] - per_token) + catch_up
-            if least > self._budget:
+            extra = max(ms[self._probe] - per_token, 0.0)
+            self._sample = self._enough_of(batch, extra, owed) if apart and self.candidates[now].off else batch
+            catch_up = max(owed(self._sample) - self._allowance, 0.0)
+            if -(-LEAST_DRAWS // self._sample) * extra + catch_up > self._budget:
                 self._wait = 1  # ask again when more has been earned
                 return now
-            self._probe_left = -(-PROBE_DRAWS // batch)
+            self._probe_left = -(-PROBE_DRAWS // self._sample)
             self._interval = min(2 * self._interval, LAST_PROBE)
         probe = self._probe
+        catch_up = owed(min(self._sample, batch)) if self.candidates[now].off else 0.0
+        allowed = min(catch_up, self._allowance)
         # Nothing accepted: one token each for a whole round.
-        worst = max(ms[probe] - per_token, 0.0) + catch_up
+        worst = max(ms[probe] - per_token, 0.0) + catch_up - allowed
         if worst > self._budget:
             self._probe_left = 0
             return now
         self._probe_left -= 1
         self._budget -= worst
+        self._allowance -= allowed
         self._probe_ms += worst
         self._probes += 1
         self._bills.setdefault(self.candidates[probe], []).append((per_token, ms[probe] / per_token))
         return probe
+
+    def _enough_of(self, batch: int, extra: float, owed: Callable[[int], float]) -> int:
+        """Requests to probe with: as many as the allowance lets catch up, or those that make the probe cheapest.
+
+        Fewer requests catch up sooner, but need more rounds, each with `extra` ms, for the same number of drafts.
+        """
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
+        prices = [owed(n) for n in sizes]
+        totals = [-(-PROBE_DRAWS // n) * extra + price for n, price in zip(sizes, prices, strict=True)]
+        cheapest = totals.index(min(totals))
+        affordable = [i for i, price in enumerate(prices) if price <= self._allowance]
+        return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
 
     def _worth_probing(self, rate: float, ms: list[float]) -> int:
         """The next deeper candidate, if some deeper one would win by accepting as well as the depth above; else -1."""
@@ -276,14 +318,17 @@ class Policy:
                 return deeper[0]
         return -1
 
-    def _settle(self, config: SpecConfig, mean: float) -> None:
-        """A probe was charged as if it accepted nothing: give back what it accepted; look again soon if that pays."""
+    def _settle(self, config: SpecConfig, mean: float, share: float) -> None:
+        """A probe was charged as if it accepted nothing: give back what it accepted; look again soon if that pays.
+
+        `mean` drafts per request that took part, which the `share` of all did.
+        """
         bills = self._bills.get(config)
         if not bills:
             return
         per_token, needed = bills.pop(0)
-        self._budget += per_token * mean
-        self._probe_ms -= per_token * mean
+        self._budget += per_token * mean * share
+        self._probe_ms -= per_token * mean * share
         if 1.0 + mean >= needed:
             self._interval = FIRST_PROBE
             self._wait = min(self._wait, LEAST_DRAWS)

@@ -9,50 +9,126 @@ from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
 
 
 class Feeding(DrafterGap):
-    """Notes what the drafter would be fed, `{request: [(token, hidden), ...]}`."""
+    """Notes what the drafter would be fed, `{request: [(position, token, hidden, next token)]}`; refuses holes."""
 
-    def _extend(self, batch, behind, counts, hidden, tokens):
-        pairs = list(zip(tokens.tolist(), hidden[:, 0].tolist(), strict=True))
-        self.fed, start = {}, 0
-        for i, count in zip(behind, counts, strict=True):
-            self.fed[batch.reqs[i].rid] = pairs[start : start + count]
-            start += count
+    def __init__(self, **options):
+        super().__init__(worker=None, **options)
+        self.fed, self.passes = {}, []
+
+    def _extend(self, batch, parts):
+        self.passes.append(sum(len(tokens) for _, _, _, tokens, _ in parts))
+        assert len({i for i, *_ in parts}) == len(parts)
+        for i, start, hidden, tokens, after in parts:
+            following = [*tokens.tolist()[1:], *after.tolist()]
+            places = range(start, start + len(tokens))
+            rows = zip(places, tokens.tolist(), hidden[:, 0].tolist(), following, strict=True)
+            self.fed.setdefault(batch.reqs[i].rid, []).extend(rows)
+
+    def take(self):
+        fed, self.fed = self.fed, {}
+        return fed
 
 
-def running(*rids):
-    return [SimpleNamespace(rid=rid) for rid in rids]
+class Requests:
+    """Running requests whose token at position p is 1000 * request + p; a hidden state is half its token."""
+
+    def __init__(self, gap, *rids):
+        self.gap, self.length, self.seen = gap, {}, {}
+        self.prefill(*rids)
+
+    def prefill(self, *rids, length=5):
+        for rid in rids:
+            self.length[rid] = self.seen[rid] = length
+        if self.gap.open:
+            self.gap.forget(self.reqs(rids))
+
+    def reqs(self, rids=None):
+        return [SimpleNamespace(rid=rid) for rid in (self.length if rids is None else rids)]
+
+    def tokens(self, rid, start, count):
+        return [1000 * ord(rid) + start + i for i in range(count)]
+
+    def round(self, accepted=None, current=()):
+        """One round: off, or with accepted[request] of 3 tokens, which the drafters of the `current` requests read."""
+        width = 1 if accepted is None else 3
+        rows = [t for rid in self.length for t in self.tokens(rid, self.length[rid], width)]
+        tokens = torch.tensor(rows)
+        counts = None if accepted is None else torch.tensor([accepted[rid] for rid in self.length])
+        self.gap.record(self.reqs(), tokens[:, None] / 2, tokens, counts, [list(self.length).index(r) for r in current])
+        for i, rid in enumerate(self.length):
+            self.length[rid] += 1 if counts is None else int(counts[i])
+            if rid in current:
+                self.seen[rid] = self.length[rid]
+
+    def batch(self):
+        ends = torch.tensor(list(self.length.values()))
+        bonus = torch.tensor([t for rid, n in self.length.items() for t in self.tokens(rid, n, 1)], dtype=torch.int32)
+        spec = SimpleNamespace(bonus_tokens=bonus)
+        return SimpleNamespace(reqs=self.reqs(), seq_lens=ends, seq_lens_cpu=ends, spec_info=spec)
+
+    def missed(self, *rids):
+        """What these should be fed, every position exactly once; they are up to date then."""
+        expected = {}
+        for rid in rids:
+            span = range(self.seen[rid], self.length[rid])
+            if span:
+                tokens = self.tokens(rid, span.start, len(span) + 1)
+                expected[rid] = [(p, t, t / 2, after) for p, t, after in zip(span, tokens, tokens[1:], strict=False)]
+            self.seen[rid] = self.length[rid]
+        return expected
 
 
-def batch(*rids):
-    return SimpleNamespace(reqs=running(*rids), seq_lens=torch.zeros(len(rids)))
-
-
+@pytest.mark.parametrize("most", [7, 8192])
 @pytest.mark.parametrize("every", [1, 3, 100])
-def test_what_each_request_missed_comes_back_in_order(every):
-    """Requests end, join and are prefilled anew between rounds; storing in between changes nothing."""
-    gap, expected = Feeding(worker=None, every=every), {}
-    for round_ in range(20):
-        rids = [rid for rid in "abcd" if not (rid == "a" and round_ > 6) and not (rid == "d" and round_ < 9)]
-        if round_ == 12:
-            gap.forget(running("b"))
-            expected["b"] = []
-        tokens = torch.tensor([100 * round_ + ord(rid) for rid in rids])
-        gap.record(running(*rids), tokens[:, None].float(), tokens)
-        for rid, token in zip(rids, tokens.tolist(), strict=True):
-            expected.setdefault(rid, []).append((token, float(token)))
-    assert gap.rounds == 20
-    gap.close(batch("d", "new", "b", "c"))
-    assert gap.fed == {rid: expected[rid] for rid in "dbc"}
-    assert gap.rounds == 0 and not gap.full
+def test_what_each_request_missed_comes_back_in_order(every, most):
+    """Requests end, join and are prefilled anew between rounds; storing and splitting in between changes nothing."""
+    gap = Feeding(every=every, most=most)
+    requests = Requests(gap, *"abc")
+    for number in range(20):
+        if number == 7:
+            del requests.length["a"]
+        if number == 9:
+            requests.prefill("d")
+        if number == 12:
+            requests.prefill("b", length=9)
+        requests.round()
+    requests.prefill("e")
+    gap.close(requests.batch(), 4)
+    assert gap.take() == requests.missed(*"bcde") and max(gap.passes) <= most
+    assert not gap.open
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_some_catch_up_and_the_others_later_in_full(every):
+    """A probe of the two least behind, which accepts several tokens a round; then off again; then everybody."""
+    gap = Feeding(every=every)
+    requests = Requests(gap, *"abc")
+    for number in range(10):
+        if number == 4:
+            requests.prefill("d")
+        if number == 7:
+            requests.prefill("e")
+        requests.round()
+    assert gap.missed(requests.reqs(), 1) == 3 and gap.missed(requests.reqs(), 2) == 3 + 6
+    assert gap.missed(requests.reqs(), 5) == 3 + 6 + 3 * 10
+    assert gap.close(requests.batch(), 2) == [3, 4]
+    assert gap.take() == requests.missed("d", "e")
+    for accepted in ({"a": 1, "b": 2, "c": 1, "d": 3, "e": 2}, {"a": 3, "b": 1, "c": 1, "d": 1, "e": 1}):
+        requests.round(accepted, current="de")
+        assert gap.close(requests.batch(), 2) == [3, 4] and gap.take() == {}  # the same two are up to date
+    for _ in range(3):
+        requests.round()
+    assert gap.missed(requests.reqs(), 2) == 2 * 3
+    assert gap.close(requests.batch(), 5) is None
+    assert gap.take() == requests.missed(*"abcde") and not gap.open
 
 
 def test_memory_is_bounded_by_those_still_running():
-    gap = Feeding(worker=None, every=4, most_tokens=50)
-    for round_ in range(40):  # every request lives for one round
-        gap.record(running(f"r{round_}"), torch.zeros(1, 2), torch.zeros(1))
-        assert not gap.full
-    for _ in range(50):
-        gap.record(running("long"), torch.zeros(1, 2), torch.zeros(1))
-    assert gap.full
-    gap.close(batch("long"))
-    assert len(gap.fed["long"]) == 50 and not gap.full
+    gap = Feeding(every=4)
+    requests = Requests(gap)
+    for number in range(40):  # every request lives for one round
+        requests.length = {}
+        requests.prefill(chr(ord("A") + number))
+        requests.round()
+    kept = sum(len(tokens) for parts in gap._stored.values() for _, tokens in parts) + len(gap._rounds)
+    assert kept <= 4 and len(gap._since) <= 1 + 4

@@ -141,19 +141,18 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
-    context = sum(r.seqlen for r in batch.reqs)
+    ran = getattr(result, "rlspec_round", None)
+    if ran is None:
+        config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
+        ran = controller.Round(config, sum(r.seqlen for r in batch.reqs), None)
     returned = original(processor, batch, result)
     if batch.reqs:
-        accepted = result.num_correct_drafts_per_req_cpu
-        if accepted is None or batch.spec_algorithm.is_none():
-            config, accepted = OFF, [0] * len(batch.reqs)
-        elif getattr(result, "rlspec_off", False):
-            config = OFF
-        else:
-            config = SpecConfig(result.speculative_num_draft_tokens - 1)
+        accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
+        told = accepted if ran.drafting is None else [accepted[i] for i in ran.drafting]
+        others = len(accepted) - len(told)
         if controller.decider.policy is not None:
-            controller.decider.policy.observe(config, accepted)
-        _rounds.observe(config, context, accepted, last=all(r.finished() for r in batch.reqs))
+            controller.decider.policy.observe(ran.config, told, others)
+        _rounds.observe(ran.config, ran.context_tokens, told, all(r.finished() for r in batch.reqs), others)
     return returned
 
 

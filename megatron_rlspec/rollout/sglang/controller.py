@@ -6,8 +6,12 @@ lengths and accepted counts, never on a local clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from megatron_rlspec.rollout.sglang import plain_round
 from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
@@ -49,10 +53,11 @@ class Decider:
             self._check({config for row in policy.schedule.configs for config in row})
         self.policy, self.stock = policy, None
 
-    def choose(self, batch: int, context_tokens: int) -> SpecConfig:
+    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
+        """The next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.stock:
-            return SpecConfig(self.stock.get_steps_for_batch(batch))
-        return self.policy.choose(batch, context_tokens)
+            return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        return self.policy.choose(batch, context_tokens, missed), self.policy.catch_up
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check({config for row in schedule.configs for config in row})
@@ -76,7 +81,21 @@ class Decider:
             raise ValueError(f"this engine cannot run {', '.join(refused)}; it was launched with {has}")
 
 
+@dataclass(frozen=True)
+class Round:
+    """What one decode round ran; `drafting` lists the requests whose drafter had caught up, None: all of them."""
+
+    config: SpecConfig
+    context_tokens: int
+    drafting: list[int] | None
+
+
 decider: Decider | None = None
+_STUBBED = ("topk_p", "topk_index", "hidden_states")  # what SGLang hands on between rounds, and nobody reads when off
+
+
+def _nothing(_: int) -> int:
+    return 0
 
 
 def controller_class(settings: Settings) -> type:
@@ -92,8 +111,11 @@ def controller_class(settings: Settings) -> type:
             decider.start(self.candidate_steps, worker.speculative_num_steps)
             self._config = SpecConfig(worker.speculative_num_steps)
             self._gap = DrafterGap(worker)
+            self._drafting: list[int] | None = None  # whose drafter has caught up; None: everybody's
             self._batch: Any = None
+            self._context = 0
             self._decided = False  # this round's configuration, before SGLang asked for it
+            self._stub: tuple[torch.Tensor, ...] | None = None
             self._forward = worker.forward_batch_generation
             worker.forward_batch_generation = self._round
             self._extend = worker.draft_worker._draft_extend_for_decode
@@ -105,11 +127,12 @@ def controller_class(settings: Settings) -> type:
             self._decided = False
 
         def _decide(self, batch_size: int) -> None:
-            reqs = self._batch.reqs
+            reqs, gap = self._batch.reqs, self._gap
             if reqs:
-                self._config = decider.choose(batch_size, sum(r.seqlen for r in reqs))
-                if self._gap.rounds and (not self._config.off or self._gap.full):
-                    self._gap.close(self._batch)
+                self._context = sum(r.seqlen for r in reqs)
+                missed = partial(gap.missed, reqs) if gap.open else _nothing
+                self._config, n = decider.choose(batch_size, self._context, missed)
+                self._drafting = gap.close(self._batch, n) if gap.open and not self._config.off else None
             if self._config.num_steps != self.worker.speculative_num_steps:
                 self._activate(self._config.num_steps)
 
@@ -121,27 +144,36 @@ def controller_class(settings: Settings) -> type:
         def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._batch = batch
             if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
-                if self._gap.rounds:
+                if self._gap.open:
                     self._gap.forget(batch.reqs)
                 return self._forward(batch, on_publish, *args, **kwargs)
             self._decide(len(batch.reqs))
-            if not (self._config.off and plain_round.possible(self.worker, batch)):
+            if self._config.off and plain_round.possible(self.worker, batch):
+                result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
+                self._leave_out(batch, result, hidden, tokens)
+            else:
                 self._decided = True
-                return self._forward(batch, on_publish, *args, **kwargs)
-            result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
-            self._leave_out(batch, result, hidden, tokens)
+                result = self._forward(batch, on_publish, *args, **kwargs)
+            result.rlspec_round = Round(self._config, self._context, self._drafting)
             return result
 
         def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
-            if not self._config.off or not batch.reqs:
-                self._extend(batch, result, **kwargs)
-                return
-            self._leave_out(batch, result, result.logits_output.hidden_states, batch.spec_info.draft_token)
+            if batch.reqs and (self._config.off or self._drafting is not None):
+                # CUDA graphs write into the same buffers every round.
+                hidden, tokens = result.logits_output.hidden_states.clone(), batch.spec_info.draft_token.clone()
+                if self._config.off:
+                    self._leave_out(batch, result, hidden, tokens)
+                    return
+                self._gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting)
+            self._extend(batch, result, **kwargs)
 
         def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
             """The drafter skips this round; what it would have read is kept."""
             self._gap.record(batch.reqs, hidden, tokens)
-            self.worker._stub_skipped_draft_extend(batch, result)
-            result.rlspec_off = True
+            if self._stub is None or len(self._stub[0]) != len(batch.reqs):
+                self.worker._stub_skipped_draft_extend(batch, result)
+                self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)
+            for name, value in zip(_STUBBED, self._stub, strict=True):
+                setattr(result.next_draft_input, name, value)
 
     return ScheduleController

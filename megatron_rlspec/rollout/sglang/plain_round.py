@@ -7,7 +7,6 @@ every layer, the walk over the tree, and its bookkeeping.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     tokens = batch.spec_info.bonus_tokens
-    part = copy.copy(batch)  # Shallow: the scheduler goes on with what the verify path would have left.
+    part = object.__new__(type(batch))  # A shallow copy: the scheduler goes on with what the verify path would leave.
+    vars(part).update(vars(batch))
     part.forward_mode, part.spec_info = ForwardMode.DECODE, None
     part.input_ids = tokens.to(torch.int64)
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens].to(torch.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_rlspec.types import RoundStats, SpecConfig
@@ -25,23 +25,26 @@ class RoundLog:
         """Something else than a decode round ran, or nothing did."""
         self._last_end = None
 
-    def observe(self, config: SpecConfig, context_tokens: int, accepted: Sequence[int], last: bool) -> float | None:
+    def observe(
+        self, config: SpecConfig, context_tokens: int, accepted: Sequence[int], last: bool, others: int = 0
+    ) -> float | None:
         """A round ended in which the i-th request accepted accepted[i] drafts; `last` if no request goes on.
 
-        Returns its duration in ms, if it has one.
+        `others` took part with drafts that say nothing. Returns its duration in ms, if it has one.
         """
         now = time.perf_counter()
         ms = None if self._last_end is None else 1000 * (now - self._last_end)
         self._last_end = None if last else now
-        self._singly.append((config, len(accepted), context_tokens, ms))
-        total = self._sums.setdefault((config, len(accepted)), _Sum())
+        batch = len(accepted) + others
+        self._singly.append((config, batch, context_tokens, ms))
+        total = self._sums.setdefault((config, batch), _Sum())
         if ms is not None:
             total.rounds += 1
             total.ms += ms
             total.context_tokens += context_tokens
-        for count in accepted:
+        for count, requests in Counter(accepted).items():
             total.accepted.extend([0] * (count + 1 - len(total.accepted)))
-            total.accepted[count] += 1
+            total.accepted[count] += requests
         return ms
 
     def drain_singly(self) -> list[tuple[SpecConfig, int, int, float | None]]:
