@@ -23,7 +23,8 @@ PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
 EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
-CATCH_UP_SHARE = 0.005
+CATCH_UP_SHARE = 0.001
+DEBT = 0.15  # of what all must catch up on that staying off has to lose before drafting starts: it is paid only once
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
@@ -244,7 +245,7 @@ class Policy:
         now, lag, mine = self._current, self._lag, rates[self._current]
         price = self.cost.switch_ms
         if best != now and self.candidates[now].off:
-            price += owed(batch)
+            price += DEBT * owed(batch)
         enough = PATIENCE * max(self.margin, 1e-3) + price / ms[now]
         most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
