@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.spec.cost_table import CostTable
+from megatron_rlspec.spec.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import HealthSettings
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -175,6 +176,14 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
     assert random < 1.3 and trained > 2
 
 
+def half_wrong_drafter() -> dict[str, torch.Tensor]:
+    """An agreeing drafter made half wrong, by its hidden states and by what it attends to."""
+    drafter, layer = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]), "model.mtp_layers.0."
+    drafter[f"{layer}input_proj.weight"][:, :64] = WEIGHTS[f"{layer}input_proj.weight"][:, :64]
+    drafter[f"{layer}self_attn.o_proj.weight"] = 5 * WEIGHTS[f"{layer}self_attn.o_proj.weight"]
+    return drafter
+
+
 def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
     """Drafting after a stretch of off is drafting after as long a stretch of step 0, which keeps the drafter current.
 
@@ -182,16 +191,12 @@ def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
     The drafter attends to its cache, and the stretch is longer than what one catching up may leave open.
     """
     engine = engines["adaptive"]
-    drafter = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
-    # An agreeing drafter made half wrong, by its hidden states and by what it attends to.
-    drafter["model.mtp_layers.0.input_proj.weight"][:, :64] = WEIGHTS["model.mtp_layers.0.input_proj.weight"][:, :64]
-    drafter["model.mtp_layers.0.self_attn.o_proj.weight"] = 5 * WEIGHTS["model.mtp_layers.0.self_attn.o_proj.weight"]
     prompts = [np.arange(10, 14), np.arange(20, 60), np.arange(5, 12)]
     asked = [Request(f"off-{i}.", Prompt(i, tokens), seed=i) for i, tokens in enumerate(prompts)]
     sampling = Sampling(temperature=0.3, max_new_tokens=220, ignore_eos=True)
     accepted = {}
     try:
-        engine.update_weights(1, drafter.items())
+        engine.update_weights(1, half_wrong_drafter().items())
         for resting in (SpecConfig(0), OFF):
             then = SpecSchedule((1,), (0, 3 * 150 + 51), ((resting, SpecConfig(3)),))
             engine.set_schedule(then)
@@ -203,6 +208,54 @@ def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
     assert accepted[OFF] == accepted[SpecConfig(0)]
     drafted = np.sum([np.pad(a, (0, 4 - len(a))) for a in accepted[OFF]], axis=0)
     assert min(drafted[0] - 3 * 150, drafted[1:].sum()) > 10, drafted  # accepting neither nothing nor everything
+
+
+def rounds_of(sample: Sample) -> dict[int, int]:
+    """{place in the response at which a round starts: drafts that it accepted}, of the last 100 tokens."""
+    drafted, found, start = np.zeros(len(sample.response), bool), {}, 1
+    for a, b in sample.accepted_spans:
+        drafted[a:b] = True
+    for place in np.flatnonzero(~drafted).tolist():
+        if start >= len(drafted) - 100:
+            found[start] = place - start
+        start = place + 1
+    return found
+
+
+def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[str, SGLangEngine]) -> None:
+    """While off, 8 of 12 requests' drafters catch up now and then; the others draft at random in those rounds.
+
+    By this policy's costs drafting pays once contexts are long. From there on each round accepts what it accepts where
+    the drafter was never off, wherever both start a round at the same token: nothing is missing from its cache.
+    """
+    engine = engines["adaptive"]
+    asked, sampling = requests(12, "some"), Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
+    computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 1000, drafter=0.1)
+    policy = {"candidates": [[0, 0, 0], [3, 1, 4]], "start": [0, 0, 0], "roofline": computing.to_json()}
+    try:
+        engine.update_weights(1, half_wrong_drafter().items())
+        engine.set_schedule(k(3))
+        always = list(engine.generate(asked, sampling))
+        engine.set_policy(policy | {"probe_share": 0.2})
+        engine.stats()
+        sometimes = list(engine.generate(asked, sampling))
+        stats, report = engine.stats(), engine.policy_report()
+    finally:
+        engine.set_schedule(k(3))
+        engine.update_weights(0, WEIGHTS.items())
+    assert texts(always) == texts(sometimes)
+    # Rounds of the whole batch: each of the probes counts the drafts of 8 requests only.
+    [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
+    print(report, whole)
+    uncounted = whole.rounds * len(asked) - sum(whole.accepted)
+    assert report["probes"] > 3 and uncounted == 4 * report["probes"]
+    both = [
+        (before[start], after[start])
+        for before, after in zip(map(rounds_of, always), map(rounds_of, sometimes), strict=True)
+        for start in set(before) & set(after)
+    ]
+    assert all(a == b for a, b in both), [pair for pair in both if pair[0] != pair[1]]
+    assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
 
 
 def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:
