@@ -108,8 +108,9 @@ class SpecSection(Section):
         128.0, gt=0, description="without a table: tokens a pass computes while it reads the weights; hardware sets it"
     )
     switching_margin: float = Field(0.01, ge=0, description="a gain of this share that lasts 16 rounds makes a switch")
-    probe_share: float = Field(
-        0.01, ge=0, le=0.2, description="bound on probing's share of time, beside 2 % for catching up after off"
+    probe_share: float = Field(0.01, ge=0, le=0.2, description="bound on probing's share of time")
+    catch_up_share: float = Field(
+        0.001, ge=0, le=0.2, description="of the time off, what probes may spend besides on the drafter's catching up"
     )
 
     @model_validator(mode="after")

@@ -28,6 +28,7 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.spec.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.spec.prior import Prior
 from megatron_rlspec.types import (
     Group,
     Prompt,
@@ -61,6 +62,7 @@ class Rollouts:
             spec.ridge_tokens,
             spec.switching_margin,
             spec.probe_share,
+            spec.catch_up_share,
         )
         rollout = config.rollout
         self.forecast = Forecast(max(*spec.candidate_steps, spec.num_steps, 1))
@@ -95,6 +97,8 @@ class Rollouts:
             self.forecast = Forecast.from_json(resumed["forecast"])
         if "acceptance" in resumed:
             self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
+        if resumed.get("prior"):
+            self.adapter.prior = Prior.from_json(resumed["prior"])
         if self.config.spec.mode == "adaptive":
             self.engines.everywhere(lambda engine: engine.set_policy(self.adapter.policy()))
 
@@ -131,7 +135,12 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside `pending`."""
-        return {"acceptance": self.adapter.acceptance.to_json(), "forecast": self.forecast.to_json()}
+        adapter = self.adapter
+        return {
+            "acceptance": adapter.acceptance.to_json(),
+            "prior": adapter.prior.to_json(),
+            "forecast": self.forecast.to_json(),
+        }
 
     def pending(self) -> list[Group]:
         """The settled rollout that the next step will train on; weights that could draw it again are gone."""
@@ -294,6 +303,8 @@ class Rollouts:
                 message = f"{names[id(engine)]}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=names[id(engine)], found=[finding.detector])
         found = self.adapter.observe(seen, reports) | self.forecast.score(seen) | self.forecast.expect(prediction)
+        if adaptive:
+            found |= self.adapter.expect(self.forecast.rates())
         write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
         return found
 

@@ -337,6 +337,10 @@ class Forecast:
         rates = {k: self.calibration.apply(prediction.rates(k)) for k in prediction.steps}
         return {f"predict/next_tokens_k{k}": expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
 
+    def rates(self) -> list[float] | None:
+        """Calibrated a_1.. of the rollout that is waited for, at the deepest predicted step count."""
+        return None if self.pending is None else self.calibration.apply(self.pending.rates())
+
     def to_json(self) -> dict[str, Any]:
         waiting = self.pending
         return {

@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.spec.cost_table import CostTable
+from megatron_rlspec.spec.policy import CATCH_UP_SHARE
+from megatron_rlspec.spec.prior import Prior
 from megatron_rlspec.spec.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
 
@@ -16,7 +18,7 @@ LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
 
 
 class Adapter:
-    """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, so that a resumed run knows it.
+    """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, `expect` says what comes next.
 
     cost_table     path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
     target_layers  of the model, for that rule; and `ridge_tokens`, of the machine
@@ -30,6 +32,7 @@ class Adapter:
         ridge_tokens: float,
         margin: float,
         probe_share: float,
+        catch_up_share: float = CATCH_UP_SHARE,
     ) -> None:
         if cost_table:
             CostTable.load(Path(cost_table))  # a table that cannot be used is told before engines have started
@@ -38,12 +41,13 @@ class Adapter:
             if cost_table
             else {"roofline": Roofline.of_layers(target_layers, ridge_tokens=ridge_tokens).to_json()}
         )
-        self.margin, self.probe_share = margin, probe_share
+        self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.acceptance = Acceptance(max(*candidate_steps, 1))
+        self.prior = Prior()
+        self._believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
 
     def policy(self) -> dict[str, Any]:
-        learnt = {"acceptance": self.acceptance.to_json()}
-        return self.cost | learnt | {"margin": self.margin, "probe_share": self.probe_share}
+        return self.cost | self.settings | {"acceptance": (self._believed or self.acceptance).to_json()}
 
     def expected(self) -> dict[SpecConfig, float]:
         """Accept length of every chain all of whose depths were seen often enough lately to expect it again."""
@@ -51,8 +55,27 @@ class Adapter:
         deep = known.index(False) if False in known else len(known)
         return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deep + 1)}
 
+    def expect(self, forecast: Sequence[float] | None) -> dict[str, float]:
+        """Forecast rates a_1.. of the next rollout, None if there are none: what `policy()` says of acceptance.
+
+        Returns what the records keep: the forecast's share in it, and the drafts that it counts for.
+        """
+        self._believed = None
+        if forecast is None:
+            self.prior.pending = None
+            return {}
+        known = self.acceptance.draws[0] >= LEAST_DRAWS
+        rates, draws = self.prior.believe(self.acceptance.rates, forecast, known)
+        self._believed = Acceptance.from_json(self.acceptance.to_json())
+        self._believed.predict(rates, draws)
+        return {"spec/prior_forecast_share": self.prior.share() if known else 1.0, "spec/prior_draws": draws} | {
+            f"spec/prior_{d}": rate for d, rate in enumerate(self._believed.rates, 1)
+        }
+
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
+        self.prior.score(stats)
+        self._believed = None
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds

@@ -258,6 +258,19 @@ def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[s
     assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
 
 
+def test_a_table_without_step_0_decides(engines: dict[str, SGLangEngine]) -> None:
+    """The engine could keep its drafter current while it drafts nothing; what is not priced is not chosen."""
+    engine = engines["adaptive"]
+    table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
+    try:
+        engine.set_policy({"table": str(table)})
+        engine.stats()
+        list(engine.generate(requests(4, "priced"), SAMPLINGS["greedy"]))
+        assert SpecConfig(0) not in {s.config for s in engine.stats()} and engine.policy_report()["predicted_ms"] > 0
+    finally:
+        engine.set_schedule(k(3))
+
+
 def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}

@@ -76,14 +76,19 @@ def test_without_a_probe_budget_off_is_for_good():
     assert engine.run(60)[-1].num_steps >= 3
 
 
-def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
-    """Beyond `catch_up_share` of the rounds that were off it counts as probing; beyond both there are no probes."""
+def owing(share):
+    """A policy of this cost, by a table in which the drafter reads what one round missed in `share` of the round."""
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
-    round_ms, probes = table.ms(OFF, 64, 64 * 512), []
-    for share in (0.0, 0.018, 0.024, 0.04):  # of an off round, for the tokens of one round
-        cost = CostTable(provenance, table.rounds, catch_up_ms=share * round_ms / 64)
-        engine = Engine(Policy(CANDIDATES, cost), rates=(0.0,) * 5)
+    round_ms = table.ms(OFF, 64, 64 * 512)
+    return CostTable(provenance, table.rounds, catch_up_ms=share * round_ms / 64)
+
+
+def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
+    """Beyond `catch_up_share` of the rounds that were off it counts as probing; beyond both there are no probes."""
+    probes = []
+    for share in (0.0, 0.018, 0.024, 0.04):
+        engine = Engine(Policy(CANDIDATES, owing(share), catch_up_share=0.02), rates=(0.0,) * 5)
         engine.run(100, batch=64)
         engine.policy.report()
         engine.run(4000, batch=64)
@@ -92,6 +97,38 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
         assert report["catch_up_share"] <= min(share, 0.03)
         probes.append(report["probes"])
     assert 20 < probes[1] == probes[0] and 0 < probes[2] <= probes[0] and probes[3] == 0
+
+
+def test_a_probe_asks_of_few_what_they_missed_and_a_switch_of_all():
+    """64 requests, of which an engine says how far behind each is. What the others draft is not counted."""
+    policy, behind, rng = Policy(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
+
+    def missed(n):
+        return int(np.sort(behind)[:n].sum())
+
+    def run(rounds, rate):
+        asked, read, chosen = [], 0, []
+        for _ in range(rounds):
+            config, order = policy.choose(64, 64 * 512, missed), np.argsort(behind, kind="stable")
+            n = policy.catch_up
+            read += missed(n)
+            behind[order[:n]], behind[order[n:]] = 0, behind[order[n:]] + 1
+            accepted = np.cumprod(rng.random((n, config.num_steps)) < rate, axis=1).sum(axis=1).tolist()
+            policy.observe(config, accepted, 64 - n)
+            asked += [n] if n else []
+            chosen.append(config)
+        return asked, read, chosen
+
+    run(100, 0.0)
+    policy.report()
+    asked, read, _ = run(4000, 0.0)
+    report = policy.report()
+    assert len(asked) == report["probes"] > 20 and max(asked) < 64
+    assert report["probe_share"] <= 0.01 and report["emitted_tokens"] == 64 * 4000
+    assert read < 0.08 * 64 * 4000 and report["catch_up_share"] <= 0.04 * 0.08
+    asked, _, chosen = run(400, 0.9)
+    assert chosen[-1].num_steps >= 3 and asked[-1] == 64 and not behind.any()
+    assert policy.acceptance.rates[0] == pytest.approx(0.9, abs=0.05)
 
 
 def test_nothing_is_probed_where_even_perfect_drafts_would_lose():

@@ -16,6 +16,7 @@ import torch
 from megatron_rlspec.rollout.sglang import plain_round
 from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -46,8 +47,8 @@ class Decider:
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
-        everything = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        policy = Policy.from_json({"candidates": everything, **data})
+        candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self._priced(data.get("table"))]
+        policy = Policy.from_json({"candidates": candidates, **data})
         self._check(policy.candidates)
         if policy.schedule is not None:
             self._check({config for row in policy.schedule.configs for config in row})
@@ -64,6 +65,14 @@ class Decider:
         if self.policy is not None:
             self.policy.update(schedule=schedule)
             self.stock = None
+
+    def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
+        """All candidates, but step 0 only if its cost is known: `OFF` does the same for less."""
+        if table is None:
+            return self.candidates
+        measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
+        known = measured.configs()
+        return [c for c in self.candidates if c != SpecConfig(0) or c in known]
 
     def _stock_rule(self) -> Any:
         """With the steps per batch size that SGLang has built in."""
