@@ -39,30 +39,14 @@ class Engine(SGLangEngine):
 
     def version(self) -> str:
         """The weight version that SGLang names. Raises EngineError."""
-        return str(self._own("GET", "model_info").json()["weight_version"])
-
-    def begin_update(self) -> None:
-        """Open the session in which SGLang takes weights from 0.5.23 on, and which slime does not open."""
-        answer = self._own("POST", "begin_weight_update", 400, 404)
-        if answer.status_code == 400:  # left open by an update that failed
-            self.end_update()
-            self._own("POST", "begin_weight_update")
-
-    def end_update(self) -> None:
-        self._own("POST", "end_weight_update", 404)
-
-    def _own(self, method: str, path: str, *allowed: int) -> requests.Response:
-        """A route of SGLang's own. Raises EngineError for a status that is neither 200 nor allowed."""
         with requests.Session() as session:
             session.trust_env = False
-            body = {"json": {}} if method == "POST" else {}
             try:
-                answer = session.request(method, f"{self.url}/{path}", headers=self._headers, timeout=_SECONDS, **body)
+                answer = session.get(f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS)
+                answer.raise_for_status()
             except requests.RequestException as error:
-                raise EngineError(f"{self.url}: {path} failed: {error}") from None
-        if answer.status_code not in (200, *allowed):
-            raise EngineError(f"{self.url}: {path} refused ({answer.status_code}): {answer.text[:500]}")
-        return answer
+                raise EngineError(f"{self.url}: model_info failed: {error}") from None
+        return str(answer.json()["weight_version"])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.update_weight.update_weight_from_tensor impor
 from slime.utils.distributed_utils import get_gloo_group
 
 from megatron_rlspec.integrations import slime_state
-from megatron_rlspec.integrations.slime_engines import Engine, after_push, drafter_names
+from megatron_rlspec.integrations.slime_engines import after_push, drafter_names
 from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.health import HealthError
 
@@ -42,10 +42,10 @@ def wrap(args: Namespace) -> None:
         from_disk.UpdateWeightFromDisk.update_weights = _announced(from_disk.UpdateWeightFromDisk.update_weights)
     elif args.colocate:
         UpdateWeightFromTensor._send_hf_params = _heard(UpdateWeightFromTensor._send_hf_params)
-        UpdateWeightFromTensor.update_weights = checked(_in_session(UpdateWeightFromTensor.update_weights))
+        UpdateWeightFromTensor.update_weights = checked(UpdateWeightFromTensor.update_weights)
     else:
         UpdateWeightFromDistributed._on_chunk = _heard(UpdateWeightFromDistributed._on_chunk)
-        UpdateWeightFromDistributed.update_weights = checked(_in_session(UpdateWeightFromDistributed.update_weights))
+        UpdateWeightFromDistributed.update_weights = checked(UpdateWeightFromDistributed.update_weights)
 
 
 def checked(update_weights: Callable) -> Callable:
@@ -89,24 +89,6 @@ def checked(update_weights: Callable) -> Callable:
         updater.update_weight_metrics.update(order["metrics"])
         if order["error"]:
             raise HealthError(order["error"])
-
-    return wrapped
-
-
-def _in_session(update_weights: Callable) -> Callable:
-    """As SGLang wants it from 0.5.23 on: tensors are taken between a beginning and an end only."""
-
-    @functools.wraps(update_weights)
-    def wrapped(updater: Any) -> None:
-        engines = [] if dist.get_rank() else [Engine(url, _key(updater)) for url in _urls(updater)]
-        for engine in engines:
-            engine.begin_update()
-        dist.barrier(group=get_gloo_group())
-        try:
-            update_weights(updater)
-        finally:
-            for engine in engines:
-                engine.end_update()
 
     return wrapped
 

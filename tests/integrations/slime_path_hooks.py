@@ -54,6 +54,8 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         "reward": sum(s.reward for s in samples) / len(samples),
         "samples": len(samples),
         "tokens": sum(s.response_length for s in samples),
+        "rounds": sum(sum(s.spec_info.histogram) for s in samples),
+        "drafts": sum(i * n for s in samples for i, n in enumerate(s.spec_info.histogram)),
         "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
         "engines": [
             {name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines

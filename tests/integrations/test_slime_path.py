@@ -145,3 +145,21 @@ def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run
     switches = [tuple(map(int, pair)) for pair in re.findall(r"runtime state: steps (\d+) -> (\d+)", log)]
     assert any(before == 0 for before, _ in switches) and any(after == 0 for _, after in switches)
     assert any(after == 3 for _, after in switches)
+
+
+@both
+def test_engines_are_checked_and_taught_and_slime_logs_it(run, options):
+    """After each push (of one through the disk, before the rollout that follows), and after each rollout."""
+    folder, rollouts, logged, _ = run(*options)
+    ahead = int(options is ASYNCHRONOUS)
+    for row in rollouts:
+        found = logged["rollout", row["rollout"]]
+        assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"]
+        assert found["health/deaf_engines"] == 0 and found["rollout/spec_rounds"] > 0
+        assert sum(v for name, v in found.items() if name.startswith("rollout/spec_share")) == pytest.approx(1)
+        assert ("predict/next_tokens_k3" in found) == (row["rollout"] > ahead)
+    checks = [found for found in logged.values() if "health/incidents" in found]
+    assert len(checks) == len(rollouts)
+    assert all(c["health/incidents"] == c["health/unchecked_engines"] == 0 for c in checks)
+    learnt = folder / f"save/iter_{rollouts[-1]['rollout']:07d}/rlspec-drafter/rollouts.json"
+    assert json.loads(learnt.read_text())["acceptance"]["draws"][0] > 0
