@@ -78,6 +78,7 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
 }
 # What the hooks replace and call.
+_SLIMES_UPDATES = "slime.backends.megatron_utils.update_weight.update_weight"
 SLIME: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.data.get_batch": ("data_iterator", "keys", "pad_multiplier", "allgather_cp"),
     "slime.backends.megatron_utils.model.train_one_step": ("args", "rollout_id", "step_id", "model", "optimizer"),
@@ -87,6 +88,14 @@ SLIME: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.model_provider.get_model_provider_func": ("args", "role"),
     "slime.utils.types.Sample.SpecInfo.add": ("meta_info",),
     "slime.observability.logging_utils.log": ("args",),
+    "slime.observability.metric_utils.compute_rollout_step": ("args", "rollout_id"),
+    f"{_SLIMES_UPDATES}_from_tensor.UpdateWeightFromTensor.update_weights": (),
+    f"{_SLIMES_UPDATES}_from_tensor.UpdateWeightFromTensor._send_hf_params": ("hf_named_tensors",),
+    f"{_SLIMES_UPDATES}_from_distributed.UpdateWeightFromDistributed.update_weights": (),
+    f"{_SLIMES_UPDATES}_from_distributed.UpdateWeightFromDistributed._on_chunk": ("hf_chunk",),
+    f"{_SLIMES_UPDATES}_from_disk.UpdateWeightFromDisk.update_weights": (),
+    f"{_SLIMES_UPDATES}_from_disk_delta.UpdateWeightFromDiskDelta._iter_hf_tensors": (),
+    f"{_SLIMES_UPDATES.rpartition('.')[0]}.hf_weight_iterator_direct.HfWeightIteratorDirect.get_hf_weight_chunks": (),
 }
 
 
