@@ -113,7 +113,8 @@ def plan(
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
     # `num_steps` holds until the first rollout has taught something.
-    settings = {"verifier": "target_only", "policy": policy(cost_table, steps) if cost_table else None}
+    chosen = policy(cost_table, steps) if cost_table else None
+    settings = {"verifier": "target_only", "policy": chosen, "deliveries": True}
     out.environment["RLSPEC_SGLANG"] = json.dumps(settings)
     return out
 

@@ -22,7 +22,7 @@ import requests
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollout.sglang.client import RefusedError, SGLangEngine
 from megatron_rlspec.weights.detectors import Action, Finding, decide
-from megatron_rlspec.weights.fingerprint import compare
+from megatron_rlspec.weights.fingerprint import Difference, compare
 from megatron_rlspec.weights.health import HealthError
 from megatron_rlspec.weights.names import family_of
 
@@ -51,16 +51,21 @@ class Engine(SGLangEngine):
 
 @dataclass(frozen=True)
 class PushHealth:
-    """What became of each engine, by URL. `unchecked`: engines that cannot tell what they hold, and why not."""
+    """What became of each engine, by URL.
+
+    `by_delivery`: engines that cannot tell what they hold, but what their loaders were given; `unchecked`: neither.
+    """
 
     actions: Mapping[str, Action]
     records: tuple[dict[str, Any], ...]
-    unchecked: Mapping[str, str]
+    by_delivery: frozenset[str]
+    unchecked: frozenset[str]
 
     def metrics(self) -> dict[str, float]:
         return {
             "health/incidents": float(len(self.records)),
             "health/plain_engines": float(sum(action == "plain" for action in self.actions.values())),
+            "health/engines_by_delivery": float(len(self.by_delivery)),
             "health/unchecked_engines": float(len(self.unchecked)),
         }
 
@@ -72,8 +77,12 @@ def after_push(
     is_drafter: Callable[[str], bool],
     push_again: Callable[[], Marks] | None = None,
     api_key: str = "",
+    quantised: bool = False,
 ) -> PushHealth:
     """Every engine must name `version` and hold exactly what was `sent`; one that does not is pushed to once more.
+
+    Where an engine cannot tell what it holds (drafters of families that `served_weights.py` has no names for,
+    `quantised` weights, which engines pack anew), the loaders of both models must have been given what was sent.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None where nobody
     can. Until it has helped, the engine's speculation is held off; if it does not help and only the drafter is in
@@ -81,8 +90,8 @@ def after_push(
     target is in doubt: no such engine may draw what is trained on.
     """
     engines = {url: Engine(url, api_key) for url in urls}
-    unchecked: dict[str, str] = {}
-    first = _examine(engines, sent, version, is_drafter, unchecked)
+    examined = _Examination(version, is_drafter, quantised)
+    first = examined.findings(engines, sent)
     doubted = [url for url, findings in first.items() if decide(findings, None) == "push_again"]
     second: dict[str, list[Finding]] = {}
     if doubted:
@@ -90,7 +99,7 @@ def after_push(
             hold(engines[url], first[url])
         if push_again is not None:
             sent = push_again()
-            second = _examine(engines, sent, version, is_drafter, unchecked)
+            second = examined.findings(engines, sent)
         else:
             second = first
     # An engine that was healthy was pushed to as well, and is judged by what it holds now.
@@ -105,9 +114,9 @@ def after_push(
     for url, action in actions.items():
         if action == "plain" and url not in doubted:
             hold(engines[url], second[url])
-        elif action == "speculate" and url not in unchecked:
+        elif action == "speculate" and url not in examined.unchecked:
             release(engines[url])
-    return PushHealth(actions, records, unchecked)
+    return PushHealth(actions, records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
 
 
 @cache
@@ -142,35 +151,52 @@ def _record(
     }
 
 
-def _examine(
-    engines: Mapping[str, Engine],
-    sent: Marks,
-    version: int,
-    is_drafter: Callable[[str], bool],
-    unchecked: dict[str, str],
-) -> dict[str, list[Finding]]:
-    def findings(url: str) -> list[Finding]:
-        engine = engines[url]
+class _Examination:
+    """What engines say after a push, once or twice."""
+
+    def __init__(self, version: int, is_drafter: Callable[[str], bool], quantised: bool) -> None:
+        self.version, self.is_drafter, self.quantised = version, is_drafter, quantised
+        self.by_delivery: set[str] = set()
+        self.unchecked: set[str] = set()
+
+    def findings(self, engines: Mapping[str, Engine], sent: Marks) -> dict[str, list[Finding]]:
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
+            found = threads.map(lambda engine: self._of_one(engine, sent), engines.values())
+            return dict(zip(engines, found, strict=True))
+
+    def _of_one(self, engine: Engine, sent: Marks) -> list[Finding]:
         try:
-            held, named = engine.fingerprints(), engine.version()
-        except RefusedError as error:
-            if url not in unchecked:
-                logger.warning("rlspec: what this engine holds cannot be checked: %s", error)
-            unchecked[url] = str(error)
-            return []
+            difference, named = self._difference(engine, sent), engine.version()
         except EngineError as error:
             return [Finding("session", str(error), target=True)]
+        if difference is None:
+            return []
         found = []
-        if named != str(version):
-            found.append(Finding("stamp", f"names version {named or 'none'}, expected {version}", target=True))
-        difference = compare(sent, held)
+        if named != str(self.version):
+            found.append(Finding("stamp", f"names version {named or 'none'}, expected {self.version}", target=True))
         if not difference.empty:
-            target = not all(map(is_drafter, difference.names))
+            target = not all(map(self.is_drafter, difference.names))
             found.append(Finding("fingerprint", str(difference), target))
         return found
 
-    with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        return dict(zip(engines, threads.map(findings, engines), strict=True))
+    def _difference(self, engine: Engine, sent: Marks) -> Difference | None:
+        """None where the engine tells neither what it holds nor what it was given."""
+        if not self.quantised and engine.url not in self.by_delivery:
+            try:
+                return compare(sent, engine.fingerprints())
+            except RefusedError as error:
+                logger.info("rlspec: by delivery only: %s", error)
+        try:
+            given = engine.delivered()
+        except RefusedError as error:
+            if engine.url not in self.unchecked:
+                logger.warning("rlspec: what this engine holds cannot be checked: %s", error)
+            self.unchecked.add(engine.url)
+            return None
+        self.by_delivery.add(engine.url)
+        # Each loader is given everything and takes what is its own.
+        needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
+        return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})
 
 
 def hold(engine: Engine, findings: Sequence[Finding]) -> None:

@@ -73,11 +73,16 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
         told = slime_state.read_sent(args)
         if told is not None and told["version"] != _checked_version:
-            _found.update(
-                after_push(
-                    urls, told["sent"], told["version"], drafter_names(args.hf_checkpoint), None, _key(args)
-                ).metrics()
+            config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+            health = after_push(
+                urls,
+                told["sent"],
+                told["version"],
+                drafter_names(args.hf_checkpoint),
+                api_key=_key(args),
+                quantised="quantization_config" in config,
             )
+            _found.update(health.metrics())
             _checked_version = told["version"]
     if _speculation is None and urls:
         _speculation = speculation(args, urls)

@@ -36,7 +36,7 @@ def wrap(args: Namespace) -> None:
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
 
         UpdateWeightFromDiskDelta._iter_hf_tensors = _heard_singly(UpdateWeightFromDiskDelta._iter_hf_tensors)
-        UpdateWeightFromDiskDelta.update_weights = checked(UpdateWeightFromDiskDelta.update_weights)
+        UpdateWeightFromDiskDelta.update_weights = checked(UpdateWeightFromDiskDelta.update_weights, repeatable=False)
     elif args.update_weight_transport == "disk":
         HfWeightIteratorDirect.get_hf_weight_chunks = _heard_in_chunks(HfWeightIteratorDirect.get_hf_weight_chunks)
         from_disk.UpdateWeightFromDisk.update_weights = _announced(from_disk.UpdateWeightFromDisk.update_weights)
@@ -48,17 +48,17 @@ def wrap(args: Namespace) -> None:
         UpdateWeightFromDistributed.update_weights = checked(UpdateWeightFromDistributed.update_weights)
 
 
-def checked(update_weights: Callable) -> Callable:
-    """slime's `update_weights`, followed by the contract; raises HealthError on every rank or on none."""
+def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
+    """slime's `update_weights`, followed by the contract; raises HealthError on every rank or on none.
+
+    `repeatable`: a second call sends the same again, which a stream of deltas does not.
+    """
 
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
         before = updater.weight_version
         sent = _push(update_weights, updater)
         if updater.weight_version == before:  # a delta stream's first call takes a snapshot and sends nothing
-            return
-        if updater.quantization_config:  # engines pack such weights anew, and hold no bits that were sent
-            updater.update_weight_metrics["health/unchecked_engines"] = float(len(_engines(updater)))
             return
         if dist.get_rank():
             while (order := _order(None))["push"]:
@@ -78,8 +78,9 @@ def checked(update_weights: Callable) -> Callable:
                     sent,
                     updater.weight_version,
                     drafter_names(updater.args.hf_checkpoint),
-                    push_again,
+                    push_again if repeatable else None,
                     _key(updater),
+                    quantised=bool(updater.quantization_config),
                 )
                 order.update(metrics=health.metrics(), error="")
             except HealthError as error:

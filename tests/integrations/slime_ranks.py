@@ -347,8 +347,9 @@ def get(calls):
 def pushed(folder, ranks, way, port):
     """slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
 
-    way: `tensor` (colocated) or `distributed` (NCCL, here gloo). Layer norms have names of their own in our layers, not
-    those of Transformer Engine that slime's converter knows.
+    way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but said to be quantised,
+    so that only what loaders were given can be compared. Layer norms have names of their own in our layers, not those
+    of Transformer Engine that slime's converter knows.
     """
     from megatron_rlspec.rollout.sglang import cpu_stand_ins
 
@@ -388,7 +389,7 @@ def pushed(folder, ranks, way, port):
 
         return wrapped
 
-    args.colocate = way == "tensor"
+    args.colocate = way != "distributed"
     if args.colocate:
         updater_class, module, sender, at = (
             update_weight_from_tensor.UpdateWeightFromTensor,
@@ -407,6 +408,7 @@ def pushed(folder, ranks, way, port):
     slime_push.wrap(args)
     weights = dict(named_params_and_buffers(args, model))
     updater = updater_class(args, model, lambda: weights, model_name="mimo", quantization_config=None)
+    updater.quantization_config = {"quant_method": "none"} if way == "delivered" else None
     lock = SimpleNamespace(
         acquire=SimpleNamespace(remote=lambda: Handle.threads.submit(bool, 1)),
         release=SimpleNamespace(remote=lambda: Handle.threads.submit(bool)),

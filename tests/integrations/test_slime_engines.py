@@ -23,11 +23,11 @@ def engine(tmp_path_factory):
     room = tmp_path_factory.mktemp("engine")
     config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
     model = tiny_mimo.write(room / "model", config, tiny_mimo.weights(config))
-    port = launcher._free_port()
+    port, plugin = launcher._free_port(), {"verifier": "target_only", "deliveries": True}
     with open(room / "log", "w+") as log:
         process = subprocess.Popen(
             [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port)],
-            env=environment() | {"RLSPEC_SGLANG": json.dumps({"verifier": "target_only"}), "TMPDIR": str(room)},
+            env=environment() | {"RLSPEC_SGLANG": json.dumps(plugin), "TMPDIR": str(room)},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -49,11 +49,12 @@ def engine(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["tensor", "distributed"])
+@pytest.mark.parametrize("way", ["tensor", "distributed", "delivered"])
 def test_slimes_update_is_proven_and_a_stale_drafter_is_named(engine, way):
     """Two train ranks, slime's own updater: whole; a drafter tensor left out once, then twice; whole; a target's."""
     whole, healed, lasting, released, stopped = run("pushed", 2, way, engine.url.rpartition(":")[2])
     assert whole[0]["health/incidents"] == whole[0]["health/unchecked_engines"] == 0
+    assert whole[0]["health/engines_by_delivery"] == (way == "delivered")
     assert [version for *_, version in (whole, healed, lasting, released, stopped)] == [1, 2, 3, 4, 5]
     assert (healed[0]["health/incidents"], healed[0]["health/plain_engines"]) == (1, 0)
     assert (lasting[0]["health/incidents"], lasting[0]["health/plain_engines"]) == (1, 1)

@@ -183,6 +183,10 @@ class SGLangEngine:
     def fingerprints(self) -> dict[str, int]:
         return self._post("control/fingerprints")["fingerprints"]
 
+    def delivered(self) -> dict[str, dict[str, int]]:
+        """Fingerprints of what pushes last gave to the loaders of `target` and `drafter`, where they are remembered."""
+        return self._post("control/delivered")
+
     def describe(self) -> dict[str, Any]:
         """What the engine says of itself: verifier, configurations it can run, sizes."""
         return self._post("control/describe")

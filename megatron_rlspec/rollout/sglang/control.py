@@ -15,13 +15,14 @@ from typing import Any
 from megatron_rlspec.rollout.sglang import controller, versions
 from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.rollout.sglang.rounds import RoundLog
-from megatron_rlspec.rollout.sglang.served_weights import fingerprints, of_scheduler
+from megatron_rlspec.rollout.sglang.served_weights import fingerprints, listen, models_of, of_scheduler
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 METHOD = "rlspec"
 DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
+_deliveries: dict[str, dict[str, int]] = {"target": {}, "drafter": {}}
 _held: dict[str, Any] = {}  # why speculation is held off, and the policy that waits; empty while it is not
 
 
@@ -32,6 +33,8 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
         return _handle(settings, original, scheduler, request)
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
+    if settings.deliveries:
+        yield "sglang.srt.managers.scheduler.Scheduler.__init__", _listen, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
@@ -122,6 +125,19 @@ def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"fingerprints": fingerprints(scheduler)}
 
 
+def _listen(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    target, drafter = models_of(scheduler)
+    listen(target, _deliveries["target"])
+    if drafter is not None:
+        listen(drafter, _deliveries["drafter"])
+
+
+def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if not settings.deliveries:
+        raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
+    return _deliveries
+
+
 def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"shapes": {held.name: list(held.shape) for held in of_scheduler(scheduler)}}
 
@@ -136,6 +152,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "stats": _stats,
     "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
+    "delivered": _delivered,
     "shapes": _shapes,
 }
 

@@ -35,7 +35,7 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
     if drafter is None:
         return original(manager, request)
     target, received = manager.tp_worker.model_runner.model, []
-    load = target.load_weights
+    load, own = target.load_weights, vars(target).get("load_weights")
 
     def keep(weights: Any) -> Any:
         weights = list(weights)
@@ -47,6 +47,8 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
         result = original(manager, request)
     finally:
         del target.load_weights
+        if own is not None:  # somebody else listens, too
+            target.load_weights = own
     if result.success:
         drafter.load_weights(received)
     return result

@@ -23,6 +23,7 @@ Verifier = Literal["position_keyed", "target_only", "rejection"]
 class Settings:
     verifier: Verifier = "position_keyed"
     policy: dict[str, Any] | None = None
+    deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
 
     @classmethod
     def from_environment(cls) -> Settings | None:

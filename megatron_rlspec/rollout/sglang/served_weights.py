@@ -7,7 +7,7 @@ what it holds, at its place in the full tensor, and only sums travel between ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,31 @@ def of_scheduler(scheduler: Any) -> Iterator[Held]:
         raise NotImplementedError(
             "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
         )
+    return named_tensors(*models_of(scheduler), parallel.tp_rank)
+
+
+def models_of(scheduler: Any) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+    """Target and drafter, or None without speculation."""
     worker = getattr(scheduler.draft_worker, "draft_worker", None)
-    drafter = None if worker is None else worker.draft_runner.model
-    return named_tensors(scheduler.tp_worker.model_runner.model, drafter, parallel.tp_rank)
+    return scheduler.tp_worker.model_runner.model, None if worker is None else worker.draft_runner.model
+
+
+def listen(model: torch.nn.Module, marks: dict[str, int]) -> None:
+    """From now on, note in `marks` the fingerprint of every tensor that the model's loader is given, by its name.
+
+    What a loader was given is known of every architecture, and of quantised weights; what it made of it is not.
+    """
+    load = model.load_weights
+
+    def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            marks[name] = fingerprint(tensor)
+            yield name, tensor
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        return load(noted(weights), *args, **kwargs)
+
+    model.load_weights = load_weights
 
 
 def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[Held]:
