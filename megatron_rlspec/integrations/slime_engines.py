@@ -166,11 +166,12 @@ class _Examination:
 
     def _of_one(self, engine: Engine, sent: Marks) -> list[Finding]:
         try:
-            difference, named = self._difference(engine, sent), engine.version()
+            difference = self._difference(engine, sent)
+            if difference is None:
+                return []
+            named = engine.version()
         except EngineError as error:
             return [Finding("session", str(error), target=True)]
-        if difference is None:
-            return []
         found = []
         if named != str(self.version):
             found.append(Finding("stamp", f"names version {named or 'none'}, expected {self.version}", target=True))

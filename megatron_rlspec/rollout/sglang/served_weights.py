@@ -78,8 +78,8 @@ def of_scheduler(scheduler: Any) -> Iterator[Held]:
 
 def models_of(scheduler: Any) -> tuple[torch.nn.Module, torch.nn.Module | None]:
     """Target and drafter, or None without speculation."""
-    worker = getattr(scheduler.draft_worker, "draft_worker", None)
-    return scheduler.tp_worker.model_runner.model, None if worker is None else worker.draft_runner.model
+    runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
+    return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 
 
 def listen(model: torch.nn.Module, marks: dict[str, int]) -> None:
