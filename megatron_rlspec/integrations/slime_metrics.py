@@ -88,9 +88,10 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
         _speculation = speculation(args, urls)
     if _speculation is not None:
         folder = slime_state.folder(args)
-        _found.update(_speculation.before_rollout(slime_state.read_prediction(folder, rollout_id)))
+        _found.update(_speculation.expect(slime_state.read_prediction(folder, rollout_id)))
         sampling = Sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
         _found.update(_speculation.canary(urls, _prompts, sampling))
+        _found.update(_speculation.before_rollout(urls))
 
 
 def after(args: Namespace, urls: Sequence[str]) -> None:
@@ -114,7 +115,9 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     layers, spec = config.get("text_config", config)["num_hidden_layers"], SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
-    adapter = Adapter(steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share)
+    adapter = Adapter(
+        steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share, spec.catch_up_share
+    )
     settings = HealthSettings(canary_share=HealthConfig().canary_share)
     found = Speculation(adapter, configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):

@@ -1,8 +1,9 @@
 """What rollouts teach slime's engines about speculation: one `Speculation` where rollouts are driven.
 
     speculation = Speculation(adapter, configs)
-    speculation.before_rollout(prediction)            what training saw coming
+    speculation.expect(prediction)                    what training saw coming
     speculation.canary(urls, prompts, sampling)       if weights are new
+    speculation.before_rollout(urls)                  tell every engine
     speculation.after_rollout(urls)                   learn, and tell every engine
 
 Each returns metrics. `urls` as in `slime_engines.py`.
@@ -26,6 +27,7 @@ from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.spec.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.spec.cost_table import CostTable
+from megatron_rlspec.spec.prior import Prior
 from megatron_rlspec.types import Prompt, Request, RoundStats, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import Drift, HealthSettings, canary_finding
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 class Speculation:
     """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven.
 
-    `configs`: what the engines can run, by their own account; needed with a cost table, which may not know all of it.
+    `configs`: what the engines can run, by their own account; a canary drafts by one of them.
     """
 
     def __init__(
@@ -55,9 +57,16 @@ class Speculation:
         self._spent, self._began = 0.0, time.perf_counter()  # on canaries; since when
         self._table = CostTable.load(adapter.cost["table"]) if "table" in adapter.cost else None
 
-    def before_rollout(self, prediction: Prediction | None) -> dict[str, float]:
+    def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Training's prediction of what the rollout that begins will accept, calibrated: `predict/next_tokens_k*`."""
-        return self.forecast.expect(prediction)
+        return self.forecast.expect(prediction) | _named(self.adapter.expect(self.forecast.rates()))
+
+    def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
+        """Give every engine the policy that follows from what was expected. Returns `health/deaf_engines`."""
+        engines, policy = [Engine(url, self.api_key) for url in urls], self.policy()
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
+            heard = sum(threads.map(lambda engine: _tell(engine, policy), engines))
+        return {"health/deaf_engines": float(len(engines) - heard)}
 
     def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
         """Before a rollout under new weights: a few tokens to `prompts` under a fixed chain.
@@ -137,8 +146,7 @@ class Speculation:
             policy = self.policy(stats)
             told = threads.map(lambda url: _tell(engines[url], policy), heard)
             deaf = len(seen) - sum(told)
-        found = {f"rollout/{name.replace('/', '_', 1)}": value for name, value in values.items()}
-        found |= self.forecast.score(stats)
+        found = _named(values) | self.forecast.score(stats)
         return found | {
             "health/drifting_engines": float(len(held)),
             "health/deaf_engines": float(deaf),
@@ -150,8 +158,6 @@ class Speculation:
         if self._table is not None:
             self._table = self._table.calibrated(stats)
             policy["table"] = self._table.to_json()
-            known = [c for c in self._table.configs() if c in self.configs]
-            policy["candidates"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in known]
         return policy
 
     def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
@@ -172,6 +178,7 @@ class Speculation:
         table = None if self._table is None else self._table.to_json()
         return {
             "acceptance": self.adapter.acceptance.to_json(),
+            "prior": self.adapter.prior.to_json(),
             "forecast": self.forecast.to_json(),
             "table": table,
         }
@@ -179,10 +186,16 @@ class Speculation:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave; of the table its scale, where this run decides by the same measurements."""
         self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
+        self.adapter.prior = Prior.from_json(state["prior"])
         self.forecast = Forecast.from_json(state["forecast"])
         if self._table is not None and state["table"] is not None:
             table = CostTable.from_json(state["table"], "checkpoint")
             self._table = table if table.provenance == self._table.provenance else self._table
+
+
+def _named(values: Mapping[str, float]) -> dict[str, float]:
+    """`spec/x` of our own loop's records as `rollout/spec_x`, beside slime's."""
+    return {f"rollout/{name.replace('/', '_', 1)}": value for name, value in values.items()}
 
 
 def _accept_length(histograms: Iterable[Sequence[int]]) -> float:

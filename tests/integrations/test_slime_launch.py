@@ -136,10 +136,10 @@ def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
     assert settings.verifier == "target_only", "position-keyed, all samples of a group would be one text"
     decider = Decider(settings)
     decider.start(added.adaptive["1"]["candidate_steps"], 3)
-    chosen = decider.choose(1, 1000)
+    chosen = decider.choose(1, 1000, None)[0]
     for _ in range(400):
         decider.policy.observe(chosen, [0])  # nothing is ever accepted
-        chosen = decider.choose(256, 256 * 1000)
+        chosen = decider.choose(256, 256 * 1000, None)[0]
     assert chosen == OFF
 
 
@@ -150,7 +150,7 @@ def test_without_a_table_engines_wait_for_what_rollouts_teach():
 
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
     decider.start([0, 1, 3], 3)
-    assert decider.choose(1, 100) == decider.choose(200, 200_000) == SpecConfig(3)
+    assert decider.choose(1, 100, None)[0] == decider.choose(200, 200_000, None)[0] == SpecConfig(3)
 
 
 def test_bad_cost_tables_are_told_before_anything_starts(tmp_path):

@@ -495,7 +495,6 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
     few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
     assert by_table.after_rollout([few.url])["health/deaf_engines"] == 0
     given = by_table.policy()
-    assert [0, 1, 1] not in given["candidates"] and [0, 0, 0] in given["candidates"]
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
