@@ -99,6 +99,7 @@ SLIME: dict[str, tuple[str, ...]] = {
 }
 
 
+SHOWN = 8  # names that one line lists
 _parse = cache(ast.parse)
 
 
@@ -110,6 +111,15 @@ def kept(contracts: Mapping[str, Mapping[str, Sequence[str]]], read: Read | None
 
 def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:
     """What is missing of a contract's names and parameters, in one line; None if all is there."""
+    missing = lacking(contract, read)
+    if not missing:
+        return None
+    rest = f"; and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+    return f"not found: {'; '.join(missing[:SHOWN])}{rest}"
+
+
+def lacking(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> list[str]:
+    """As `broken`, one by one."""
     read = read or installed()
     missing = []
     for dotted, parameters in contract.items():
@@ -120,7 +130,7 @@ def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> s
             continue
         if parameters and (gone := sorted(set(parameters) - set(found.parameters if found else ()))):
             missing.append(f"{dotted}({', '.join(gone)})")
-    return f"not found: {'; '.join(missing)}" if missing else None
+    return missing
 
 
 def installed(path: Sequence[str] = ()) -> Read:

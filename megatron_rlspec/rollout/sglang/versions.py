@@ -348,9 +348,7 @@ def adapter(read: contracts.Read) -> Sglang0523:
     """The adapter to these sources. Raises ImportError, naming what is missing of the version that is nearest."""
     version = contracts.kept(CONTRACTS, read)
     if version is None:
-        nearest, missing = min(
-            ((version, contracts.broken(contract, read)) for version, contract in CONTRACTS.items()),
-            key=lambda of: of[1].count(";"),
-        )
+        nearest = min(CONTRACTS, key=lambda known: len(contracts.lacking(CONTRACTS[known], read)))
+        missing = contracts.broken(CONTRACTS[nearest], read)
         raise ImportError(f"this SGLang is neither {' nor '.join(KNOWN)}; of {nearest} {missing}")
     return KNOWN[version]()
