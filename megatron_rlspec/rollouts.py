@@ -243,6 +243,9 @@ class Rollouts:
             raise
         for name in set(report.pushes[0].engines) - set(report.serving):
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
+        if self.adapter.believed is not None:  # a forecast is for the very next rollout
+            for name in set(report.serving) - set(report.plain):
+                self.health.pusher.engines[name].set_policy(self.adapter.policy())
         self.engines.stats()  # the canary's rounds are not the rollouts'
         self._tell_losses()
         return report.metrics()

@@ -7,6 +7,7 @@ import pytest
 from short_run import finish, make_start, train
 
 from megatron_rlspec.metrics import read_records
+from megatron_rlspec.spec.acceptance import Acceptance
 from megatron_rlspec.weights.checkpoint import read_hf
 
 
@@ -31,6 +32,9 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
         assert record["rollout/response_tokens"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert {"seconds_generate", "seconds_push", "seconds_train"} <= record.keys()
         assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 1.5  # an untrained drafter
+        assert 0 <= record["spec/prior_forecast_share"] <= 1 and record["spec/prior_1"] < 0.5
+    told = Acceptance.from_json(json.loads((whole / "policy.json").read_text())["acceptance"])
+    assert told.rates[0] == records[-1]["spec/prior_1"]
     evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
     assert [event["name"] for event in evaluations] == ["first", "last"]
     assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3

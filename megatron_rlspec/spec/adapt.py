@@ -44,10 +44,10 @@ class Adapter:
         self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.acceptance = Acceptance(max(*candidate_steps, 1))
         self.prior = Prior()
-        self._believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
+        self.believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
 
     def policy(self) -> dict[str, Any]:
-        return self.cost | self.settings | {"acceptance": (self._believed or self.acceptance).to_json()}
+        return self.cost | self.settings | {"acceptance": (self.believed or self.acceptance).to_json()}
 
     def expected(self) -> dict[SpecConfig, float]:
         """Accept length of every chain all of whose depths were seen often enough lately to expect it again."""
@@ -60,22 +60,22 @@ class Adapter:
 
         Returns what the records keep: the forecast's share in it, and the drafts that it counts for.
         """
-        self._believed = None
+        self.believed = None
         if forecast is None:
             self.prior.pending = None
             return {}
         known = self.acceptance.draws[0] >= LEAST_DRAWS
         rates, draws = self.prior.believe(self.acceptance.rates, forecast, known)
-        self._believed = Acceptance.from_json(self.acceptance.to_json())
-        self._believed.predict(rates, draws)
+        self.believed = Acceptance.from_json(self.acceptance.to_json())
+        self.believed.predict(rates, draws)
         return {"spec/prior_forecast_share": self.prior.share() if known else 1.0, "spec/prior_draws": draws} | {
-            f"spec/prior_{d}": rate for d, rate in enumerate(self._believed.rates, 1)
+            f"spec/prior_{d}": rate for d, rate in enumerate(self.believed.rates, 1)
         }
 
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
         self.prior.score(stats)
-        self._believed = None
+        self.believed = None
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds
