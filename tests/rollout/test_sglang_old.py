@@ -6,7 +6,13 @@ RLSPEC_SGLANG_OLD: where it is importable from, with the versions of transformer
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +20,10 @@ import numpy as np
 import pytest
 import tiny_mimo
 import torch
+import torch.distributed as dist
 
+from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.rollout.sglang import launcher
 from megatron_rlspec.rollout.sglang.client import SGLangEngine
 from megatron_rlspec.rollout.sglang.launcher import launch
 from megatron_rlspec.rollout.sglang.transport import Group
@@ -123,8 +132,6 @@ def test_samples_go_on_under_new_weights(engines):
     """Requests wait while the cache is flushed: SGLang would end over that."""
     engine, done = engines["adaptive"], []
     engine.set_schedule(k(1))
-    import threading
-
     thread = threading.Thread(target=lambda: done.extend(generate(engine, "across", n=2, tokens=24)))
     thread.start()
     while not engine.stats():
@@ -141,15 +148,62 @@ def test_a_policy_decides_by_what_it_sees(engines):
     assert engine.policy_report()
 
 
-def test_weights_come_through_a_group(engines):
-    import torch.distributed as dist
+def test_weights_come_through_a_group(engines, group):
+    engine = engines["adaptive"]
+    by_group = SGLangEngine(engine.url, timeout=300, transport=Group())
+    drawn = tiny_mimo.weights(CONFIG, seed=7)
+    by_group.update_weights(6, drawn.items())
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}
 
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """The trainer's side of transport "group"."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        engine = engines["adaptive"]
-        by_group = SGLangEngine(engine.url, timeout=300, transport=Group())
-        drawn = tiny_mimo.weights(CONFIG, seed=7)
-        by_group.update_weights(6, drawn.items())
-        assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """SGLang's own `launch_server` with the plugin in force, as slime's engines are."""
+    room = tmp_path_factory.mktemp("plain")
+    model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), launcher._free_port()
+    settings = {"verifier": "target_only", "policy": {"schedule": k(2).to_json()}, "deliveries": True}
+    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(room), "RLSPEC_SGLANG": json.dumps(settings)}
+    here = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join([FOLDERS, str(here.parent.parent)])
+    command = [sys.executable, "-W", "ignore", str(here / "plain_server.py"), str(model), str(port), "2"]
+    with open(room / "log", "w+") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        found, deadline = SGLangEngine(f"http://127.0.0.1:{port}", timeout=600), time.monotonic() + 300
+        try:
+            while True:
+                try:
+                    found.describe()
+                    break
+                except EngineError as error:
+                    log.seek(0)
+                    assert process.poll() is None, log.read()[-3000:]
+                    assert time.monotonic() < deadline, error
+                    time.sleep(0.5)
+            yield found
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_plugin_alone_in_sglangs_own_server(plain_server, group):
+    """Our controller, our routes, and both models' loaders, by the way that leaves SGLang's drafter stale."""
+    said = plain_server.describe()
+    assert said["sglang"] == "0.5.15.post1" and said["controller"] == "ScheduleController"
+    generate(plain_server, "first", temperature=0.0)
+    assert {round.config for round in plain_server.stats()} == {SpecConfig(2)}
+    agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+    SGLangEngine(plain_server.url, timeout=300, transport=Group()).update_weights(1, agreeing.items())
+    marks = {name: fingerprint(tensor) for name, tensor in agreeing.items()}
+    assert plain_server.fingerprints() == marks
+    assert plain_server._post("control/delivered") == {"target": marks, "drafter": marks}
+    after = generate(plain_server, "after", temperature=0.0)
+    assert sum(sum(s.accepted[:2]) for s in after) == 0, "every draft is accepted"
