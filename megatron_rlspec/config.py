@@ -110,7 +110,7 @@ class SpecSection(Section):
     switching_margin: float = Field(0.01, ge=0, description="a gain of this share that lasts 16 rounds makes a switch")
     probe_share: float = Field(0.01, ge=0, le=0.2, description="bound on probing's share of time")
     catch_up_share: float = Field(
-        0.001, ge=0, le=0.2, description="of the time off, what probes may spend besides on the drafter's catching up"
+        0.0, ge=0, le=0.2, description="of the time off, what probes may spend besides on the drafter's catching up"
     )
 
     @model_validator(mode="after")

@@ -23,8 +23,8 @@ PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
 FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
 EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
 LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
-CATCH_UP_SHARE = 0.001
-DEBT = 0.15  # of what all must catch up on that staying off has to lose before drafting starts: it is paid only once
+CATCH_UP_SHARE = 0.0
+DEBT = 0.1  # of what all must catch up on that staying off has to lose before drafting starts: it is paid only once
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
