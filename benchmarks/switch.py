@@ -79,10 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer batches, rests and samples")
     p.add_argument("--json", type=Path, help="write every figure to this file")
+    p.add_argument("--starts", type=int, default=0, help="at least, of each; default: 15, or 5 with --quick")
     p.add_argument("--layers", type=int, default=16, help="of the target")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     args = p.parse_args(argv)
     batches, gaps, samples = ((1, 64), (1, 64), 5) if args.quick else ((1, 8, 64), (1, 16, 64, 256), 15)
+    samples = args.starts or samples
     os.environ["OMP_NUM_THREADS"] = "1"
     told = conditions(model=f"{args.layers} layers of {args.hidden}, float32", starts=f"at least {samples} each")
     print("conditions:", "; ".join(f"{k} {v}" for k, v in told.items()), flush=True)
