@@ -288,8 +288,11 @@ def resumed(folder, cp, *extra):
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
-def own_loop(folder, *_):
-    """The drafter's gradients when our own loop trains on the same samples from the same weights; no slime at all."""
+def own_loop(folder, _, objective="sft"):
+    """The drafter's gradients when our own loop trains on the same samples from the same weights; no slime at all.
+
+    With "grpo" also what it predicts of the next rollout's acceptance.
+    """
     from megatron_rlspec.rl.packing import pack
     from megatron_rlspec.train.step import Trainer
     from megatron_rlspec.types import Prompt, Sample
@@ -312,9 +315,11 @@ def own_loop(folder, *_):
 
     trainer.drafter_learner.step = capture_step
     metrics = trainer.train_step(
-        pack(samples, depth=3, tokens_per_micro_batch=64, advantages=[0.0] * len(samples)), objective="sft"
+        pack(samples, depth=3, tokens_per_micro_batch=64, advantages=[0.0] * len(samples)), objective=objective
     )
-    torch.save({"gradients": gradients, "losses": metrics}, Path(folder, "rank0.pt"))
+    found = trainer.prediction
+    predicted = {} if found is None else {k: found.tokens_per_round(k) for k in found.steps}
+    torch.save({"gradients": gradients, "losses": metrics, "predicted": predicted}, Path(folder, "rank0.pt"))
 
 
 def empty_rank(folder, cp, *extra):

@@ -146,6 +146,16 @@ def test_drafter_gradient_is_that_of_our_own_loop():
             )
 
 
+def test_predicted_acceptance_is_that_of_our_own_loop(tmp_path):
+    settings = tmp_path / "steps.yaml"
+    settings.write_text("rlspec_candidate_steps: [0, 1, 2, 3, 5]\n")
+    own = run("own_loop", 1, "grpo")["predicted"]
+    assert set(own) == {1, 2, 3, 5} and own[5] > own[1] > 1
+    for cp in (1, 2):
+        inside = run("one_step", cp, *OURS, *UNCLIPPED, "--custom-config-path", str(settings))["losses"]
+        assert {k: inside[f"drafter_tokens_k{k}"] for k in own} == pytest.approx(own, rel=1e-5)
+
+
 def test_depth_one_runs_through_megatrons_own_layer(tmp_path):
     """The path of latent attention and mixtures of experts, on a dense layer: the same function at depth 1."""
     settings = tmp_path / "depth.yaml"

@@ -1,0 +1,34 @@
+"""What slime's train ranks and its RolloutManager leave for each other."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from megatron_rlspec.integrations import slime_state
+from megatron_rlspec.mtp.predict import Prediction
+
+
+def test_a_prediction_is_of_later_rollouts_only(tmp_path):
+    prediction = Prediction((1, 3), np.array([[4.0, 0, 0], [3, 2, 1]]), np.array([[2.0, 0, 0], [2, 1, 0]]))
+    slime_state.write_prediction(tmp_path, 6, prediction)
+    read = slime_state.read_prediction(tmp_path, 7)
+    assert read.steps == (1, 3) and read.rates(3) == prediction.rates(3)
+    assert slime_state.read_prediction(tmp_path, 6) is None
+
+
+def test_a_checkpoint_takes_what_rollouts_taught_and_gives_it_back(tmp_path):
+    run, saved = tmp_path / "run", tmp_path / "iter_0000001/rlspec-drafter"
+    slime_state.write_rollouts(run, {"learnt": 1})
+    slime_state.hand_on(run, saved)
+    slime_state.write_rollouts(run, {"learnt": 2})
+    slime_state.hand_on(saved, run)
+    assert slime_state.read_rollouts(run) == {"learnt": 1}
+    slime_state.hand_on(None, run)  # a run that begins anew, in the folder of an older one
+    assert slime_state.read_rollouts(run) is None
+
+
+def test_runs_without_a_folder_keep_nothing():
+    assert slime_state.folder(SimpleNamespace()) is None
+    slime_state.write_rollouts(None, {})
+    slime_state.hand_on(None, None)
+    assert slime_state.read_rollouts(None) is None
