@@ -52,6 +52,7 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
  --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
  {DRAFTER} --lr 1e-3 --n-samples-per-prompt 2 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
  --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
+WORDS = VOCABULARY  # that samples are made of, and that the head knows
 # Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
 LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
 
@@ -119,13 +120,15 @@ def fill(named_parameters):
             generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel())
             noise = torch.randn(parameter.shape, generator=generator) * 0.08
             parameter.copy_(noise + (1 if parameter.dim() == 1 and "norm" in name else 0))
+            if name == "output_layer.weight":
+                parameter[WORDS:] = 0
 
 
 def rollout_data():
     """One step of two micro-batches, as slime's RolloutManager sends it to a rank; other replicas have other ones."""
     replica = ps.get_data_parallel_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(3 + replica)
-    tokens = [torch.randint(1, VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    tokens = [torch.randint(1, WORDS, (n,), generator=generator) for n in LENGTHS]
     masks = [torch.ones(n, dtype=torch.int) for n in RESPONSES]
     masks[0][5:8] = 0 if LENGTHS[0] == 23 else 1
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
@@ -329,6 +332,13 @@ def empty_rank(folder, cp, *extra):
     one_step(folder, cp, *extra)
 
 
+def few_words(then, *given):
+    """As `then`, with so few words that a drafter hits some by chance."""
+    global WORDS
+    WORDS = 4
+    then(*given)
+
+
 class Handle:
     """A Ray actor's handle on slime's own engine client: its HTTP requests run in threads, as actors would run them."""
 
@@ -456,5 +466,7 @@ if __name__ == "__main__":
         "no_drafter": partial(one_step, drafter=False),
         "empty_rank": empty_rank,
         "own_loop": own_loop,
+        "one_step_of_few_words": partial(few_words, one_step),
+        "own_loop_of_few_words": partial(few_words, own_loop),
         "resumed": resumed,
     }[sys.argv[1]](*sys.argv[2:])

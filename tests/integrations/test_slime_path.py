@@ -158,8 +158,6 @@ def test_engines_are_checked_and_taught_and_slime_logs_it(run, options):
         assert found["health/deaf_engines"] == 0 and found["rollout/spec_rounds"] > 0
         assert sum(v for name, v in found.items() if name.startswith("rollout/spec_share")) == pytest.approx(1)
         assert ("predict/next_tokens_k3" in found) == (row["rollout"] > ahead)
-    sung = [f["health/canary_accept_length"] for f in logged.values() if f.get("health/canary_accept_length")]
-    assert sung and all(length >= 1 for length in sung)
     checks = [found for found in logged.values() if "health/incidents" in found]
     assert len(checks) == len(rollouts)
     assert all(c["health/incidents"] == c["health/unchecked_engines"] == 0 for c in checks)
