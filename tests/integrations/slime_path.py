@@ -1,7 +1,8 @@
 """slime's own train.py from its command line to its end on a machine without GPUs: `python slime_path.py FOLDER`.
 
-Real Ray, slime's own actors, router, engines, data source, reward, conversion, training and update through the disk;
-what takes the place of a GPU is in `cpu_machine/sitecustomize.py`. FOLDER gets checkpoints, data and `rollouts.jsonl`.
+Real Ray, slime's own actors, router, engines, data source, reward, conversion, training and weight updates; what takes
+the place of a GPU is in `cpu_machine/sitecustomize.py`. FOLDER gets checkpoints, data and `rollouts.jsonl`.
+`--sglang 0.5.15.post1`, which slime pins, is imported from RLSPEC_SGLANG_OLD.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rlspec.integrations import patches
+from megatron_rlspec.rollout.sglang import versions
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+PINNED = "0.5.15.post1"  # by slime
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 HIDDEN, LAYERS, HEADS, GROUPS, FFN = 64, 2, 4, 2, 128
 BOXED = [f"\\boxed{{{digit}}}" for digit in range(10)]
@@ -124,16 +127,17 @@ def command(folder, slime, driver, train, context, rollouts, extra=()):
  --update-weight-transport disk --update-weight-disk-dir {folder}/weights --update-weight-disk-keep-files
  --custom-config-path {folder}/user.yaml
  --custom-megatron-init-path slime_path_hooks.init --custom-rollout-log-function-path slime_path_hooks.log_rollout
- --sglang-device cpu --sglang-attention-backend intel_amx --sglang-disable-cuda-graph
+ --sglang-device cpu --sglang-disable-cuda-graph
  --sglang-grammar-backend none --sglang-sampling-backend pytorch --sglang-max-total-tokens 16384
  --sglang-max-running-requests 64 --sglang-sleep-on-idle"""
     return [PYTHON, *text.split(), *extra]
 
 
-def environment(folder, slime):
+def environment(folder, slime, sglang):
     """Of Ray's workers, and so of everything they start. Nothing of ours is in it but what a CPU needs."""
-    path = [HERE / "cpu_machine", os.environ["RLSPEC_SLIME_MEGATRON"], slime, ROOT, HERE]
-    return {
+    old = [os.environ["RLSPEC_SGLANG_OLD"]] if sglang == PINNED else []
+    path = [HERE / "cpu_machine", *old, os.environ["RLSPEC_SLIME_MEGATRON"], slime, ROOT, HERE]
+    return versions.KNOWN[sglang].cpu_environment | {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "OMP_NUM_THREADS": "1",
@@ -177,11 +181,12 @@ def cluster(folder, env):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def patched(folder):
-    """A copy of the checkout with the patch that this SGLang needs."""
+def checkout(folder, sglang):
+    """A copy of slime, for a newer SGLang than its own with the patch that this needs."""
     slime = folder / "slime"
     shutil.copytree(os.environ["RLSPEC_SLIME"], slime, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
-    patches.change(slime, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
+    if sglang != PINNED:
+        patches.change(slime, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
     return slime
 
 
@@ -193,6 +198,7 @@ def main():
     parser.add_argument("--context", type=int, default=1, help="context-parallel size")
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
     parser.add_argument("--lines", action="store_true", help="record slime's lines for slime_lines.py; slower")
     options, extra = parser.parse_known_args()
     folder = options.folder.absolute()
@@ -201,13 +207,15 @@ def main():
     write_model(folder / "model")
     write_cost_table(folder / "cost.json")
     (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
-    slime = patched(folder)
+    slime = checkout(folder, options.sglang)
+    for argument in versions.KNOWN[options.sglang].cpu_arguments:
+        extra += argument.replace("--", "--sglang-", 1).split("=")
     extra = [word.replace("FOLDER", str(folder)) for word in extra] + ["--sglang-dtype", options.dtype]
     whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
-    env = environment(folder, slime)
+    env = environment(folder, slime, options.sglang)
     if options.lines:
         (folder / "lines").mkdir()
         env["RLSPEC_SLIME_LINES"] = json.dumps([str(folder / "lines"), str(slime)])
