@@ -76,6 +76,20 @@ def functions(path):
     yield from walk(ast.parse(path.read_text()), "")
 
 
+def outermost(missing, entered):
+    """Names of functions that did not run, less those within others; a class where none of its methods did."""
+    told = []
+    for name in missing:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            outer = ".".join(parts[:end])
+            if not any(ran == outer or ran.startswith(f"{outer}.") for ran in entered):
+                break
+        if outer not in told:
+            told.append(outer)
+    return told
+
+
 def table(root, folders):
     """Markdown: per file of slime, how much of its functions ran, and the names of those that did not."""
     ran = {}
@@ -96,7 +110,7 @@ def table(root, folders):
             untouched.append(str(path.relative_to(root)))
             continue
         total = [a + b for a, b in zip(total, (len(entered), len(found), len(body & lines), len(body)), strict=True)]
-        names = ", ".join(f"`{name}`" for name in missing)
+        names = ", ".join(f"`{name}`" for name in outermost(missing, entered))
         rows.append(
             f"| `{path.relative_to(root)}` | {len(entered)}/{len(found)} | {len(body & lines)}/{len(body)} | {names} |"
         )
@@ -105,7 +119,12 @@ def table(root, folders):
     yield from rows
     yield f"| together | {total[0]}/{total[1]} | {total[2]}/{total[3]} | |"
     yield ""
-    yield "Files of which no function ran: " + ", ".join(f"`{name}`" for name in untouched) + "."
+    folders = {}
+    for name in untouched:
+        folder, _, file = name.rpartition("/")
+        folders.setdefault(folder, []).append(file)
+    lists = (f"`{folder}/` {', '.join(files)}" for folder, files in folders.items())
+    yield "Files of which no function ran: " + "; ".join(lists) + "."
 
 
 if __name__ == "__main__":
