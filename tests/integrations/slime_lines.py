@@ -99,7 +99,7 @@ def table(root, folders):
         ran.setdefault(file, set()).add(number)
     rows, untouched, total = [], [], [0, 0, 0, 0]
     for path in sorted([root / "train.py", root / "train_async.py", *(root / "slime").rglob("*.py")]):
-        found = list(functions(path))
+        found = [(name, body) for name, body in functions(path) if body]
         if not found:
             continue
         lines = ran.get(str(path.relative_to(root)), set())
