@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import requests
 import torch
 
+from megatron_rlspec.types import SpecConfig, SpecSchedule
+
 
 def layer_spec(args, config, vp_stage=None):
     """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
@@ -48,6 +50,12 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     """`--custom-rollout-log-function-path`: what the engines say of themselves once a rollout is drawn."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
+    told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
+    for url in engines:  # until the next rollout, before which ours sets its policy again
+        ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
+    answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
+    for url in engines:
+        ask(url, "rlspec/control/stats")  # these rounds were no rollout's
     row = {
         "rollout": rollout_id,
         "seconds": seconds,
@@ -57,10 +65,9 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
         "rounds": sum(sum(s.spec_info.histogram) for s in samples),
         "drafts": sum(i * n for s in samples for i, n in enumerate(s.spec_info.histogram)),
         "versions": sorted({str(v) for s in samples for v in s.weight_versions}),
-        "engines": [
-            {name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines
-        ],
-        "greedy": [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]],
+        "engines": told,
+        "greedy": [(prompt, text) for prompt, text, _ in answers],
+        "accept_length": sum(len(text) - 1 for _, text, _ in answers) / sum(rounds for *_, rounds in answers),
     }
     with open(Path(os.environ["RLSPEC_PATH_FOLDER"], "rollouts.jsonl"), "a") as file:
         file.write(json.dumps(row) + "\n")
@@ -74,6 +81,7 @@ def ask(engine, path, **body):
 
 
 def greedy(router, prompt):
-    """(prompt, what the engine holds most probable after it)."""
-    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    return prompt, ask(router, "generate", input_ids=prompt, sampling_params=sampling)["output_ids"]
+    """(prompt, what the engine holds most probable after it, rounds that it took after the prefill's token)."""
+    sampling = {"temperature": 0, "max_new_tokens": 13, "ignore_eos": True}
+    answer = ask(router, "generate", input_ids=prompt, sampling_params=sampling)
+    return prompt, answer["output_ids"], answer["meta_info"]["spec_verify_ct"]

@@ -35,7 +35,7 @@ _LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What is left of a run of slime_path.py with these options: its folder, rollouts, logged metrics and log."""
+    """What is left of a run of slime_path.py with these options: its folder, rollouts, and logged metrics."""
 
     @cache
     def start(*options):
@@ -49,7 +49,7 @@ def run(tmp_path_factory):
             values = ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", metrics))
             logged[kind, int(number)].update(values)
         rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-        return folder, rollouts, logged, done.stdout
+        return folder, rollouts, logged
 
     return start
 
@@ -90,7 +90,7 @@ def steps(logged):
 
 @both
 def test_engines_hold_what_the_trainer_exported_policy_and_drafter_alike(run, options):
-    folder, rollouts, _, _ = run(*options)
+    folder, rollouts, _ = run(*options)
     assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
     for row in rollouts:
         latest = version_of(row["rollout"], options)
@@ -104,7 +104,7 @@ def test_engines_hold_what_the_trainer_exported_policy_and_drafter_alike(run, op
 
 @both
 def test_every_step_moves_policy_and_drafter(run, options):
-    folder, rollouts, _, _ = run(*options)
+    folder, rollouts, _ = run(*options)
     for version in range(1, len(rollouts) + 1):
         (_, before), (_, after) = exported(folder, version), exported(folder, version + 1)
         assert not [name for name in before if torch.equal(before[name], after[name])]
@@ -113,7 +113,7 @@ def test_every_step_moves_policy_and_drafter(run, options):
 @both
 def test_trainer_and_engine_give_each_token_the_same_probability(run, options):
     """slime's own metric, float32, under speculation, where the version that trains is the one that drew."""
-    _, rollouts, logged, _ = run(*options)
+    _, rollouts, logged = run(*options)
     pure = [row["rollout"] for row in rollouts if row["versions"] == [str(row["rollout"] + 1)]]
     assert 0 in pure
     first_steps = steps(logged)[:: len(steps(logged)) // len(rollouts)]
@@ -125,7 +125,7 @@ def test_trainer_and_engine_give_each_token_the_same_probability(run, options):
 def test_greedy_text_of_the_engine_is_the_argmax_of_the_exported_policy(run, options):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder, rollouts, _, _ = run(*options)
+    folder, rollouts, _ = run(*options)
     for row in rollouts:
         config, tensors = exported(folder, version_of(row["rollout"], options))
         known = {k: v for k, v in config.items() if k not in ("auto_map", "model_type", "architectures")}
@@ -139,28 +139,29 @@ def test_greedy_text_of_the_engine_is_the_argmax_of_the_exported_policy(run, opt
 
 @both
 def test_drafter_learns_and_engines_accept_more(run, options):
-    _, rollouts, logged, _ = run(*options)
+    _, rollouts, logged = run(*options)
     loss = [step["train/drafter_loss_1"] for step in steps(logged)]
     assert len(loss) >= len(rollouts) and loss == sorted(loss, reverse=True)
-    accepted = [logged["eval", row["rollout"]]["eval/sums/spec_accept_length"] for row in rollouts]
-    assert accepted[-1] > 2
+    accepted = [row["accept_length"] for row in rollouts]  # of greedy text, three steps a round
+    assert accepted[0] < 1.5 and accepted[-1] > 2
 
 
-def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run):
-    """By the table drafting pays for few requests only: the engine turns to it, and back, as batches fill and drain."""
-    _, rollouts, _, log = run()
+@both
+def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run, options):
+    """By the table drafting pays for few requests only: off for the batch that a rollout begins with, not at its end."""
+    _, rollouts, logged = run(*options)
     for engine in (engine for row in rollouts for engine in row["engines"]):
         assert engine["describe"]["controller"] == "ScheduleController"
         assert [0, 0, 0] in engine["describe"]["configs"]
-    switches = [tuple(map(int, pair)) for pair in re.findall(r"runtime state: steps (\d+) -> (\d+)", log)]
-    assert any(before == 0 for before, _ in switches) and any(after == 0 for _, after in switches)
-    assert any(after == 3 for _, after in switches)
+    first = logged["rollout", 0]
+    assert first["rollout/spec_share_off"] > 0
+    assert sum(first.get(f"rollout/spec_share_k{steps}", 0) for steps in (1, 2, 3)) > 0
 
 
 @both
 def test_engines_are_checked_and_taught_and_slime_logs_it(run, options):
     """After each push (of one through the disk, before the rollout that follows), and after each rollout."""
-    folder, rollouts, logged, _ = run(*options)
+    folder, rollouts, logged = run(*options)
     ahead = int(options is ASYNCHRONOUS)
     for row in rollouts:
         found = logged["rollout", row["rollout"]]
