@@ -148,7 +148,7 @@ def test_drafter_learns_and_engines_accept_more(run, options):
 
 @both
 def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run, options):
-    """By the table drafting pays for few requests only: off for the batch that a rollout begins with, not at its end."""
+    """By the table drafting pays for few requests only: off for a rollout's first batch, not to its end."""
     _, rollouts, logged = run(*options)
     for engine in (engine for row in rollouts for engine in row["engines"]):
         assert engine["describe"]["controller"] == "ScheduleController"
