@@ -54,13 +54,14 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
 
 
 def prompts_of(samples: Any, most: int) -> list[list[int]]:
-    """Token ids of the first `most` different prompts, of slime's samples in lists however nested."""
+    """Token ids of the first `most` different prompts of text, of slime's samples in lists however nested."""
     found: dict[tuple[int, ...], None] = {}
     waiting = [samples]
     while waiting and len(found) < most:
         item = waiting.pop()
         if isinstance(item, Sample):
-            if prompt := item.tokens[: len(item.tokens) - item.response_length]:
+            prompt = item.tokens[: len(item.tokens) - item.response_length]
+            if prompt and not item.multimodal_inputs:
                 found[tuple(prompt)] = None
         else:
             waiting += reversed(item)
