@@ -84,6 +84,8 @@ class Speculation:
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             sung = threads.map(lambda engine: self._sing(engine, chain, prompts, sampling), engines.values())
             accepted = {url: counts for url, counts in zip(engines, sung, strict=True) if counts}
+        if not accepted:
+            return {}
         waiting, expected = self.forecast.pending, self.adapter.expected().get(chain)
         if waiting is not None and chain.num_steps in waiting.steps:
             expected = expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
