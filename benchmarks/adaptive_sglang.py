@@ -108,12 +108,14 @@ class Contestants:
         return result
 
 
-def compete(contestants: Contestants, lengths: Sequence[int], repetitions: int, salt: int) -> dict[str, np.ndarray]:
+def compete(
+    contestants: Contestants, names: Sequence[str], lengths: Sequence[int], repetitions: int, salt: int
+) -> dict[str, np.ndarray]:
     """Seconds `[repetitions]` of each contestant; their texts must agree."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(-1, repetitions):
-        turn = max(repetition, 0) % len(CONTESTANTS)
-        order = [*CONTESTANTS[turn:], *CONTESTANTS[:turn]]
+        turn = max(repetition, 0) % len(names)
+        order = [*names[turn:], *names[:turn]]
         if repetition == 0:
             contestants.rounds.clear()
         texts = {}
@@ -121,7 +123,7 @@ def compete(contestants: Contestants, lengths: Sequence[int], repetitions: int, 
             taken, texts[name] = contestants.run(name, lengths, salt + repetition + 1)
             if repetition >= 0:
                 seconds[name].append(taken)
-        for name in CONTESTANTS:
+        for name in names:
             same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
             if same != len(lengths):
                 raise SystemExit(f"{name}: {len(lengths) - same} of {len(lengths)} texts differ from plain decoding's")
@@ -191,9 +193,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--repetitions", type=int, default=0, help="default: 9, or 3 with --quick")
     p.add_argument("--drafters", default=",".join(NOISE), help=f"among {','.join(NOISE)}")
+    p.add_argument("--contestants", default=",".join(CONTESTANTS), help="plain and others of the default")
     p.add_argument("--cost-table", type=Path, help="a table of this engine, instead of profiling")
     args = p.parse_args(argv)
     repetitions = args.repetitions or (3 if args.quick else 9)
+    names = args.contestants.split(",")
+    if "plain" not in names or set(names) - set(CONTESTANTS):
+        p.error(f"--contestants {args.contestants}: plain and others among {','.join(CONTESTANTS)}")
     args.longest = args.longest or (96 if args.quick else 192)
     os.environ["OMP_NUM_THREADS"] = "1"
     lengths = long_tail(args.samples, args.longest)
@@ -226,9 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 spec.update_weights(version, worse_drafter(tensors, NOISE[drafter]).items(), scope="drafter")
                 # What another drafter was accepted at says nothing of this one: everybody learns anew.
                 contestants = Contestants(spec, plain, table, args.layers)
-                seconds = compete(contestants, lengths, repetitions, 1000 * version)
+                seconds = compete(contestants, names, lengths, repetitions, 1000 * version)
                 found[drafter] = _report(drafter, seconds, contestants.rounds, sum(lengths))
-    aims = judged(found, spent) if "useless" in found else {}
+    aims = judged(found, spent) if "useless" in found and len(names) == len(CONTESTANTS) else {}
     print("\n" + "\n".join(f"{'ok' if met else 'MISSED':7}{aim}" for aim, met in aims.items()))
     print(f"load at the end {os.getloadavg()[0]:.2f}")
     if args.json:
@@ -250,13 +256,14 @@ def _profile(folder: Path, spec: SGLangEngine, steps: str, args: argparse.Namesp
 def _report(
     drafter: str, seconds: dict[str, np.ndarray], rounds: Mapping[str, Sequence[RoundStats]], tokens: int
 ) -> dict[str, Any]:
-    best = min(("plain", *FIXED), key=lambda name: float(np.median(seconds[name] / seconds["plain"])))
+    fixed = [name for name in ("plain", *FIXED) if name in seconds]
+    best = min(fixed, key=lambda name: float(np.median(seconds[name] / seconds["plain"])))
     row = {
         "seconds": {name: values.tolist() for name, values in seconds.items()},
         "x plain": {name: ratio(seconds["plain"], values) for name, values in seconds.items()},
         "best": best,
-        "ours / best fixed": ratio(seconds[best], seconds["ours"]),
-        "ours / stock": ratio(seconds["stock"], seconds["ours"]),
+        "ours / best fixed": ratio(seconds[best], seconds["ours"]) if "ours" in seconds else None,
+        "ours / stock": ratio(seconds["stock"], seconds["ours"]) if {"ours", "stock"} <= set(seconds) else None,
         "tokens per round": {name: tokens_per_round(stats) for name, stats in rounds.items()},
         "rounds": {name: shares(stats) for name, stats in rounds.items()},
     }
