@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.rollout.sglang.plugin import Settings
 from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import OFF, SpecConfig
@@ -114,8 +115,7 @@ def plan(
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
     # `num_steps` holds until the first rollout has taught something.
     chosen = policy(cost_table, steps) if cost_table else None
-    settings = {"verifier": "target_only", "policy": chosen, "deliveries": True}
-    out.environment["RLSPEC_SGLANG"] = json.dumps(settings)
+    out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
     return out
 
 

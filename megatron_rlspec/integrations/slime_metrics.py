@@ -47,7 +47,10 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     urls = engine_urls(args)
     before(args, urls, rollout_id)
     drawn = load_function(inner)(args, rollout_id, data_source, evaluation)
-    if not evaluation:
+    if evaluation:
+        if _speculation is not None:
+            _speculation.forget(urls)
+    else:
         after(args, urls)
         _prompts[:] = prompts_of(getattr(drawn, "samples", drawn), CANARY_PROMPTS)
     return drawn

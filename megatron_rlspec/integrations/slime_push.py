@@ -65,11 +65,16 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
                 updater.weight_version -= 1
                 _push(update_weights, updater)
         else:
+            together = True  # whether the others wait for an order, and not in a push that failed here
 
             def push_again() -> dict[str, int]:
+                nonlocal together
                 _order({"push": True})
+                together = False
                 updater.weight_version -= 1  # the same weights, hence the same version
-                return _push(update_weights, updater)
+                again = _push(update_weights, updater)
+                together = True
+                return again
 
             order = {"push": False, "metrics": {}, "error": "rank 0 failed while it checked the engines"}
             try:
@@ -86,7 +91,8 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
             except HealthError as error:
                 order["error"] = str(error)
             finally:
-                _order(order)
+                if together:
+                    _order(order)
         updater.update_weight_metrics.update(order["metrics"])
         if order["error"]:
             raise HealthError(order["error"])
@@ -105,12 +111,12 @@ def _announced(update_weights: Callable) -> Callable:
 
 
 def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
-    """One push, collective; on rank 0 the fingerprints of what all ranks sent together."""
+    """One push, collective; on rank 0 the fingerprints of what all ranks sent together, on others nothing."""
     with _listening() as marks:
         update_weights(updater)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, marks, group=get_gloo_group())
-    return {name: mark for rank in everyone for name, mark in rank.items()}
+    everyone: list[Any] | None = None if dist.get_rank() else [None] * dist.get_world_size()
+    dist.gather_object(marks, everyone, dst=0, group=get_gloo_group())
+    return {name: mark for rank in everyone or () for name, mark in rank.items()}
 
 
 @contextmanager

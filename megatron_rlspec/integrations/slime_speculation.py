@@ -5,6 +5,7 @@
     speculation.canary(urls, prompts, sampling)       if weights are new
     speculation.before_rollout(urls)                  tell every engine
     speculation.after_rollout(urls)                   learn, and tell every engine
+    speculation.forget(urls)                          instead, after an evaluation
 
 Each returns metrics. `urls` as in `slime_engines.py`.
 """
@@ -112,6 +113,8 @@ class Speculation:
         """How often an engine accepted 0, 1, … drafts; nothing if it is held, has sung under its version, or fails."""
         try:
             version = engine.version()
+            if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
+                return []
             if self._version_sung.get(engine.url) == version or engine.describe()["held"]:
                 return []
             engine.set_schedule(SpecSchedule.fixed(chain))
@@ -153,6 +156,11 @@ class Speculation:
             "health/drifting_engines": float(len(held)),
             "health/deaf_engines": float(deaf),
         }
+
+    def forget(self, urls: Sequence[str]) -> None:
+        """Drop all rounds since the last rollout: an evaluation samples otherwise than what training predicts."""
+        with ThreadPoolExecutor(max(1, len(urls))) as threads:
+            list(threads.map(lambda url: _observations(Engine(url, self.api_key)), urls))
 
     def policy(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
         """What an engine's `set_policy` takes, with the table scaled by what rounds took."""

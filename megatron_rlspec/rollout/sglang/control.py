@@ -78,12 +78,12 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     controller.decider.set_schedule(SpecSchedule.from_json(schedule))
-    return _stay_held(settings, scheduler)
+    return _stay_held()
 
 
 def _set_policy(settings: Settings, scheduler: Any, policy: dict[str, Any]) -> dict[str, Any]:
     controller.decider.replace(policy)
-    return _stay_held(settings, scheduler)
+    return _stay_held()
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
@@ -91,10 +91,18 @@ def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
     decider = controller.decider
     if decider is None or decider.policy is None and not decider.stock:
         raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+    if _held:  # what is in force is off; the policy that waits goes on waiting
+        _held["reason"] = reason
+    else:
+        _set_aside(reason)
+    return {}
+
+
+def _set_aside(reason: str) -> None:
+    decider = controller.decider
     waiting = {"stock": True} if decider.stock else decider.policy.to_json()
     decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
     _held.update(reason=reason, policy=waiting)
-    return {}
 
 
 def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -104,8 +112,10 @@ def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {}
 
 
-def _stay_held(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return _hold(settings, scheduler, _held["reason"]) if _held else {}
+def _stay_held() -> dict[str, Any]:
+    if _held:
+        _set_aside(_held["reason"])
+    return {}
 
 
 def _policy_report(settings: Settings, scheduler: Any) -> dict[str, Any]:

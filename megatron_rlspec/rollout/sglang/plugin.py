@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 VARIABLE = "RLSPEC_SGLANG"
@@ -33,7 +33,7 @@ class Settings:
         return cls(**json.loads(text or "{}"))
 
     def to_environment(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps({"verifier": self.verifier, "policy": self.policy})}
+        return {VARIABLE: json.dumps(asdict(self))}
 
 
 def register() -> None:
@@ -44,12 +44,13 @@ def register() -> None:
 
     from megatron_rlspec.rollout.sglang import control, controller, verifier, versions
 
+    sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
     HookRegistry.register(
         "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
         controller.controller_class(settings),
         HookType.REPLACE,
     )
-    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *versions.installed().hooks()):
+    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     _add_routes()
 

@@ -102,13 +102,13 @@ def listen(model: torch.nn.Module, marks: dict[str, int]) -> None:
 
 def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[Held]:
     """Every parameter under its checkpoint's name; those the drafter shares with the target appear once."""
+    if drafter is not None and type(drafter).__name__ not in _DRAFTERS:
+        raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     yield from _unfused(target, rank, lambda name: name)
     if drafter is None:
         return
-    rename = _DRAFTERS.get(type(drafter).__name__)
-    if rename is None:
-        raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
+    rename = _DRAFTERS[type(drafter).__name__]
     yield from (held for held in _unfused(drafter, rank, rename) if held.part.data_ptr() not in shared)
 
 

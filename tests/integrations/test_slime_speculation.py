@@ -1,0 +1,62 @@
+"""What rollouts teach, and what must not: evaluations, and engines that nothing was pushed to yet."""
+
+import numpy as np
+
+from megatron_rlspec.integrations import slime_speculation
+from megatron_rlspec.integrations.slime_speculation import Speculation
+from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
+
+CHAIN = SpecConfig(3)
+
+
+class Engine:
+    """Rounds that wait to be drained, as an engine keeps them; it answers no prompt."""
+
+    rounds: list[RoundStats] = []
+
+    def __init__(self, url, api_key=""):
+        self.url = url
+
+    def stats(self):
+        drained = list(self.rounds)
+        self.rounds.clear()
+        return drained
+
+    def policy_report(self):
+        return {}
+
+    def version(self):
+        return "default"
+
+    def describe(self):
+        return {"held": ""}
+
+    def set_policy(self, policy):
+        pass
+
+    def set_schedule(self, schedule):
+        raise AssertionError("a canary of weights that nobody pushed")
+
+
+def rounds(*accepted):
+    return RoundStats(CHAIN, 8, 800, sum(accepted), 900.0, accepted)
+
+
+def test_an_evaluation_teaches_nothing(monkeypatch):
+    monkeypatch.setattr(slime_speculation, "Engine", Engine)
+    speculation = Speculation(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01), [CHAIN])
+    Engine.rounds.append(rounds(5000, 0, 0, 0))
+    speculation.forget(["a"])
+    Engine.rounds.append(rounds(0, 0, 0, 50))
+    found = speculation.after_rollout(["a"])
+    assert found["rollout/spec_accept_1"] > 0.9
+
+
+def test_no_canary_before_the_first_push(monkeypatch):
+    """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
+    monkeypatch.setattr(slime_speculation, "Engine", Engine)
+    speculation = Speculation(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01), [CHAIN])
+    speculation.settings = slime_speculation.HealthSettings(canary_share=1.0)
+    found = speculation.canary(["a"], [[1, 2, 3]], Sampling())
+    assert found["health/canary_failures"] == 0 and np.isnan(found["health/canary_accept_length"])

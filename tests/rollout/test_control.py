@@ -1,0 +1,63 @@
+"""What a scheduler process is told: speculation held off, and what holds again afterwards."""
+
+import pytest
+
+from megatron_rlspec.rollout.sglang import control, controller, plugin, versions
+from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+SETTINGS = Settings()
+
+
+@pytest.fixture
+def decider(monkeypatch):
+    decider = controller.Decider(SETTINGS)
+    decider.start([0, 1, 3], 3)
+    monkeypatch.setattr(controller, "decider", decider)
+    monkeypatch.setattr(control, "_held", {})
+    return decider
+
+
+def chosen(decider):
+    return decider.choose(1, 100, None)[0]
+
+
+def test_what_was_held_twice_is_released_once(decider):
+    """By a canary and by a push, say: the second must not take "off" for the policy that waits."""
+    control._hold(SETTINGS, None, "canary")
+    control._hold(SETTINGS, None, "push")
+    assert chosen(decider) == OFF and control._held["reason"] == "push"
+    control._release(SETTINGS, None)
+    assert chosen(decider) == SpecConfig(3) and not control._held
+
+
+def test_a_policy_set_meanwhile_waits(decider):
+    control._hold(SETTINGS, None, "push")
+    control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())
+    assert chosen(decider) == OFF
+    control._set_policy(SETTINGS, None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
+    assert chosen(decider) == OFF and control._held["reason"] == "push"
+    control._release(SETTINGS, None)
+    assert chosen(decider) == SpecConfig(1)
+
+
+def test_a_version_we_do_not_know_gets_no_part_of_the_plugin(monkeypatch):
+    """SGLang logs a plugin's error and goes on; a replaced controller without its commands would go unseen."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def unknown():
+        raise ImportError("neither of ours")
+
+    hooks = {}
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooks.setdefault(target))
+    monkeypatch.setattr(versions, "installed", unknown)
+    monkeypatch.setenv(plugin.VARIABLE, "{}")
+    with pytest.raises(ImportError):
+        plugin.register()
+    assert not hooks
+
+
+def test_settings_survive_the_environment(monkeypatch):
+    settings = Settings("target_only", {"table": "cost.json"}, deliveries=True)
+    monkeypatch.setenv(*next(iter(settings.to_environment().items())))
+    assert Settings.from_environment() == settings
