@@ -83,7 +83,8 @@ class Adapter:
                 self.acceptance.observe_histogram(found.config.num_steps, found.accepted, found.rounds)
         total = sum(rounds.values())
         ms = sum(found.ms for found in stats)
-        values = {f"spec/share_{config}": n / total for config, n in sorted(rounds.items())}
+        # Rounds right after a prefill have no time and are not counted: there may be none but those.
+        values = {f"spec/share_{config}": n / total for config, n in sorted(rounds.items()) if total}
         values |= {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
         values |= {"spec/rounds": float(total), "spec/ms_per_round": ms / total if total else math.nan}
         decided = [report for report in reports if report.get("predicted_ms")]

@@ -27,3 +27,11 @@ def test_records_hold_shares_acceptance_and_what_policies_decided():
     assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
     assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
     assert "spec/predicted_tokens_per_second" not in values  # without a table there are no ms to promise
+
+
+def test_a_rollout_of_rounds_without_a_time():
+    """One round after each prefill: it teaches acceptance, and no share can be told."""
+    learnt = adapter()
+    found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
+    assert found["spec/rounds"] == 0 and "spec/share_k3" not in found
+    assert found["spec/accept_1"] > 0.9
