@@ -109,7 +109,6 @@ def plan(
         out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
-    out.environment["RLSPEC_SGLANG_DRAFTER_PUSH"] = "1"
     if cost_table and len(steps) == 1:
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table

@@ -1,7 +1,8 @@
-"""A SGLang plugin for versions whose NCCL weight push reaches the target only: receive once, load twice.
+"""For SGLang versions whose NCCL weight push reaches the target only: receive once, load twice.
 
-In force where the environment variable `RLSPEC_SGLANG_DRAFTER_PUSH` is set, as `rlspec slime` sets it, and where SGLang
-has no weight-update session with a selector (from 0.5.23 on it has, and loads the drafter itself).
+`plugin.py` has it in force. Alone, without anything else of ours, it is a plugin where the environment variable
+`RLSPEC_SGLANG_DRAFTER_PUSH` is set and SGLang has no weight-update session with a selector (from 0.5.23 on it has, and
+loads the drafter itself).
 """
 
 from __future__ import annotations
