@@ -14,6 +14,10 @@ class Feeding(DrafterGap):
     def __init__(self, **options):
         super().__init__(worker=None, **options)
         self.fed, self.passes = {}, []
+        self.samples_drafts = False
+
+    def _samples_drafts(self):
+        return self.samples_drafts
 
     def _extend(self, batch, parts):
         self.passes.append(sum(len(tokens) for _, _, _, tokens, _ in parts))
@@ -132,3 +136,24 @@ def test_memory_is_bounded_by_those_still_running():
         requests.round()
     kept = sum(len(tokens) for parts in gap._stored.values() for _, tokens in parts) + len(gap._rounds)
     assert kept <= 4 and len(gap._since) <= 1 + 4
+
+
+def test_who_has_not_caught_up_is_certain_of_its_first_draft():
+    """Rejection sampling is exact only by the distribution that a draft was drawn from; off leaves an older one."""
+    gap = Feeding()
+    gap.samples_drafts = True
+    requests = Requests(gap, *"abc")
+    requests.round()
+    requests.prefill("d")
+    batch = requests.batch()
+    spec, batch.model_config = batch.spec_info, SimpleNamespace(vocab_size=5)
+    spec.topk_index = torch.tensor([[0], [0], [0], [2]])
+    drawn = torch.rand(4, 5)
+    certain = torch.eye(5)[spec.topk_index[:, 0]]
+    for kept, expected in [(drawn, torch.cat([certain[:3], drawn[3:]])), (None, certain)]:
+        spec.draft_probs = kept
+        assert gap.close(batch, 1) == [3] and gap.take() == {}  # just prefilled: nothing to read
+        assert torch.equal(spec.draft_probs, expected)
+    spec.draft_probs = drawn
+    assert gap.close(batch, 4) is None and set(gap.take()) == set("abc")
+    assert torch.equal(spec.draft_probs[3], drawn[3])  # `_extend` puts in those of the others

@@ -100,12 +100,17 @@ class DrafterGap:
         chosen = sorted(order[:n])
         behind = [i for i in chosen if total > since.get(reqs[i].rid, 0)]
         kept = self._take([reqs[i].rid for i in behind])
+        if self._samples_drafts():
+            _be_certain(batch, sorted(set(chosen) - set(behind)))
         self._feed(batch, [(i, *kept[reqs[i].rid]) for i in behind if reqs[i].rid in kept])
         if len(chosen) == len(reqs):
             self._reset()
             return None
         self.forget([reqs[i] for i in behind])
         return chosen
+
+    def _samples_drafts(self) -> bool:
+        return versions.installed().samples_drafts(self.worker)
 
     def _take(self, rids: Sequence[str]) -> _Kept:
         """What each of these requests missed, in order; without those that missed nothing."""
@@ -206,15 +211,25 @@ class DrafterGap:
             caught_up = drafter._draft_extend_for_prefill(
                 part, torch.cat(hidden).to(device), torch.cat(following).to(device)
             )
-        if caught_up.draft_probs is not None and spec.draft_probs is None:
-            # Whoever has not caught up is certain of the token that it proposes: rejection sampling stays exact.
-            certain = caught_up.draft_probs.new_zeros(len(batch.reqs), caught_up.draft_probs.shape[-1])
-            spec.draft_probs = certain.scatter_(1, spec.topk_index[:, :1], 1)
         for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
             if getattr(caught_up, name) is not None:
                 values = getattr(spec, name).clone()
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
+
+
+def _be_certain(batch: Any, current: Sequence[int]) -> None:
+    """Propose the first draft of all but the `current` requests as if it were the only one: p(x) decides about x.
+
+    That keeps rejection sampling exact. Rounds that were off left no distribution behind, or, where SGLang overlaps
+    rounds, one of an earlier round, which the token in its place was not drawn from.
+    """
+    spec, drawn = batch.spec_info, batch.spec_info.draft_probs
+    certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
+    certain.scatter_(1, spec.topk_index[:, :1], 1.0)
+    if drawn is not None:
+        certain[list(current)] = drawn[list(current)].to(certain)
+    spec.draft_probs = certain
 
 
 def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:

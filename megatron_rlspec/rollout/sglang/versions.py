@@ -84,6 +84,7 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.schedule_batch.Req.update_spec_correct_drafts_histogram": ("num_correct_drafts",),
     f"{_MANAGERS}.schedule_batch.ScheduleBatch": (
         "reqs",
+        "model_config",
         "req_to_token_pool",
         "spec_algorithm",
         "forward_mode",
@@ -135,6 +136,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
     "0.5.23": _EVERY
     | {
         "sglang.srt.arg_groups.attention_hook._attention_backend_platform_fallbacks": (),
+        "sglang.srt.runtime_context.get_spec": (),
         f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.parallel_layout": (),
         f"{_MANAGERS}.scheduler.Scheduler.send_control_output": ("output", "recv_req"),
         f"{_MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation": ("batch", "capture_hidden_mode"),
@@ -155,6 +157,8 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "0.5.15.post1": _EVERY
     | {
+        "sglang.srt.server_args.ServerArgs.speculative_use_rejection_sampling": (),
+        f"{_SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2.server_args": (),
         f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft_tp_context": (),
         f"{_SPECULATIVE}.eagle_utils._is_xpu": (),
         f"{_MANAGERS}.scheduler.Scheduler.ipc_channels": (),
@@ -196,6 +200,12 @@ class Sglang0523:
         from sglang.srt.speculative.spec_utils import draft_tp_context
 
         return draft_tp_context(drafter.parallel_layout)
+
+    def samples_drafts(self, worker: Any) -> bool:
+        """Whether the `EAGLEWorkerV2` draws its drafts, and verifies them by rejection sampling."""
+        from sglang.srt.runtime_context import get_spec
+
+        return get_spec().speculative_use_rejection_sampling
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
         """A pass of the target's worker that keeps hidden states."""
@@ -270,6 +280,9 @@ class Sglang0515(Sglang0523):
 
     def drafting(self, drafter: Any) -> contextlib.AbstractContextManager:
         return drafter.draft_tp_context(drafter.draft_runner.tp_group)
+
+    def samples_drafts(self, worker: Any) -> bool:
+        return worker.server_args.speculative_use_rejection_sampling
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
         batch.capture_hidden_mode = capture_hidden_mode
