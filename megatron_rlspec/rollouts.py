@@ -117,11 +117,14 @@ class Rollouts:
         )
 
     def _speculate(self, engine: RolloutEngine) -> None:
-        """The run's own way of drafting, after canaries and repairs."""
-        if self.config.spec.mode == "adaptive":
-            engine.set_policy(self.adapter.policy())
-        else:
-            engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
+        """The run's own way of drafting, after canaries and repairs; an engine that is gone by then is left out."""
+        try:
+            if self.config.spec.mode == "adaptive":
+                engine.set_policy(self.adapter.policy())
+            else:
+                engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
+        except EngineError as error:
+            self.engines.drop(engine, error)
 
     def close(self) -> None:
         """Engines first: that ends a rollout that still runs."""
@@ -245,7 +248,7 @@ class Rollouts:
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
         if self.adapter.believed is not None:  # a forecast is for the very next rollout
             for name in set(report.serving) - set(report.plain):
-                self.health.pusher.engines[name].set_policy(self.adapter.policy())
+                self._speculate(self.health.pusher.engines[name])
         self.engines.stats()  # the canary's rounds are not the rollouts'
         self._tell_losses()
         return report.metrics()

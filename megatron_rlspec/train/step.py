@@ -127,8 +127,9 @@ class Trainer:
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
         totals = reduce_sums(sums)
         found = [totals.pop(f"prediction/{name}", None) for name in ("reached", "accepted")]
-        self.prediction = Prediction.of_sums(self._steps, *found) if found[0] is not None else None
         metrics = means(totals)
+        told = found[0] is not None and math.isfinite(metrics["drafter/objective"])  # else its matches say nothing
+        self.prediction = Prediction.of_sums(self._steps, *found) if told else None
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))

@@ -98,14 +98,20 @@ def broken_batch(drafter):
     metrics = trainer.train_step(data, objective="grpo")
     parameters = digest(trainer.policy.parameters())
     after = trainer.train_step(own_batches(trainer), objective="grpo")
-    return before, metrics, parameters, digest(trainer.policy.parameters()), after
+    later = digest(trainer.policy.parameters())
+    with torch.no_grad():
+        next(iter(trainer.policy.parameters())).fill_(float("nan"))
+    predictions = [trainer.prediction]
+    trainer.train_step(own_batches(trainer), objective="grpo")
+    return before, metrics, parameters, later, after, [*predictions, trainer.prediction]
 
 
 def test_a_loss_that_is_not_finite_skips_the_policys_step_only():
-    ((before, metrics, parameters, later, after),) = on_ranks(1, broken_batch, True)
+    ((before, metrics, parameters, later, after, (prediction, of_nan)),) = on_ranks(1, broken_batch, True)
     assert metrics["policy/skipped"] == 1 and not math.isfinite(metrics["policy/loss"])
     assert metrics["drafter/skipped"] == 0 and math.isfinite(metrics["drafter/objective"])
     assert before == parameters != later and after["policy/skipped"] == 0 and math.isfinite(after["policy/loss"])
+    assert prediction is not None and of_nan is None
 
 
 def samples_of_another_model():

@@ -1,5 +1,6 @@
 """The health contract as a run keeps it: rank 0's side with the embedded engine, at the default canary."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.config import load
 from megatron_rlspec.metrics import Recorder, read_records
+from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollouts import Rollouts
 from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
@@ -113,6 +116,27 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
     assert event["found"] == ["drift"] and run.engine.schedule == SpecSchedule.fixed(OFF)
     run.push(4)
     assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+
+
+def gone(*_):
+    raise EngineError("gone")
+
+
+@pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
+@pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
+def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(run, when):
+    rollouts, other = run.rollouts, opening._embedded(run.rollouts.config)
+    rollouts.engines.add(other)
+    rollouts.health.join("other", other)
+    if when == "told what to start from":
+        run.push(1)
+        rollouts.health._spent = math.inf  # no canary is due
+        rollouts.adapter.expect([0.5] * 5)
+    other.set_policy = gone
+    assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
+    assert rollouts.engines.engines == (run.engine,)
+    events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
+    assert events == ["other: left out, 1 remain: gone"]
 
 
 @pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
