@@ -194,7 +194,14 @@ class Speculation:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; of the table its scale, where this run decides by the same measurements."""
+        """Take up what `state` gave; of the table its scale, where this run decides by the same measurements.
+
+        Nothing of a run that drafted fewer steps: engines would refuse a policy that knows too few depths.
+        """
+        known, needed = state["acceptance"]["depth"], self.adapter.acceptance.depth
+        if known < needed:
+            logger.warning("rlspec: the checkpoint knows %d steps, not %d: acceptance is learnt anew", known, needed)
+            return
         self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
         self.adapter.prior = Prior.from_json(state["prior"])
         self.forecast = Forecast.from_json(state["forecast"])

@@ -1,8 +1,13 @@
 """What rollouts teach, and what must not: evaluations, and engines that nothing was pushed to yet."""
 
+import json
+
+import pytest
+
 from megatron_rlspec.integrations import slime_speculation
 from megatron_rlspec.integrations.slime_speculation import Speculation
 from megatron_rlspec.spec.adapt import Adapter
+from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
 CHAIN = SpecConfig(3)
@@ -56,3 +61,13 @@ def test_no_canary_before_the_first_push(monkeypatch):
     monkeypatch.setattr(slime_speculation, "Engine", Engine)
     speculation = Speculation(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01), [CHAIN])
     assert "health/canary_accept_length" not in speculation.canary(["a"], [[1, 2, 3]], Sampling())
+
+
+@pytest.mark.parametrize("before", [1, 3, 5])
+def test_a_resumed_run_may_draft_other_numbers_of_steps(before):
+    """Its engines accept what it tells them, whatever `--candidate-steps` was before."""
+    former, resumed = (Speculation(Adapter([0, deepest], "", 2, 64.0, 0.01, 0.01)) for deepest in (before, 3))
+    former.adapter.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
+    resumed.restore(json.loads(json.dumps(former.state())))
+    policy = Policy.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.policy()})
+    assert (policy.acceptance.rates[0] > 0.9) == (before >= 3)
