@@ -100,6 +100,7 @@ class Rollouts:
         if resumed.get("prior"):
             self.adapter.prior = Prior.from_json(resumed["prior"])
         if self.config.spec.mode == "adaptive":
+            self.adapter.expect(self.forecast.rates())
             self.engines.everywhere(lambda engine: engine.set_policy(self.adapter.policy()))
 
     def _health(self, engines: Mapping[str, RolloutEngine]) -> Health:

@@ -138,7 +138,8 @@ class Policy:
         self._budget += EARNED * self.probe_share * ms[self._current]
         chosen = self._probing(batch, rates, ms, owed, missed is not None)
         config = self.candidates[chosen]
-        drafting = batch if chosen == self._current else min(self._sample, batch)
+        some = chosen != self._current and self.candidates[self._current].off
+        drafting = min(self._sample, batch) if some else batch
         if config.off:
             self._gap += 1
             self._allowance += self.catch_up_share * ms[chosen]

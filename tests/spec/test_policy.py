@@ -296,3 +296,16 @@ def test_probes_start_after_the_first_interval():
     engine.run(40, 64)
     off_since = len(engine.chosen) - engine.chosen[::-1].index(next(c for c in engine.chosen[::-1] if c != OFF))
     assert set(engine.run(FIRST_PROBE - (40 - off_since) - 2, 64)) <= {OFF}
+
+
+def test_where_all_draft_a_probe_is_of_all_that_run():
+    """Also of requests that join while it lasts."""
+    p = policy(margin=0.2)
+    engine = Engine(p, rates=(0.6, 0.0, 0.0, 0.0, 0.0))
+    engine.run(1500, 1)
+    assert p.candidates[p._current] == SpecConfig(1)
+    while engine.run(1, 1) == [SpecConfig(1)]:
+        pass
+    p.report()
+    assert engine.run(1, 6) == [SpecConfig(2)] and p.catch_up == 6
+    assert p.report()["predicted_tokens"] == pytest.approx(6 * p.acceptance.totals[2], rel=0.05)

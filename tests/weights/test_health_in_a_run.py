@@ -1,5 +1,6 @@
 """The health contract as a run keeps it: rank 0's side with the embedded engine, at the default canary."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.config import load
 from megatron_rlspec.metrics import Recorder, read_records
+from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollouts import Rollouts
@@ -137,6 +139,21 @@ def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(ru
     assert rollouts.engines.engines == (run.engine,)
     events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
     assert events == ["other: left out, 1 remain: gone"]
+
+
+@pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
+def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path):
+    rollouts = run.rollouts
+    run.push(1)
+    for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
+        run.draw(f"r{reached:.0f}")
+        rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
+    before, after = rollouts.adapter.policy(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
+    assert before["acceptance"] != rollouts.adapter.acceptance.to_json()
+    state = json.loads(json.dumps(rollouts.state()))
+    after.open(Recorder(tmp_path / "again"), SimpleNamespace(rows=PROMPTS), state, [])
+    assert after.adapter.policy() == before and after.adapter.prior.to_json() == rollouts.adapter.prior.to_json()
+    after.close()
 
 
 @pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
