@@ -24,7 +24,7 @@ from megatron_rlspec.config import HealthConfig, SpecSection
 from megatron_rlspec.integrations import slime_state
 from megatron_rlspec.integrations.slime_engines import Engine, after_push, drafter_names
 from megatron_rlspec.integrations.slime_speculation import Speculation
-from megatron_rlspec.rollout.sglang.client import RefusedError
+from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.spec.adapt import Adapter
 from megatron_rlspec.types import Sampling, SpecConfig
 from megatron_rlspec.weights.detectors import HealthSettings
@@ -106,10 +106,10 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
 
 
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
-    """With what this run's checkpoint knows already; None if these engines cannot switch their speculation."""
+    """With what this run's checkpoint knows already; None if one of these engines cannot switch, or does not answer."""
     try:
         told = [Engine(url, _key(args)).describe()["configs"] for url in urls]
-    except RefusedError as error:
+    except EngineError as error:  # asked again before the next rollout; to keep engines alive is slime's part
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None
     configs = {SpecConfig(*config) for every in told for config in every}
