@@ -1,5 +1,8 @@
 """What a scheduler process is told: speculation held off, and what holds again afterwards."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_rlspec.rollout.sglang import control, controller, plugin, versions
@@ -39,6 +42,27 @@ def test_a_policy_set_meanwhile_waits(decider):
     assert chosen(decider) == OFF and control._held["reason"] == "push"
     control._release(SETTINGS, None)
     assert chosen(decider) == SpecConfig(1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"command": "nothing"},
+        {"command": "set_policy", "policy": [1]},
+        {"command": "set_policy", "policy": {"schedule": {"batches": []}}},
+        {"command": "set_schedule", "schedule": None},
+        {"command": "hold"},
+    ],
+    ids=str,
+)
+def test_a_request_of_another_shape_is_refused_and_ends_nothing(decider, body, monkeypatch):
+    messages = SimpleNamespace(DumperControlReqOutput=SimpleNamespace)  # SGLang's import much that is not needed here
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
+    answers = []
+    scheduler = SimpleNamespace(send_control_output=lambda output, request: answers.append(output))
+    control._handle(SETTINGS, None, scheduler, SimpleNamespace(method=control.METHOD, body=body))
+    assert not answers[0].success and answers[0].error.startswith(f"{body['command']}: ")
+    assert chosen(decider) == SpecConfig(3)
 
 
 def test_a_version_we_do_not_know_gets_no_part_of_the_plugin(monkeypatch):

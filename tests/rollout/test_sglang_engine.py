@@ -246,7 +246,6 @@ def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[s
     assert texts(always) == texts(sometimes)
     # Rounds of the whole batch: each of the probes counts the drafts of 8 requests only.
     [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
-    print(report, whole)
     uncounted = whole.rounds * len(asked) - sum(whole.accepted)
     assert report["probes"] > 3 and uncounted == 4 * report["probes"]
     both = [

@@ -53,7 +53,8 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
             raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
         result = _COMMANDS[command](settings, scheduler, **body)
         answer = DumperControlReqOutput(success=True, response=[result])
-    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+        # Whatever shape a request has, it must not end the scheduler.
         answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {error}")
     versions.installed().answer(scheduler, answer, request)
     return None
