@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.rollout.sglang.plugin import MIXED_CHUNK, Settings
 from megatron_rlspec.spec.cost_table import CostTable
 from megatron_rlspec.spec.policy import Policy
 from megatron_rlspec.types import OFF, SpecConfig
@@ -42,6 +42,7 @@ REFUSED = (
     ("--use-routing-replay", None, "the MTP layer's router would take another layer's recording"),
     ("--sglang-enable-dp-attention", None, "SGLang then drops adaptive speculation with a warning only"),
     ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
+    ("--sglang-enable-mixed-chunk", None, MIXED_CHUNK),
     ("--sglang-enable-pdmux", None, "SGLang then drops adaptive speculation with a warning only"),
 )
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -106,7 +107,8 @@ def plan(
             out.flags += [flag, value]
     if len(steps) > 1 and "--sglang-speculative-adaptive" not in given:
         out.flags.append("--sglang-speculative-adaptive")
-        out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
+        if "--sglang-speculative-adaptive-config" not in given:
+            out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
     if cost_table and len(steps) == 1:
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [int(step) for step in options.candidate_steps.split(",")]
     table = check_table(options.cost_table, steps) if options.cost_table else ""
     if options.yaml:
-        print(as_yaml(plan(command, drafter, steps, options.num_steps, table), options.folder), end="")
+        print(as_yaml(plan(command, drafter, steps, options.num_steps, table), Path(options.folder).absolute()), end="")
         return 0
     at = driver(command)
     added = plan(command[at + 1 :], drafter, steps, options.num_steps, table)
@@ -263,14 +265,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.execvpe(whole[0], whole, {**os.environ, **added.environment, **job_environment(added.environment, os.environ)})
 
 
-def as_yaml(added: Plan, folder: str) -> str:
+def as_yaml(added: Plan, folder: Path) -> str:
     """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
-    settings: dict[str, Any] = {**added.settings, "rlspec_folder": folder}
+    settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
     for name, value in flags(added.flags).items():
         settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
     head = "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
     if added.adaptive:
-        path = Path(folder, "adaptive.json")
+        path = folder / "adaptive.json"
         settings["sglang_speculative_adaptive_config"] = str(path)
         head += f"# {path} must hold: {json.dumps(added.adaptive)}\n"
     return head + yaml.safe_dump(settings)

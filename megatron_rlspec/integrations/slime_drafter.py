@@ -130,6 +130,8 @@ class SlimeDrafter:
         metrics = {"drafter_grad_norm": norm, "drafter_skipped": float(not updated)}
         if not self.sums:
             return metrics
+        if not updated:
+            self.predicted = None  # a forward that was not finite foresees nothing
         if self.predicted is not None:
             metrics |= self._share_prediction()
         flat = torch.stack([self.sums[name].double() for name in sorted(self.sums)])

@@ -43,6 +43,7 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
         ("--sglang-enable-dp-attention", {}, "drops adaptive speculation"),
+        ("--sglang-enable-mixed-chunk", {}, "lose count of what the drafter missed"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
@@ -57,6 +58,11 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
 def test_harmless_values_are_not_refused():
     planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
     planned("--allgather-cp", depth=1)
+
+
+def test_an_adaptive_configuration_of_the_user_stays():
+    added = planned("--sglang-speculative-adaptive-config mine.json")
+    assert "--sglang-speculative-adaptive" in added.flags and not added.adaptive
 
 
 def test_start_must_be_a_candidate():
@@ -169,4 +175,5 @@ def test_yaml_holds_every_flag(capsys):
     assert settings["rlspec_lr"] == 3e-4 and settings["sglang_speculative_num_steps"] == 3
     assert settings["enable_mtp_training"] is True
     assert '# set in the environment of all Ray workers: RLSPEC_SGLANG={"verifier": "target_only"' in out
-    assert settings["rlspec_folder"] == "rlspec-slime" and settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]
+    assert settings["rlspec_folder"] == str(Path("rlspec-slime").absolute())  # Ray workers stand elsewhere
+    assert settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]

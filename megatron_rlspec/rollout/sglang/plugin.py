@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 VARIABLE = "RLSPEC_SGLANG"
+MIXED_CHUNK = "rounds that mix prefill and decode lose count of what the drafter missed while off"
 Verifier = Literal["position_keyed", "target_only", "rejection"]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.rollout.sglang import versions
-from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.rollout.sglang.plugin import MIXED_CHUNK, Settings
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 # What torchrun and cluster launchers leave behind; SGLang would take it for its own process group.
@@ -115,6 +115,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
     _sglang()
+    if options.spec != "off" and "--enable-mixed-chunk" in rest:
+        raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
     arguments, settings = arguments_for(options, device)
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
