@@ -53,8 +53,8 @@ class Speculation:
         self.forecast = Forecast(adapter.acceptance.depth)
         self.drift: dict[str, Drift] = {}
         self.versions: dict[str, str] = {}  # under which each engine's drift test began
-        self._sung: dict[str, float] = {}  # accept length of each engine's last good canary
-        self._version_sung: dict[str, str] = {}
+        self._canary_lengths: dict[str, float] = {}  # accept length of each engine's last good canary
+        self._canary_versions: dict[str, str] = {}
         self._spent, self._began = 0.0, time.perf_counter()  # on canaries; since when
         self._table = CostTable.load(adapter.cost["table"]) if "table" in adapter.cost else None
 
@@ -83,8 +83,8 @@ class Speculation:
         chain = SpecConfig(max(steps))
         engines = {url: Engine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            sung = threads.map(lambda engine: self._sing(engine, chain, prompts, sampling), engines.values())
-            accepted = {url: counts for url, counts in zip(engines, sung, strict=True) if counts}
+            counted = threads.map(lambda engine: self._run_canary(engine, chain, prompts, sampling), engines.values())
+            accepted = {url: counts for url, counts in zip(engines, counted, strict=True) if counts}
         if not accepted:
             return {}
         waiting, expected = self.forecast.pending, self.adapter.expected().get(chain)
@@ -92,14 +92,14 @@ class Speculation:
             expected = expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
         failed = 0
         for url, counts in accepted.items():
-            known = [length for length in (expected, self._sung.get(url)) if length is not None]
+            known = [length for length in (expected, self._canary_lengths.get(url)) if length is not None]
             finding = canary_finding(counts, min(known, default=None), self.settings.floor_share, self.settings.z)
             if finding is not None:
                 failed += 1
                 logger.error("rlspec: %s: no speculation until a later push: canary: %s", url, finding.message)
                 hold(engines[url], [finding])
             elif sum(counts):
-                self._sung[url] = _accept_length([counts])
+                self._canary_lengths[url] = _accept_length([counts])
         self._spent += time.perf_counter() - began
         return {
             "health/canary_accept_length": _accept_length(accepted.values()),
@@ -107,15 +107,15 @@ class Speculation:
             "health/canary_seconds": time.perf_counter() - began,
         }
 
-    def _sing(
+    def _run_canary(
         self, engine: Engine, chain: SpecConfig, prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[int]:
-        """How often an engine accepted 0, 1, … drafts; nothing if it is held, has sung under its version, or fails."""
+        """How often an engine accepted 0, 1, … drafts; nothing if it is held, was heard under its version, or fails."""
         try:
             version = engine.version()
             if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
                 return []
-            if self._version_sung.get(engine.url) == version or engine.describe()["held"]:
+            if self._canary_versions.get(engine.url) == version or engine.describe()["held"]:
                 return []
             engine.set_schedule(SpecSchedule.fixed(chain))
             sampling = replace(sampling, max_new_tokens=self.settings.canary_tokens)
@@ -130,7 +130,7 @@ class Speculation:
         except EngineError as error:
             logger.warning("rlspec: no canary: %s", error)
             return []
-        self._version_sung[engine.url] = version
+        self._canary_versions[engine.url] = version
         return [sum(s.accepted[i] for s in samples if i < len(s.accepted)) for i in range(chain.num_steps + 1)]
 
     def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:

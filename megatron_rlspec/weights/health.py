@@ -203,7 +203,7 @@ class Health:
         if not (sing and self.canary):
             return []
         try:
-            samples = self._sing(name, report.version)
+            samples = self._run_canary(name, report.version)
         except EngineError as error:
             return [Finding("canary", str(error), target=True)]
         found = [stamp_finding(samples, report.version, report.version)]
@@ -218,7 +218,7 @@ class Health:
             lengths[name] = 1 + float(accepted @ np.arange(len(accepted)) / max(1, accepted.sum()))
         return [finding for finding in found if finding]
 
-    def _sing(self, name: str, version: int) -> list[Sample]:
+    def _run_canary(self, name: str, version: int) -> list[Sample]:
         engine: RolloutEngine = self.pusher.engines[name]
         if self.speculate is not None:
             engine.set_schedule(SpecSchedule.fixed(SpecConfig(self.settings.canary_steps)))

@@ -436,7 +436,7 @@ def test_a_canary_tells_a_drafter_that_bits_cannot(engines: dict[str, SGLangEngi
     found = pushed(70, agreeing)
     assert found["health/canary_failures"] == 0 and found["health/canary_accept_length"] > 3
     assert engine.stats() == [], "a canary's rounds are nobody's"
-    assert speculation.canary([engine.url], prompts, greedy) == {}, "it has sung under these weights"
+    assert speculation.canary([engine.url], prompts, greedy) == {}, "it was heard under these weights"
     failed = pushed(71, swapped)
     assert failed["health/canary_failures"] == 1 and failed["health/canary_accept_length"] < 2
     assert "accept length" in engine.describe()["held"]
