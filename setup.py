@@ -35,8 +35,8 @@ setup(
     entry_points={
         "console_scripts": ["rlspec = megatron_rlspec.cli:main"],
         "sglang.srt.plugins": [
-            "rlspec = megatron_rlspec.rollout.sglang.plugin:register",
-            "rlspec-drafter-push = megatron_rlspec.rollout.sglang.drafter_push:register",
+            "rlspec = megatron_rlspec.rollout.sglang.server.plugin:register",
+            "rlspec-drafter-push = megatron_rlspec.rollout.sglang.server.drafter_push:register",
         ],
     },
 )

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rlspec.spec.cost_table import CostTable, Provenance
-from megatron_rlspec.spec.policy import Policy
-from megatron_rlspec.spec.roofline import HARDWARE, Roofline
-from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance
+from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
 STEPS = (0, 1, 2, 3, 5)

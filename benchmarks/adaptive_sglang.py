@@ -34,11 +34,11 @@ import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
 
 from megatron_rlspec.rollout import profile
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.spec.cost_table import CostTable
-from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 

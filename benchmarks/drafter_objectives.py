@@ -21,7 +21,7 @@ from scipy import stats
 
 from megatron_rlspec import data
 from megatron_rlspec.config import Config
-from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Request, Sampling, SpecConfig, SpecSchedule

@@ -33,7 +33,7 @@ import torch
 from bigram_model import VOCAB, checkpoint
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.spec.tree import AcceptanceMap, TreeBudget, VerifyCost, top
+from megatron_rlspec.speculation.tree import AcceptanceMap, TreeBudget, VerifyCost, top
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 
@@ -189,8 +189,8 @@ def huggingface(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from megatron_rlspec.rollout.sglang.client import SGLangEngine
-    from megatron_rlspec.rollout.sglang.launcher import launch
+    from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+    from megatron_rlspec.rollout.sglang.client.launcher import launch
 
     model = checkpoint(SHARPNESS["high"], options.layers, options.hidden)
     steps, rows = options.steps, []

@@ -133,9 +133,9 @@ def _drain(port: int, size: int, repeats: int) -> None:
 
 def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     """Into a real SGLang process on the CPU, by each transport in turn."""
-    from megatron_rlspec.rollout.sglang.client import SGLangEngine
-    from megatron_rlspec.rollout.sglang.launcher import launch
-    from megatron_rlspec.rollout.sglang.transport import Files, Group, Http
+    from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+    from megatron_rlspec.rollout.sglang.client.launcher import launch
+    from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http
 
     config, tensors = model(gigabytes, torch.float32)
     size = sum(tensor.nbytes for tensor in tensors.values())

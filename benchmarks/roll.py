@@ -28,8 +28,8 @@ import torch.multiprocessing
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from megatron_rlspec.mtp.shift import RollPlan
-from megatron_rlspec.rl.context_parallel import slice_for_cp
+from megatron_rlspec.packing.context_parallel import slice_for_cp
+from megatron_rlspec.packing.shift import RollPlan
 from megatron_rlspec.train import runtime
 
 SEQUENCES = (1, 16, 64, 256)

@@ -30,8 +30,8 @@ from adaptive_sglang import PROMPT, SHARPNESS, rollout
 from bigram_model import checkpoint, worse_drafter
 from synthetic import conditions
 
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 

@@ -24,7 +24,7 @@ SCHEDULE = (
     "micro_batch_size",
     "forward_only",
 )
-# What train/ and mtp/drafter.py rely on beyond the calls that stand in their source: methods that we override or call
+# What train/ and train/drafter.py rely on beyond the calls that stand in their source: methods that we override or call
 # on objects, and what layer specs are filled with. Parameters are those given by name.
 MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),

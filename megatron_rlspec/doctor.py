@@ -1,9 +1,9 @@
 """`rlspec doctor`: which known defects the installed megatron-core, SGLang and slime have, and whom they hit.
 
 Every answer that says "present" or "absent" was obtained just now by running upstream's own code (`train/probes.py`,
-`rollout/sglang/probes.py`, `integrations/slime_probes.py`), each package in a process of its own without a GPU, so that
-a running job is not touched; only names and signatures are read from the source (`contracts.py`). What has been found
-by reading once is listed as such.
+`rollout/sglang/server/probes.py`, `integrations/slime/probes.py`), each package in a process of its own without a GPU,
+so that a running job is not touched; only names and signatures are read from the source (`contracts.py`). What has been
+found by reading once is listed as such.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Literal
 from megatron_rlspec import contracts
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.integrations import patches
-from megatron_rlspec.rollout.sglang import versions as sglang
+from megatron_rlspec.rollout.sglang.server import versions as sglang
 
 State = Literal["present", "absent", "unknown", "read", "not installed"]
 WORKER_SECONDS = 300
@@ -73,8 +73,8 @@ class Finding:
 
 MODULES = {
     "megatron-core": "megatron_rlspec.train.probes",
-    "sglang": "megatron_rlspec.rollout.sglang.probes",
-    "slime": "megatron_rlspec.integrations.slime_probes",
+    "sglang": "megatron_rlspec.rollout.sglang.server.probes",
+    "slime": "megatron_rlspec.integrations.slime.probes",
 }
 # By version where there is more than one that will do, the newest first.
 CONTRACTS = {
@@ -95,7 +95,7 @@ DEFECTS = (
         "mcore-roll-unpadded",
         "megatron-core",
         "MTP reads and predicts wrong tokens where sequences are padded",
-        "batches are rolled before they are split and padded (mtp/shift.py)",
+        "batches are rolled before they are split and padded (packing/shift.py)",
     ),
     Defect(
         "mcore-mtp-no-clamp",

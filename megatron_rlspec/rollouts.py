@@ -19,16 +19,16 @@ import numpy as np
 
 from megatron_rlspec import data
 from megatron_rlspec.config import Config
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder, write_atomically
 from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rl import grpo, rewards
-from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
-from megatron_rlspec.spec.acceptance import Acceptance, expected_tokens
-from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.spec.prior import Prior
+from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.types import (
     Group,
     Prompt,

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from megatron_rlspec import data, wire
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.live import View
 from megatron_rlspec.metrics import Clock, Recorder, write_atomically
+from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
-from megatron_rlspec.rl.packing import pack
-from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollouts import Rollouts, rollout_metrics
 from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer

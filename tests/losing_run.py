@@ -7,9 +7,9 @@ import os
 import threading
 
 from megatron_rlspec import cli, rollouts
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.rollout import restart
-from megatron_rlspec.rollout.engine import EngineError
 
 draw, losses = rollouts.Rollouts._draw, []
 

@@ -20,9 +20,9 @@ from megatron_rlspec import cli, data, metrics
 from megatron_rlspec.config import Config, ConfigError, DataConfig, RewardConfig, load
 from megatron_rlspec.data import DataError
 from megatron_rlspec.rl.rewards import Scorer
-from megatron_rlspec.rollout.sglang import serve
-from megatron_rlspec.rollout.sglang.serve import ServeError
-from megatron_rlspec.spec.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.rollout.sglang.server import serve
+from megatron_rlspec.rollout.sglang.server.serve import ServeError
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
 from megatron_rlspec.weights.names import family_of

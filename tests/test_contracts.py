@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 
 from megatron_rlspec import contracts
-from megatron_rlspec.rollout.sglang.versions import CONTRACTS
+from megatron_rlspec.rollout.sglang.server.versions import CONTRACTS
 
 MODULES = {
     "top": "",

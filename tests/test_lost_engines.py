@@ -81,7 +81,7 @@ def test_the_only_engine_is_started_again_and_the_run_goes_on(start, tmp_path, m
 
 def engines(process: subprocess.Popen) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "megatron_rlspec.rollout.sglang.serve" in child.cmdline()]
+    return [child for child in children if "megatron_rlspec.rollout.sglang.server.serve" in child.cmdline()]
 
 
 def during_rollout(run_dir: Path, step: int, process: subprocess.Popen) -> None:

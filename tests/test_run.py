@@ -7,7 +7,7 @@ import pytest
 from short_run import finish, make_start, train
 
 from megatron_rlspec.metrics import read_records
-from megatron_rlspec.spec.acceptance import Acceptance
+from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.weights.checkpoint import read_hf
 
 

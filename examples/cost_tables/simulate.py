@@ -5,9 +5,9 @@ python examples/cost_tables/simulate.py
 
 from pathlib import Path
 
-from megatron_rlspec.spec.cost_table import Provenance
-from megatron_rlspec.spec.roofline import HARDWARE, Roofline
-from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import chains
 
 for name in ("H20", "H100", "H200"):
     provenance = Provenance(

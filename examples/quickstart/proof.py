@@ -25,8 +25,8 @@ from scipy import stats
 from megatron_rlspec import config as configuration
 from megatron_rlspec import data
 from megatron_rlspec.metrics import read_records, write_atomically
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_rlspec.spec.acceptance import expected_tokens
+from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 Verifier = Literal["position_keyed", "target_only", "rejection"]

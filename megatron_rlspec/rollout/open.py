@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from megatron_rlspec.config import Config, PushConfig
+from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import scratch
-from megatron_rlspec.rollout.engine import RolloutEngine
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.transport import Files, Group, Http, Transport
-from megatron_rlspec.spec.tree import TreeBudget
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http, Transport
+from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 

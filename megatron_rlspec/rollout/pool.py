@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 if TYPE_CHECKING:

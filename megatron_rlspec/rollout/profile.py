@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, configs_of, sweep
-from megatron_rlspec.spec.acceptance import expected_tokens
-from megatron_rlspec.spec.cost_table import CostTable, CostTableError, Provenance, RoundCost
-from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
+from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF
 
 NOTES = """\

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 
 PAUSES = (0.0, 5.0, 20.0)  # seconds before the first, second, third start of one run; later ones wait as the last
 

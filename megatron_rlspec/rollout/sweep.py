@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rlspec.spec.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SEGMENT = 12  # tokens that each request emits under one configuration before the next takes its turn

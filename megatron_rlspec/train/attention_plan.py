@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rlspec.rl.context_parallel import cp_index
+from megatron_rlspec.packing.context_parallel import cp_index
 
 # Chunks whose lengths differ by less than this share run as one padded batch.
 _PADDING = 0.2

@@ -22,8 +22,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.drafter import Drafter
 from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import DTYPES, Policy, rotary_base, transformer_config
 from megatron_rlspec.weights.checkpoint import read_json
 from megatron_rlspec.weights.names import Family

@@ -23,12 +23,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.mtp.predict import Prediction, deepen, of_rows, walk
-from megatron_rlspec.rl.context_parallel import cp_index, join_from_cp
+from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
+from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, Head, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner

@@ -53,8 +53,8 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
 @torch.no_grad()
 def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same two of the modules that train, filled from a checkpoint by canonical name; on one rank."""
-    from megatron_rlspec.mtp.drafter import ZERO_FIRST_EMBEDDING, Drafter
     from megatron_rlspec.train import runtime, shards
+    from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
     from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.types import OFF, Prompt, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import (
     Action,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.rollout.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.types import Scope
 from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprint
 

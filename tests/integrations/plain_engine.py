@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_rlspec.rollout.sglang import serve
+from megatron_rlspec.rollout.sglang.server import serve
 
 MODEL, PORT = sys.argv[1:3]
 serve._install_stand_ins()
@@ -50,7 +50,7 @@ def by_slime():
     from slime.backends.sglang_utils import sglang_engine
     from slime.utils import accelerator
 
-    from megatron_rlspec.integrations import slime_cpu
+    from megatron_rlspec.integrations.slime import cpu as slime_cpu
 
     accelerator.set_accelerator(slime_cpu.CpuAccelerator())
     # From SGLang 0.5.23 on, its arguments are no dataclass, which slime takes them for.

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rlspec.integrations import patches
-from megatron_rlspec.rollout.sglang import versions
+from megatron_rlspec.rollout.sglang.server import versions
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -82,7 +82,7 @@ def write_model(folder):
 
 def write_cost_table(path):
     """Invented: a verified token is free until there are 40, so a batch that drains changes the answer."""
-    from megatron_rlspec.spec.cost_table import CostTable, Provenance, RoundCost
+    from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
     from megatron_rlspec.types import OFF, SpecConfig
 
     def ms(config, batch):

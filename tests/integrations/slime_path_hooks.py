@@ -29,7 +29,7 @@ def packed_for_cpu(get_batch, args):
     """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
     from megatron.core import parallel_state as ps
 
-    from megatron_rlspec.integrations.slime_batch import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import drafter_fields
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.integrations import slime_cpu
+from megatron_rlspec.integrations.slime import cpu as slime_cpu
 from megatron_rlspec.train import runtime
 from megatron_rlspec.weights.health import HealthError
 
-HOOKS = "megatron_rlspec.integrations.slime_hooks"
+HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
 LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 32, 4, 2, 64
 HF_CONFIG = {
@@ -151,7 +151,7 @@ def rollout_data():
 
 def packed_for_cpu(get_batch):
     """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
-    from megatron_rlspec.integrations.slime_batch import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import drafter_fields
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
 
@@ -210,7 +210,7 @@ def layer_spec_path():
 
 def capture(model, optimizer):
     """Gradients as each optimizer is about to use them: slime's, and the drafter's own if it has one."""
-    from megatron_rlspec.integrations import slime_hooks
+    from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
     seen = {}
 
@@ -250,7 +250,7 @@ def resumed(folder, cp, *extra):
     from megatron.training.global_vars import set_args
     from slime.backends.megatron_utils import model as slime_model
 
-    from megatron_rlspec.integrations import slime_hooks
+    from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
     saved, load = Path(folder, "saved"), slime_model.load_checkpoint
     tracker = saved / "latest_checkpointed_iteration.txt"
@@ -296,7 +296,7 @@ def own_loop(folder, _, objective="sft"):
 
     With "grpo" also what it predicts of the next rollout's acceptance.
     """
-    from megatron_rlspec.rl.packing import pack
+    from megatron_rlspec.packing.pack import pack
     from megatron_rlspec.train.step import Trainer
     from megatron_rlspec.types import Prompt, Sample
 
@@ -366,7 +366,7 @@ def pushed(folder, ranks, way, port):
     so that only what loaders were given can be compared. Layer norms have names of their own in our layers, not those
     of Transformer Engine that slime's converter knows.
     """
-    from megatron_rlspec.rollout.sglang import cpu_stand_ins
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
     cpu_stand_ins.install()
     args, model, *_ = prepare(folder, int(ranks), " ".join(OURS))
@@ -378,7 +378,7 @@ def pushed(folder, ranks, way, port):
     from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
     from slime.utils.distributed_utils import init_gloo_group
 
-    from megatron_rlspec.integrations import slime_push
+    from megatron_rlspec.integrations.slime import push as slime_push
 
     init_gloo_group()
     address = SimpleNamespace(services=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))

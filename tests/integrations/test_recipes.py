@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rlspec.integrations import slime
+from megatron_rlspec.integrations.slime import launch as slime
 from megatron_rlspec.rollout import profile
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def command(recipe, folder, checkout, **environment):
     """What the recipe prints, with `rlspec` from these sources."""
     rlspec = folder / "bin/rlspec"
     rlspec.parent.mkdir()
-    code = "import sys; from megatron_rlspec.integrations.slime import main; sys.exit(main(sys.argv[2:]))"
+    code = "import sys; from megatron_rlspec.integrations.slime.launch import main; sys.exit(main(sys.argv[2:]))"
     rlspec.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
     rlspec.chmod(0o755)
     env = {

@@ -21,7 +21,7 @@ import torch
 HERE = Path(__file__).parent
 SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
-HOOKS = "megatron_rlspec.integrations.slime_hooks"
+HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
 UNCLIPPED = ("--clip-grad", "0")
 

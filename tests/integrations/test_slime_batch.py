@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.integrations.slime_batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
 
 LENGTHS, RESPONSES, DEPTH, PAD = (23, 14, 17, 9), (15, 6, 3, 9), 3, 8
 

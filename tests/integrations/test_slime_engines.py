@@ -10,9 +10,9 @@ import pytest
 import tiny_mimo
 from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
 
-from megatron_rlspec.integrations.slime_engines import Engine
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang import launcher
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.integrations.slime.engines import Engine
+from megatron_rlspec.rollout.sglang.client import launcher
 
 STALE = "model.mtp_layers.0.input_proj.weight"
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.integrations import slime
-from megatron_rlspec.spec.cost_table import CostTableError
+from megatron_rlspec.integrations.slime import launch as slime
+from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
 
 DRAFTER = DrafterConfig().model_dump()
@@ -33,7 +33,7 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
     given = slime.flags(added.flags)
     assert "--mtp-num-layers" not in given and "--sglang-speculative-num-steps" not in given
     assert added.settings["rlspec_inner_rollout_path"] == "my.rollout"
-    assert given["--rollout-function-path"].endswith("slime_metrics.generate_rollout")
+    assert given["--rollout-function-path"].endswith("metrics.generate_rollout")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
 
 def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
     """Read back as SGLang's scheduler process reads it, and decided as it decides there."""
-    from megatron_rlspec.rollout.sglang.controller import Decider
-    from megatron_rlspec.rollout.sglang.plugin import Settings
+    from megatron_rlspec.rollout.sglang.server.controller import Decider
+    from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
     added = slime.plan([], DRAFTER, steps, 3, slime.check_table(str(TABLE), steps))
@@ -151,8 +151,8 @@ def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
 
 def test_without_a_table_engines_wait_for_what_rollouts_teach():
     """The plugin is there, for the contract after pushes; the first rollout keeps to `num_steps`."""
-    from megatron_rlspec.rollout.sglang.controller import Decider
-    from megatron_rlspec.rollout.sglang.plugin import Settings
+    from megatron_rlspec.rollout.sglang.server.controller import Decider
+    from megatron_rlspec.rollout.sglang.settings import Settings
 
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
     decider.start([0, 1, 3], 3)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from megatron_rlspec.integrations import slime_speculation
-from megatron_rlspec.integrations.slime_speculation import Speculation
-from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.integrations.slime import speculation as slime_speculation
+from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
 CHAIN = SpecConfig(3)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rlspec.integrations import slime_state
+from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.mtp.predict import Prediction
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from mtp_ranks import Ranks, group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rlspec.mtp.shift import RollPlan, drafter_targets, shift_packed
-from megatron_rlspec.rl.context_parallel import join_from_cp, slice_for_cp
+from megatron_rlspec.packing.context_parallel import join_from_cp, slice_for_cp
+from megatron_rlspec.packing.shift import RollPlan, drafter_targets, shift_packed
 
 RANKS = 4
 DTYPES = [torch.int64, torch.int32, torch.bool, torch.uint8, torch.float32, torch.float64, torch.bfloat16]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rlspec.rollout.sglang import serve
+from megatron_rlspec.rollout.sglang.server import serve
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -12,11 +12,11 @@ import torch
 import train_ranks
 
 from megatron_rlspec.config import load
-from megatron_rlspec.mtp.drafter import Drafter
-from megatron_rlspec.mtp.shift import shift_packed
-from megatron_rlspec.rl.packing import pack
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import EngineProcess, _free_port
+from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.packing.shift import shift_packed
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, _free_port
+from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling

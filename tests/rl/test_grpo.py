@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_rlspec.config import AlgorithmConfig, ConfigError, load
+from megatron_rlspec.packing.pack import pack, unpack
 from megatron_rlspec.rl.grpo import advantages, has_signal, kl_estimate, overlong_penalty, policy_loss
-from megatron_rlspec.rl.packing import pack, unpack
 from megatron_rlspec.types import Prompt, Sample
 
 PLAIN = {"tis_clip": 0.0}

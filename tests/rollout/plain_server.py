@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_rlspec.rollout.sglang import serve, versions
+from megatron_rlspec.rollout.sglang.server import serve, versions
 
 if __name__ == "__main__":
     model, port, steps = sys.argv[1:]

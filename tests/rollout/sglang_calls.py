@@ -17,18 +17,18 @@ from pathlib import Path
 from megatron_calls import Call, calls_within, show
 
 from megatron_rlspec import contracts
-from megatron_rlspec.rollout.sglang import versions
+from megatron_rlspec.rollout.sglang.server import versions
 
 RECORD = Path(__file__).with_name("sglang_signatures.json")
-ROOM = Path(versions.__file__).parent
+ROOM = Path(versions.__file__).parents[1]
 # Not what doctor's probes call: they look at what differs.
-SOURCES = [file for file in sorted(ROOM.glob("*.py")) if file.name not in ("probes.py", "versions.py")]
+SOURCES = [file for file in sorted(ROOM.rglob("*.py")) if file.name not in ("probes.py", "versions.py")]
 
 
 def calls(version: str) -> list[Call]:
     """Those of every version, and those that its adapter makes for itself or inherits."""
     found = [call for file in SOURCES for call in calls_within(ast.parse(file.read_text()), file, "sglang.")]
-    here = ROOM / "versions.py"
+    here = ROOM / "server" / "versions.py"
     classes = {node.name: node for node in ast.parse(here.read_text()).body if isinstance(node, ast.ClassDef)}
     methods: dict[str, ast.AST] = {}
     for base in reversed(versions.KNOWN[version].__mro__[:-1]):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.rollout.sglang import control, controller, plugin, versions
-from megatron_rlspec.rollout.sglang.plugin import Settings
+from megatron_rlspec.rollout.sglang.server import control, controller, plugin, versions
+from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 SETTINGS = Settings()
@@ -75,7 +75,7 @@ def test_a_version_we_do_not_know_gets_no_part_of_the_plugin(monkeypatch):
     hooks = {}
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooks.setdefault(target))
     monkeypatch.setattr(versions, "installed", unknown)
-    monkeypatch.setenv(plugin.VARIABLE, "{}")
+    monkeypatch.setenv(VARIABLE, "{}")
     with pytest.raises(ImportError):
         plugin.register()
     assert not hooks

@@ -7,7 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from megatron_rlspec.rollout.sglang import cpu_attention, cpu_ops
+from megatron_rlspec.rollout.sglang.cpu import attention as cpu_attention
+from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 SCALE = SIZE**-0.5

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.rollout.sglang.drafter_gap import DrafterGap
+from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
 
 
 class Feeding(DrafterGap):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling
 

@@ -5,9 +5,9 @@ import pytest
 import tiny_mimo
 
 from megatron_rlspec.rollout import profile
-from megatron_rlspec.spec.cost_table import CostTable, Provenance
-from megatron_rlspec.spec.roofline import Roofline
-from megatron_rlspec.spec.solver import chains
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
 

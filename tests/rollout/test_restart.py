@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.restart import Restarts
 
 

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.rollout.sglang.served_weights import Held, joined
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.server.served_weights import Held, joined
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
 from megatron_rlspec.weights.push import Pusher
 

@@ -21,15 +21,15 @@ import pytest
 import tiny_mimo
 import torch
 
-from megatron_rlspec.integrations.slime_engines import PushHealth, after_push
-from megatron_rlspec.integrations.slime_speculation import Speculation
-from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
+from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.spec.adapt import Adapter
-from megatron_rlspec.spec.cost_table import CostTable
-from megatron_rlspec.spec.roofline import Roofline
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import HealthSettings
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -552,15 +552,15 @@ def test_an_engine_with_a_key_serves_who_knows_it(engines: dict[str, SGLangEngin
 def test_the_engine_is_untouched_unless_asked() -> None:
     """In a fresh process: SGLang loads our entry point, which registers nothing and imports none of our hooks."""
     script = """
-from megatron_rlspec.rollout.sglang import cpu_stand_ins
+from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 cpu_stand_ins.install()
 import sys
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
-assert "megatron_rlspec.rollout.sglang.plugin" in sys.modules, "entry point not found"
+assert "megatron_rlspec.rollout.sglang.server.plugin" in sys.modules, "entry point not found"
 assert not HookRegistry._hooks and not HookRegistry._patched, HookRegistry._hooks
-assert "megatron_rlspec.rollout.sglang.verifier" not in sys.modules
+assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

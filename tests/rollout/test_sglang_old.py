@@ -22,11 +22,11 @@ import tiny_mimo
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang import launcher
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.rollout.sglang.transport import Group
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client import launcher
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.client.transport import Group
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 

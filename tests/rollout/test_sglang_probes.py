@@ -12,7 +12,7 @@ FLIPS = """
 import json
 from types import SimpleNamespace
 from unittest import mock
-from megatron_rlspec.rollout.sglang import probes
+from megatron_rlspec.rollout.sglang.server import probes
 
 probes.prepare()
 seen = {name: [probe()] for name, probe in probes.PROBES.items()}

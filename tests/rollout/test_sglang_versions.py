@@ -10,7 +10,7 @@ from megatron_calls import binds, parse, show
 from sglang_calls import calls, recorded_names
 
 from megatron_rlspec import contracts
-from megatron_rlspec.rollout.sglang import versions
+from megatron_rlspec.rollout.sglang.server import versions
 
 RECORD = json.loads(sglang_calls.RECORD.read_text())
 VERSIONS = sorted(versions.KNOWN)

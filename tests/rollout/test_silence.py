@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

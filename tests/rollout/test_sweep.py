@@ -5,8 +5,8 @@ import pytest
 
 from megatron_rlspec.rollout.profile import plot, summary, validation
 from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, configs_of, sweep
-from megatron_rlspec.spec.cost_table import CostTable, Provenance
-from megatron_rlspec.spec.roofline import Roofline
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sample, SpecConfig, SpecSchedule
 
 PROVENANCE = Provenance("tiny", "none", "float32", "none", "0", "2025-01-01", simulated=True)

@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 from tiny_mimo import config, weights, write
 
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import launch
-from megatron_rlspec.rollout.sglang.transport import Files, Group, Http
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http
 from megatron_rlspec.weights.push import Pusher
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def source_of(tensors):
 
 
 def test_every_transport_brings_every_bit(tmp_path, monkeypatch):
-    from megatron_rlspec.rollout.sglang import client
+    from megatron_rlspec.rollout.sglang.client import engine as client
 
     monkeypatch.setattr(client, "_BUCKET_BYTES", 100_000)  # several buckets
     c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)

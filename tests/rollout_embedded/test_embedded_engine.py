@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded import draft
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.spec.roofline import Roofline
-from megatron_rlspec.spec.tree import TreeBudget
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 

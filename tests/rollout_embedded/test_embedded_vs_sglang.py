@@ -34,8 +34,8 @@ def model():
 @pytest.fixture(scope="module")
 def servers(model, tmp_path_factory) -> Iterator[dict]:
     pytest.importorskip("sglang")
-    from megatron_rlspec.rollout.sglang.client import SGLangEngine
-    from megatron_rlspec.rollout.sglang.launcher import launch
+    from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+    from megatron_rlspec.rollout.sglang.client.launcher import launch
 
     folder: Path = tmp_path_factory.mktemp("mimo")
     config, tensors = model

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lossless_tools import Enumeration, Target, total_variation
 
-from megatron_rlspec.spec.tree import TreeBudget
+from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 torch.set_num_threads(1)

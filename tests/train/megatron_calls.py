@@ -28,7 +28,7 @@ VERSIONS = {
 RECORD = Path(__file__).with_name("megatron_signatures.json")
 PACKAGE = Path(contracts.__file__).parent
 # Not what doctor's probes call: they look at 0.16.1's defects, and at slime's pin through slime.
-SOURCES = [f for f in sorted((PACKAGE / "train").glob("*.py")) if f.name != "probes.py"] + [PACKAGE / "mtp/drafter.py"]
+SOURCES = [f for f in sorted((PACKAGE / "train").glob("*.py")) if f.name != "probes.py"]
 
 
 class Call(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rlspec.rl.context_parallel import cp_index
+from megatron_rlspec.packing.context_parallel import cp_index
 from megatron_rlspec.train import attention
 from megatron_rlspec.train.attention_plan import plan_attention
 

@@ -11,7 +11,7 @@ from moe_oracles import GLM4_MOE, checkpoint, logits
 from test_model_parity import drafter_logits
 from train_ranks import batches, config, digest, on_ranks, samples
 
-from megatron_rlspec.mtp import drafter as drafter_module
+from megatron_rlspec.train import drafter as drafter_module
 from megatron_rlspec.train import experts
 from megatron_rlspec.train.step import Trainer
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, checkpoint
 from megatron.core.transformer import multi_token_prediction as mtp
 
-from megatron_rlspec.mtp.shift import shift_packed
+from megatron_rlspec.packing.shift import shift_packed
 from megatron_rlspec.train import probes, runtime
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.rl.packing import pack
+from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train import runtime
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 

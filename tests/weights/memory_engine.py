@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.types import OFF, RoundStats, Sample, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 

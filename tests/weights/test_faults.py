@@ -13,8 +13,8 @@ import pytest
 import torch
 from weight_oracles import echo_checkpoint, mimo_logits
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
 from megatron_rlspec.weights.health import Health

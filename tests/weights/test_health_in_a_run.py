@@ -10,12 +10,12 @@ from test_faults import MTP, swap
 from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.config import load
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.metrics import Recorder, read_records
 from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.rollout import open as opening
-from megatron_rlspec.rollout.engine import EngineError
 from megatron_rlspec.rollouts import Rollouts
-from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.health import HealthError

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from memory_engine import MemoryEngine
 from train_ranks import on_ranks
 
-from megatron_rlspec.rollout.engine import EngineError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
 from megatron_rlspec.weights.push import Pusher, PushError, buckets, exporting
 

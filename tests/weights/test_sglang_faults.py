@@ -21,10 +21,10 @@ import torch
 from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
 from weight_oracles import echo_checkpoint
 
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.rollout.sglang import client
-from megatron_rlspec.rollout.sglang.client import SGLangEngine
-from megatron_rlspec.rollout.sglang.launcher import EngineProcess, launch
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client import engine as client
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.types import Request, SpecConfig
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Plan
-from megatron_rlspec.rollout.engine import EngineError
 
 
 class Prefix:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, Verifier, scratch
-from megatron_rlspec.rollout.engine import EngineError
-from megatron_rlspec.spec.policy import Policy
+from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.types import OFF, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 from megatron_rlspec.weights.fingerprint import fingerprint
 

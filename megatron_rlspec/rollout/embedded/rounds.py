@@ -9,14 +9,14 @@ import torch
 
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache
-from megatron_rlspec.spec.tree import top
+from megatron_rlspec.speculation.tree import top
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 Verifier = Literal["position_keyed", "target_only", "rejection"]
 
 
 class Budget(Protocol):
-    """Which drafted candidates to verify; `spec/tree.py` has the policies."""
+    """Which drafted candidates to verify; `speculation/tree.py` has the policies."""
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
         """Mask [B, M], closed under parents and at most `limit` a row, of candidates with these scores and depths."""

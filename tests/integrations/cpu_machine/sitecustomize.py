@@ -12,20 +12,20 @@ import types
 
 
 def _before_sglang():
-    from megatron_rlspec.rollout.sglang import cpu_stand_ins
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
     cpu_stand_ins.install()
 
 
 def _accelerator(module):
     """slime has backends for CUDA and MUSA; its contract is public, and `CpuAccelerator` fulfils it."""
-    from megatron_rlspec.integrations.slime_cpu import CpuAccelerator
+    from megatron_rlspec.integrations.slime.cpu import CpuAccelerator
 
     module.set_accelerator(CpuAccelerator())
 
 
 def _megatron(module):
-    from megatron_rlspec.integrations import slime_cpu
+    from megatron_rlspec.integrations.slime import cpu as slime_cpu
 
     slime_cpu.install()
 
@@ -68,7 +68,7 @@ def _import_names(module):
 
 def _engine(module):
     """As `rlspec serve` prepares its engine on a CPU, and starts it faster."""
-    from megatron_rlspec.rollout.sglang import serve, versions
+    from megatron_rlspec.rollout.sglang.server import serve, versions
 
     versions.installed().prepare_cpu()
     serve._fork_children()

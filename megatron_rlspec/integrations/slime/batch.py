@@ -1,0 +1,85 @@
+"""What the drafter reads and predicts, from slime's micro-batches: rolled on whole sequences, then cut for CP ranks.
+
+slime lays sequences out one after the other, each padded to a multiple of 2·cp under zigzag, with one more sequence of
+padding at the end; `packed_seq_params.cu_seqlens_q` holds those boundaries before the split. Tokens and masks of whole
+sequences are still at hand on every rank, so nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.shift import drafter_targets
+
+
+@dataclass(frozen=True)
+class DrafterFields:
+    """This rank's share of one micro-batch, `[t]` each; the lists run over depths 1..D as in `PackedBatch`.
+
+    `cu_seqlens_padded [n + 1]` counts all ranks' positions.
+    """
+
+    tokens: list[torch.Tensor]
+    labels: list[torch.Tensor]
+    mask: list[torch.Tensor]
+    position_ids: torch.Tensor
+    cu_seqlens_padded: torch.Tensor
+    layout: Layout
+
+
+def drafter_fields(
+    batch: Mapping[str, Any], depth: int, cp_rank: int, cp_size: int, layout: Layout = "zigzag"
+) -> DrafterFields:
+    """From the result of slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
+
+    Raises ValueError where the boundaries are not those of the samples: another layout than the one named.
+    """
+    samples: Sequence[torch.Tensor] = batch["unconcat_tokens"]
+    device = samples[0].device
+    cu = batch["packed_seq_params"].cu_seqlens_q.cpu()
+    starts, total = cu[:-1].tolist(), int(cu[-1])
+    widths = (cu[1:] - cu[:-1]).tolist()
+    tokens = torch.zeros(total, dtype=torch.int64, device=device)
+    mask = torch.zeros(total, dtype=torch.float32, device=device)
+    for i, (sample, trained) in enumerate(zip(samples, batch["loss_masks"], strict=True)):
+        if i >= len(widths) or not len(sample) <= widths[i] < len(sample) + 2 * cp_size:
+            raise ValueError(f"sample {i} has {len(sample)} tokens, but slime laid out {widths[i : i + 1]} for it")
+        tokens[starts[i] : starts[i] + len(sample)] = sample
+        mask[starts[i] : starts[i] + len(sample)] = token_mask(len(sample), trained)
+    cu = cu.to(device)
+
+    def share(x: torch.Tensor) -> torch.Tensor:
+        return slice_for_cp(x, cu, cp_rank, cp_size, layout)
+
+    inputs, labels, masks = drafter_targets(tokens, mask, cu, depth)
+    positions = torch.arange(total, device=device) - cu[:-1].long().repeat_interleave(cu[1:] - cu[:-1])
+    return DrafterFields(
+        tokens=[share(x) for x in inputs],
+        labels=[share(x) for x in labels],
+        mask=[share(x) for x in masks],
+        position_ids=share(positions),
+        cu_seqlens_padded=cu,
+        layout=layout,
+    )
+
+
+def trained_tokens(rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int) -> list[float]:
+    """How many predictions of each depth these samples of slime's rollout data train: `[depth]`, this rank's own."""
+    if not samples:
+        return [0.0] * depth
+    masks = [token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu()) for i in samples]
+    cu = torch.tensor([0, *map(len, masks)]).cumsum(0)
+    mask = torch.cat(masks)
+    return [float(m.sum()) for m in drafter_targets(torch.zeros_like(mask, dtype=torch.int64), mask, cu, depth)[2]]
+
+
+def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:
+    """slime's mask over the response, `[R]`, as one over the sample's tokens, `[length]`."""
+    mask = torch.zeros(length, dtype=torch.float32, device=response_mask.device)
+    mask[length - len(response_mask) :] = response_mask.float()
+    return mask

@@ -1,0 +1,216 @@
+"""slime's engines under contract after each push: `after_push(urls, sent, version, is_drafter, push_again)`.
+
+`urls` are those of plain `sglang.launch_server` processes in which the plugin is in force (`RLSPEC_SGLANG` set): it
+adds the routes that are asked here. `sent` are the fingerprints of every tensor of one push, by their names in the
+checkpoint. No slime, no Ray and no Megatron in here: `push.py` and `metrics.py` call it from slime's
+own classes. What engines are told of rollouts is in `speculation.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
+from megatron_rlspec.weights.detectors import Action, Finding, decide
+from megatron_rlspec.weights.fingerprint import Difference, compare
+from megatron_rlspec.weights.health import HealthError
+from megatron_rlspec.weights.names import family_of
+
+logger = logging.getLogger(__name__)
+Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint
+_SECONDS = 600.0
+
+
+class Engine(SGLangEngine):
+    """The client of an engine that slime pushes to."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        super().__init__(url, api_key=api_key, timeout=_SECONDS)
+
+    def version(self) -> str:
+        """The weight version that SGLang names. Raises EngineError."""
+        with requests.Session() as session:
+            session.trust_env = False
+            try:
+                answer = session.get(f"{self.url}/model_info", headers=self._headers, timeout=_SECONDS)
+                answer.raise_for_status()
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: model_info failed: {error}") from None
+        return str(answer.json()["weight_version"])
+
+
+@dataclass(frozen=True)
+class PushHealth:
+    """What became of each engine, by URL.
+
+    `by_delivery`: engines that cannot tell what they hold, but what their loaders were given; `unchecked`: neither.
+    """
+
+    actions: Mapping[str, Action]
+    records: tuple[dict[str, Any], ...]
+    by_delivery: frozenset[str]
+    unchecked: frozenset[str]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "health/incidents": float(len(self.records)),
+            "health/plain_engines": float(sum(action == "plain" for action in self.actions.values())),
+            "health/engines_by_delivery": float(len(self.by_delivery)),
+            "health/unchecked_engines": float(len(self.unchecked)),
+        }
+
+
+def after_push(
+    urls: Sequence[str],
+    sent: Marks,
+    version: int,
+    is_drafter: Callable[[str], bool],
+    push_again: Callable[[], Marks] | None = None,
+    api_key: str = "",
+    quantised: bool = False,
+) -> PushHealth:
+    """Every engine must name `version` and hold exactly what was `sent`; one that does not is pushed to once more.
+
+    Where an engine cannot tell what it holds (drafters of families that `served_weights.py` has no names for,
+    `quantised` weights, which engines pack anew), the loaders of both models must have been given what was sent.
+
+    `push_again` pushes everything to all engines, under the same version, and returns what it sent; None where nobody
+    can. Until it has helped, the engine's speculation is held off; if it does not help and only the drafter is in
+    doubt, it stays so until a later push does. Raises HealthError, in one line with engines and tensors, where a
+    target is in doubt: no such engine may draw what is trained on.
+    """
+    engines = {url: Engine(url, api_key) for url in urls}
+    examined = _Examination(version, is_drafter, quantised)
+    first = examined.findings(engines, sent)
+    doubted = [url for url, findings in first.items() if decide(findings, None) == "push_again"]
+    second: dict[str, list[Finding]] = {}
+    if doubted:
+        for url in doubted:
+            hold(engines[url], first[url])
+        if push_again is not None:
+            sent = push_again()
+            second = examined.findings(engines, sent)
+        else:
+            second = first
+    # An engine that was healthy was pushed to as well, and is judged by what it holds now.
+    asked_twice = {url for url in urls if url in doubted or second.get(url)}
+    actions = {url: decide(first[url] or second.get(url, ()), second.get(url)) for url in urls}
+    records = tuple(_record(url, version, first[url], second[url], actions[url]) for url in urls if url in asked_twice)
+    for record in records:
+        logger.error("rlspec: %s", told(record))
+    dropped = [record for record in records if record["action"] == "drop"]
+    if dropped:
+        raise HealthError("; ".join(map(told, dropped)))
+    for url, action in actions.items():
+        if action == "plain" and url not in doubted:
+            hold(engines[url], second[url])
+        elif action == "speculate" and url not in examined.unchecked:
+            release(engines[url])
+    return PushHealth(actions, records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
+
+
+@cache
+def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
+    """Whether a tensor is the drafter's. Of a family without a table nothing is known: all count as the target's."""
+    config = json.loads(Path(hf_checkpoint, "config.json").read_text())
+    try:
+        return frozenset(family_of(config).drafter_names).__contains__
+    except ValueError:
+        return frozenset().__contains__
+
+
+def told(record: Mapping[str, Any]) -> str:
+    """A record of `after_push` in one line: engine, what was found, what followed."""
+    lasting = record["after_second_push"]
+    outcome = {"speculate": "healthy after a second push", "plain": "no speculation until a later push"}
+    verdict = outcome.get(record["action"], "may not serve")
+    return f"{record['engine']}, version {record['version']}: {verdict}: {'; '.join(lasting or record['found'])}"
+
+
+def _record(
+    url: str, version: int, first: Sequence[Finding], second: Sequence[Finding], action: Action
+) -> dict[str, Any]:
+    lines = [[f"{f.detector}: {f.message}" for f in findings] for findings in (first, second)]
+    return {
+        "event": "health",
+        "version": version,
+        "engine": url,
+        "found": lines[0],
+        "after_second_push": lines[1],
+        "action": action,
+    }
+
+
+class _Examination:
+    """What engines say after a push, once or twice."""
+
+    def __init__(self, version: int, is_drafter: Callable[[str], bool], quantised: bool) -> None:
+        self.version, self.is_drafter, self.quantised = version, is_drafter, quantised
+        self.by_delivery: set[str] = set()
+        self.unchecked: set[str] = set()
+
+    def findings(self, engines: Mapping[str, Engine], sent: Marks) -> dict[str, list[Finding]]:
+        with ThreadPoolExecutor(max(1, len(engines))) as threads:
+            found = threads.map(lambda engine: self._of_one(engine, sent), engines.values())
+            return dict(zip(engines, found, strict=True))
+
+    def _of_one(self, engine: Engine, sent: Marks) -> list[Finding]:
+        try:
+            difference = self._difference(engine, sent)
+            if difference is None:
+                return []
+            named = engine.version()
+        except EngineError as error:
+            return [Finding("session", str(error), target=True)]
+        found = []
+        if named != str(self.version):
+            found.append(Finding("stamp", f"names version {named or 'none'}, expected {self.version}", target=True))
+        if not difference.empty:
+            target = not all(map(self.is_drafter, difference.names))
+            found.append(Finding("fingerprint", str(difference), target))
+        return found
+
+    def _difference(self, engine: Engine, sent: Marks) -> Difference | None:
+        """None where the engine tells neither what it holds nor what it was given."""
+        if not self.quantised and engine.url not in self.by_delivery:
+            try:
+                return compare(sent, engine.fingerprints())
+            except RefusedError as error:
+                logger.info("rlspec: by delivery only: %s", error)
+        try:
+            given = engine.delivered()
+        except RefusedError as error:
+            if engine.url not in self.unchecked:
+                logger.warning("rlspec: what this engine holds cannot be checked: %s", error)
+            self.unchecked.add(engine.url)
+            return None
+        self.by_delivery.add(engine.url)
+        # Each loader is given everything and takes what is its own.
+        needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
+        return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})
+
+
+def hold(engine: Engine, findings: Sequence[Finding]) -> None:
+    """No speculation until the next healthy push; an engine that cannot be told drafts on."""
+    try:
+        engine.hold("; ".join(f.message for f in findings)[:500])
+    except EngineError as error:  # it drafts on: slower, not wrong, since the target verifies
+        logger.warning("rlspec: speculation could not be turned off: %s", error)
+
+
+def release(engine: Engine) -> None:
+    """Speculation as before `hold`."""
+    try:
+        engine.release()
+    except EngineError as error:
+        logger.warning("rlspec: speculation could not be turned on again: %s", error)

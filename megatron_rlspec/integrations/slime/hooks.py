@@ -1,0 +1,201 @@
+"""The functions that slime calls by dotted path, on its train ranks. `rlspec slime` fills the paths in.
+
+`init` runs in each train process before any model is built, `model_provider` builds the model, and between them slime's
+own loop is told about the drafter at four points of `slime.backends.megatron_utils.model`: after a checkpoint is loaded
+or saved, for each micro-batch, and around each step. Around weight updates `push.py` stands. Everything else of
+slime runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.training.checkpointing import get_checkpoint_name
+from slime.backends.megatron_utils import model as slime_model
+from slime.backends.megatron_utils import model_provider as slime_provider
+from slime.utils.misc import load_function
+
+from megatron_rlspec.integrations.slime import state as slime_state
+from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
+from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.train import checkpoint
+from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING
+from megatron_rlspec.train.optimizer import Learner
+
+FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
+_drafter: SlimeDrafter | None = None
+_prediction: Prediction | None = None  # of all steps so far on this rollout's samples
+
+
+def init(args: Namespace) -> None:
+    """`--custom-megatron-init-path`. Calls the user's own, `args.rlspec_inner_init_path`, first."""
+    if inner := getattr(args, "rlspec_inner_init_path", None):
+        load_function(inner)(args)
+    refuse(args)
+    slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
+    slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
+    slime_model.get_batch = _with_fields(slime_model.get_batch)
+    slime_model.train_one_step = _around_step(slime_model.train_one_step)
+    if not args.debug_train_only:  # then nothing is pushed, and SGLang, which updates need, may be missing
+        from megatron_rlspec.integrations.slime import push as slime_push
+
+        slime_push.wrap(args)
+
+
+def refuse(args: Namespace) -> None:
+    """Raise ValueError, in one line, for what would not be right."""
+    if not args.enable_mtp_training:
+        raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
+    if args.mtp_num_layers != 1:
+        raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
+    if args.num_experts and (args.use_rollout_routing_replay or args.use_routing_replay):
+        raise ValueError("routing replay registers the MTP layer's router, which no rollout records; switch it off")
+    if (args.virtual_pipeline_model_parallel_size or 1) > 1:
+        raise ValueError("virtual pipeline stages are not supported with a drafter; set none")
+    Options.from_args(args)
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """`--custom-model-provider-path`: the model slime would build, its MTP layers handed to the drafter."""
+    global _drafter
+    args = _args()
+    inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
+    build = slime_provider._get_model_provider_func(inner, "actor")
+    accepted = inspect.signature(build).parameters
+    stage = {"vp_stage": vp_stage} if "vp_stage" in accepted else {}
+    model = build(pre_process=pre_process, post_process=post_process, **stage)
+    if getattr(model, "mtp_process", False):
+        _drafter = SlimeDrafter(model, _options(args))
+    return model
+
+
+def _args() -> Namespace:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def _options(args: Namespace) -> Options:
+    """As given; whether the engine reads 0 for the embedding at position 0 follows from the family, unless given."""
+    options = Options.from_args(args)
+    if hasattr(args, "rlspec_zero_first_embedding"):
+        return options
+    architectures = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("architectures") or [""]
+    return replace(options, zero_first_embedding=architectures[0] in ZERO_FIRST_EMBEDDING)
+
+
+def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+    if getattr(model[0], "role", "actor") != "actor":
+        return loaded
+    if _drafter is not None:
+        _drafter.thaw()
+    args = _args()
+    fresh = args.finetune or args.no_load_optim
+    directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
+    if dist.get_rank() == 0:
+        slime_state.hand_on(directory, slime_state.folder(args))
+    if directory is not None and directory.exists():
+        checkpoint.load(directory, _learners(), _layout(args), generators=False)
+    return loaded
+
+
+def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """The drafter's moments and float32 weights, in the checkpoint's own folder; collective."""
+    args = _args()
+    if getattr(model[0], "role", "actor") == "actor" and not args.no_save_optim:
+        directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
+        checkpoint.save(directory, _learners(), _layout(args), generators=False)
+        if dist.get_rank() == 0:
+            slime_state.hand_on(slime_state.folder(args), directory)
+    return saved
+
+
+def _learners() -> dict[str, Learner]:
+    learner = _drafter.learner if _drafter is not None else None
+    return {"drafter": learner} if learner is not None else {}
+
+
+def _layout(args: Namespace) -> dict[str, Any]:
+    """What a resumed run must have in common: the drafter is whole on the last stage, cut over tensor ranks only."""
+    return {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+    }
+
+
+def _with_fields(get_batch: Callable) -> Callable:
+    @functools.wraps(get_batch)
+    def wrapped(data_iterator: Any, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False) -> Any:
+        batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
+        if _drafter is not None and _drafter.learner is not None and torch.is_grad_enabled():
+            _drafter.fields = drafter_fields(
+                batch,
+                _drafter.options.depth,
+                ps.get_context_parallel_rank(),
+                ps.get_context_parallel_world_size(),
+                "contiguous" if allgather_cp else "zigzag",
+            )
+        return batch
+
+    return wrapped
+
+
+def _around_step(train_one_step: Callable) -> Callable:
+    signature = inspect.signature(train_one_step)
+
+    @functools.wraps(train_one_step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _drafter is None or _drafter.learner is None:
+            return train_one_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        iterator, micro_batches = given["data_iterator"][0], given["num_microbatches"]
+        ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
+        samples = [i for indices in ahead for i in indices]
+        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth))
+        losses, grad_norm = train_one_step(*args, **kwargs)
+        metrics = _drafter.step()
+        _fill_tracker(metrics, micro_batches)
+        _tell_prediction(given)
+        return {**losses, **metrics}, grad_norm
+
+    return wrapped
+
+
+def _tell_prediction(step: Mapping[str, Any]) -> None:
+    """To whoever drives the next rollout: what the steps of this one saw coming, in the shared folder."""
+    global _prediction
+    assert _drafter is not None
+    if _drafter.predicted is None:
+        return
+    _prediction = _drafter.predicted + _prediction if step["step_id"] and _prediction else _drafter.predicted
+    if ps.get_data_parallel_rank(with_context_parallel=True) == 0 and ps.get_tensor_model_parallel_rank() == 0:
+        slime_state.write_prediction(slime_state.folder(step["args"]), step["rollout_id"], _prediction)
+
+
+def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
+    """slime logs the MTP loss from Megatron's tracker, divided by the number of micro-batches, and needs it filled."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    assert _drafter is not None
+    losses = [metrics.get(f"drafter_loss_{d}", 0.0) for d in range(1, _drafter.options.depth + 1)]
+    MTPLossLoggingHelper.tracker.update(values=torch.tensor(losses) * micro_batches, reduce_group=None, avg_group=None)
+
+
+def _after(function: Callable, then: Callable) -> Callable:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return then(function(*args, **kwargs), *args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,282 @@
+"""`rlspec slime -- COMMAND`: slime's own command line, with a drafter that learns and engines that speculate.
+
+Hook paths, SGLang flags and environment are filled in and printed; what the user has set stays. Without `rlspec slime`
+in front, the same command is slime untouched. Nothing of slime is imported here: the command may run elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.rollout.sglang.settings import MIXED_CHUNK, Settings
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.types import OFF, SpecConfig
+
+HOOKS = "megatron_rlspec.integrations.slime.hooks"
+METRICS = "megatron_rlspec.integrations.slime.metrics"
+DRIVERS = ("train.py", "train_async.py")
+# flag -> our function, and the args attribute under which ours finds the user's, which it calls
+CHAINED = {
+    "--custom-megatron-init-path": (f"{HOOKS}.init", "rlspec_inner_init_path"),
+    "--custom-model-provider-path": (f"{HOOKS}.model_provider", "rlspec_inner_provider_path"),
+    "--rollout-function-path": (f"{METRICS}.generate_rollout", "rlspec_inner_rollout_path"),
+    "--eval-function-path": (f"{METRICS}.generate_rollout", "rlspec_inner_eval_path"),
+    "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
+}
+DRAFTER = ("depth", "loss", "depth_decay", "lr", "weight_decay", "clip_grad")
+# (flag, the value that is refused or None for the bare flag, why)
+REFUSED = (
+    ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
+    ("--use-routing-replay", None, "the MTP layer's router would take another layer's recording"),
+    ("--sglang-enable-dp-attention", None, "SGLang then drops adaptive speculation with a warning only"),
+    ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
+    ("--sglang-enable-mixed-chunk", None, MIXED_CHUNK),
+    ("--sglang-enable-pdmux", None, "SGLang then drops adaptive speculation with a warning only"),
+)
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
+
+
+@dataclass
+class Plan:
+    """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes."""
+
+    flags: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    adaptive: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(
+    command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int, cost_table: str = ""
+) -> Plan:
+    """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
+
+    drafter  our options, by their names in `[drafter]`
+    steps    what the engines may choose from; start: num_steps at first
+    cost_table  file by which our policy chooses in the engines; without it SGLang's own rule does
+    Raises ConfigError where slime's own flags contradict it.
+    """
+    given = flags(command)
+    for flag, value, why in REFUSED:
+        if flag in given and given[flag] == value:
+            raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
+    for flag in LOSSY:
+        if flag in given and float(given[flag] or 1) != 1:
+            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
+    topk = given.get("--sglang-speculative-eagle-topk", "1")
+    if topk != "1" and len(steps) > 1:
+        raise ConfigError(f"--sglang-speculative-eagle-topk {topk}: SGLang adapts chains only; set 1 or a single step")
+    algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
+    if algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+        raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
+    if given.get("--mtp-num-layers", "1") != "1":
+        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
+    if "--allgather-cp" in given and drafter["depth"] > 1:
+        raise ConfigError(f"--allgather-cp with depth={drafter['depth']}: only depth 1 knows that layout; set 1")
+    if start not in steps:
+        raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
+    out = Plan()
+    for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
+        if flag not in given:
+            out.flags += [flag] if value is None else [flag, value]
+    for flag, (ours, inner) in CHAINED.items():
+        if theirs := given.get(flag):
+            out.settings[inner] = theirs
+        out.flags += [flag, ours]
+    sglang = {
+        "--sglang-speculative-algorithm": "EAGLE",
+        "--sglang-speculative-num-steps": str(start),
+        "--sglang-speculative-eagle-topk": "1",
+        "--sglang-speculative-num-draft-tokens": str(start + 1),
+    }
+    for flag, value in sglang.items():
+        if flag not in given:
+            out.flags += [flag, value]
+    if len(steps) > 1 and "--sglang-speculative-adaptive" not in given:
+        out.flags.append("--sglang-speculative-adaptive")
+        if "--sglang-speculative-adaptive-config" not in given:
+            out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
+    out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
+    out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
+    if cost_table and len(steps) == 1:
+        raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
+    # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
+    # `num_steps` holds until the first rollout has taught something.
+    chosen = policy(cost_table, steps) if cost_table else None
+    out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
+    return out
+
+
+def policy(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
+    """What `spec.policy.Policy.from_json` takes; 0 steps mean off."""
+    candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
+    return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
+
+
+def check_table(cost_table: str, steps: Sequence[int]) -> str:
+    """The table's absolute path. Raises CostTableError or ConfigError where the engines' policy could not read it."""
+    path = str(Path(cost_table).absolute())
+    CostTable.load(path)
+    try:
+        Policy.from_json(policy(path, steps))
+    except ValueError as error:
+        raise ConfigError(f"--cost-table {cost_table}: {error}") from None
+    return path
+
+
+def flags(command: Sequence[str]) -> dict[str, str | None]:
+    """`--flag value`, `--flag=value` and bare flags of a command line; of a repeated one the last, as in argparse."""
+    found: dict[str, str | None] = {}
+    for i, word in enumerate(command):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
+        following = command[i + 1] if i + 1 < len(command) else "--"
+        found[name] = value if equals else (None if following.startswith("--") else following)
+    return found
+
+
+def complete(command: Sequence[str], added: Plan, folder: Path) -> list[str]:
+    """The whole command with `added` in it; writes the YAML and JSON files that it names into `folder`."""
+    at = driver(command)
+    head, arguments = list(command[: at + 1]), list(command[at + 1 :])
+    given, settings = flags(arguments), dict(added.settings)
+    if theirs := given.get("--custom-config-path"):
+        try:
+            settings = {**(yaml.safe_load(Path(theirs).read_text()) or {}), **settings}
+        except OSError as error:
+            raise ConfigError(f"--custom-config-path {theirs}: {error.strerror}") from None
+    settings["rlspec_folder"] = str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "slime.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    extra = [*added.flags, "--custom-config-path", str(config)]
+    if added.adaptive:
+        adaptive = folder / "adaptive.json"
+        adaptive.write_text(json.dumps(added.adaptive))
+        extra += ["--sglang-speculative-adaptive-config", str(adaptive)]
+    return [*_into_job(head, added.environment), *arguments, *extra]
+
+
+def driver(command: Sequence[str]) -> int:
+    """Where slime's driver stands in a command; what follows are its arguments."""
+    for i, word in enumerate(command):
+        if Path(word).name in DRIVERS:
+            return i
+    raise ConfigError(f"no {' or '.join(DRIVERS)} in the command {shlex.join(command) or '(empty)'}")
+
+
+def _into_job(head: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Add the environment to the runtime environment of a `ray job submit`; its workers do not inherit ours."""
+    if "submit" not in head:
+        return head
+    out, done = [], False
+    for i, word in enumerate(head):
+        before = head[i - 1] if i else ""
+        name, equals, value = word.partition("=")
+        if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
+            runtime = json.loads(word if not equals or before == "--runtime-env-json" else value)
+            runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+            word = (f"{name}=" if before != "--runtime-env-json" else "") + json.dumps(runtime)
+            done = True
+        out.append(word)
+    if not done:
+        at = out.index("submit") + 1
+        out[at:at] = ["--runtime-env-json", json.dumps({"env_vars": dict(environment)})]
+    return out
+
+
+def job_environment(environment: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """What makes a driver hand `environment` to its workers in a Ray cluster that was started before it.
+
+    Those inherit from the cluster, not from the driver. `ray.init` merges this variable, by which Ray's own job server
+    tells a driver its runtime environment (`ray/_private/worker.py`, read at 2.60).
+    """
+    job = json.loads(inherited.get(RAY_JOB, "{}"))
+    runtime = job.get("runtime_env") or {}
+    runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+    return {RAY_JOB: json.dumps({**job, "runtime_env": runtime})}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is added, then become the completed command; with --dry-run or --yaml only print or write."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    ours, _, command = (
+        (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
+    )
+    parser = argparse.ArgumentParser(
+        prog="rlspec slime",
+        usage="rlspec slime [options] -- python train.py …   or   -- ray job submit … -- python3 train.py …",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    defaults = DrafterConfig()
+    for name in DRAFTER:
+        default = getattr(defaults, name)
+        text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
+        parser.add_argument(
+            f"--drafter.{name}", dest=name, type=type(default), default=default, help=f"{text} ({default})"
+        )
+    parser.add_argument(
+        "--candidate-steps", default="0,1,2,3,5", help="steps the engines may choose from (%(default)s)"
+    )
+    parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
+    parser.add_argument(
+        "--cost-table", default="", help="by `rlspec profile`: engines decide by it, not by a rule of thumb"
+    )
+    parser.add_argument(
+        "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
+    )
+    parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
+    parser.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
+    options = parser.parse_args(ours)
+    drafter = DrafterConfig(**{name: getattr(options, name) for name in DRAFTER}).model_dump()
+    steps = [int(step) for step in options.candidate_steps.split(",")]
+    table = check_table(options.cost_table, steps) if options.cost_table else ""
+    if options.yaml:
+        print(as_yaml(plan(command, drafter, steps, options.num_steps, table), Path(options.folder).absolute()), end="")
+        return 0
+    at = driver(command)
+    added = plan(command[at + 1 :], drafter, steps, options.num_steps, table)
+    whole = complete(command, added, Path(options.folder).absolute())
+    for title, entries in (
+        ("environment", [f"{k}={v}" for k, v in added.environment.items()]),
+        ("flags", added.flags),
+        ("args", [f"{k}: {v}" for k, v in added.settings.items()]),
+    ):
+        print(f"rlspec slime adds {title}: {'  '.join(entries)}", flush=True)
+    if options.dry_run:
+        print(shlex.join(whole))
+        return 0
+    os.execvpe(whole[0], whole, {**os.environ, **added.environment, **job_environment(added.environment, os.environ)})
+
+
+def as_yaml(added: Plan, folder: Path) -> str:
+    """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
+    settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
+    for name, value in flags(added.flags).items():
+        settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
+    head = "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
+    if added.adaptive:
+        path = folder / "adaptive.json"
+        settings["sglang_speculative_adaptive_config"] = str(path)
+        head += f"# {path} must hold: {json.dumps(added.adaptive)}\n"
+    return head + yaml.safe_dump(settings)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

@@ -1,0 +1,195 @@
+"""Around slime's rollouts, in its RolloutManager: engines are told what was learnt, and acceptance is logged.
+
+Acceptance is counted from SGLang's histogram and reported as ratios of sums. slime keeps `meta_info` only as far as
+`Sample.SpecInfo.add` reads it, and reads keys that SGLang no longer sends. The manager imports this module, as its
+rollout function, before the first sample is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+from slime.observability import logging_utils
+from slime.observability.metric_utils import compute_rollout_step
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+from megatron_rlspec.config import HealthConfig, SpecSection
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.integrations.slime import state as slime_state
+from megatron_rlspec.integrations.slime.engines import Engine, after_push, drafter_names
+from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.types import Sampling, SpecConfig
+from megatron_rlspec.weights.detectors import HealthSettings
+
+logger = logging.getLogger(__name__)
+SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
+_add = Sample.SpecInfo.add
+_speculation: Speculation | None = None
+_checked_version = 0  # of the full updates through the disk, which nobody else could check
+_found: dict[str, float] = {}  # since the last log
+_prompts: list[list[int]] = []  # of the last rollout, for canaries
+CANARY_PROMPTS = 16
+
+
+def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """`--rollout-function-path` and `--eval-function-path`: the user's own, or slime's; the engines around it."""
+    inner = getattr(args, "rlspec_inner_rollout_path", None) or SLIMES_OWN
+    if evaluation:
+        inner = getattr(args, "rlspec_inner_eval_path", None) or inner
+    urls = engine_urls(args)
+    before(args, urls, rollout_id)
+    drawn = load_function(inner)(args, rollout_id, data_source, evaluation)
+    if evaluation:
+        if _speculation is not None:
+            _speculation.forget(urls)
+    else:
+        after(args, urls)
+        _prompts[:] = prompts_of(getattr(drawn, "samples", drawn), CANARY_PROMPTS)
+    return drawn
+
+
+def prompts_of(samples: Any, most: int) -> list[list[int]]:
+    """Token ids of the first `most` different prompts of text, of slime's samples in lists however nested."""
+    found: dict[tuple[int, ...], None] = {}
+    waiting = [samples]
+    while waiting and len(found) < most:
+        item = waiting.pop()
+        if isinstance(item, Sample):
+            prompt = item.tokens[: len(item.tokens) - item.response_length]
+            if prompt and not item.multimodal_inputs:
+                found[tuple(prompt)] = None
+        else:
+            waiting += reversed(item)
+    return [list(prompt) for prompt in found]
+
+
+def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
+    """Check what a full update through the disk left in the engines; hear what training predicts."""
+    global _checked_version, _speculation
+    if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
+        told = slime_state.read_sent(args)
+        if told is not None and told["version"] != _checked_version:
+            config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+            health = after_push(
+                urls,
+                told["sent"],
+                told["version"],
+                drafter_names(args.hf_checkpoint),
+                api_key=_key(args),
+                quantised="quantization_config" in config,
+            )
+            _found.update(health.metrics())
+            _checked_version = told["version"]
+    if _speculation is None and urls:
+        _speculation = speculation(args, urls)
+    if _speculation is not None:
+        folder = slime_state.folder(args)
+        _found.update(_speculation.expect(slime_state.read_prediction(folder, rollout_id)))
+        sampling = Sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
+        _found.update(_speculation.canary(urls, _prompts, sampling))
+        _found.update(_speculation.before_rollout(urls))
+
+
+def after(args: Namespace, urls: Sequence[str]) -> None:
+    """Learn from this rollout, tell every engine, and keep what was learnt for slime's next checkpoint."""
+    if _speculation is not None:
+        _found.update(_speculation.after_rollout(urls))
+        slime_state.write_rollouts(slime_state.folder(args), _speculation.state())
+
+
+def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
+    """With what this run's checkpoint knows already; None if one of these engines cannot switch, or does not answer."""
+    try:
+        told = [Engine(url, _key(args)).describe()["configs"] for url in urls]
+    except EngineError as error:  # asked again before the next rollout; to keep engines alive is slime's part
+        logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
+        return None
+    configs = {SpecConfig(*config) for every in told for config in every}
+    if not configs:
+        return None
+    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    layers, spec = config.get("text_config", config)["num_hidden_layers"], SpecSection()
+    table = getattr(args, "rlspec_cost_table", "")
+    steps = sorted({config.num_steps for config in configs})
+    adapter = Adapter(
+        steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share, spec.catch_up_share
+    )
+    settings = HealthSettings(canary_share=HealthConfig().canary_share)
+    found = Speculation(adapter, configs, settings, _key(args))
+    if state := slime_state.read_rollouts(slime_state.folder(args)):
+        found.restore(state)
+    return found
+
+
+def engine_urls(args: Namespace) -> list[str]:
+    """The engines behind slime's router; none where rollouts are read from a file."""
+    if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
+        return []
+    answer = requests.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
+    answer.raise_for_status()
+    return sorted(worker["url"] for worker in answer.json()["workers"])
+
+
+def _key(args: Namespace) -> str:
+    return getattr(args, "sglang_api_key", None) or ""
+
+
+def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
+    """`--custom-rollout-log-function-path`: acceptance in slime's own logging; then slime's metrics as ever."""
+    metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
+    if metrics:
+        logger.info("rollout %d: %s", rollout_id, metrics)
+        step = compute_rollout_step(args, rollout_id)
+        logging_utils.log(args, {**metrics, "rollout/step": step}, step_key="rollout/step")
+    _found.clear()
+    inner = getattr(args, "rlspec_inner_log_path", None)
+    return bool(load_function(inner)(rollout_id, args, samples, extra, seconds)) if inner else False
+
+
+def acceptance(infos: Iterable[Any]) -> dict[str, float]:
+    """Of all samples together: tokens per round, and per depth d the share of rounds that accepted draft d among those
+    that accepted d - 1. The latter is a lower bound where engines drafted fewer than d steps in some rounds.
+    """
+    total: list[int] = []
+    for info in infos:
+        histogram = getattr(info, "histogram", [])
+        total += [0] * (len(histogram) - len(total))
+        for accepted, rounds in enumerate(histogram):
+            total[accepted] += rounds
+    rounds = sum(total)
+    if not rounds:
+        return {}
+    drafts = sum(accepted * n for accepted, n in enumerate(total))
+    metrics = {"accept_length": 1 + drafts / rounds, "accept_rounds": float(rounds)}
+    for depth in range(1, len(total)):
+        reached = sum(total[depth - 1 :])
+        metrics[f"accept_depth_{depth}"] = sum(total[depth:]) / reached if reached else 0.0
+    return metrics
+
+
+def add(self: Any, meta_info: Mapping[str, Any]) -> None:
+    """In place of `SpecInfo.add`: slime's counts from the keys that SGLang sends, and the histogram."""
+    renamed = dict(meta_info)
+    for theirs, ours in (
+        ("spec_num_correct_drafts", "spec_accept_token_num"),
+        ("spec_num_proposed_drafts", "spec_draft_token_num"),
+    ):
+        if theirs in renamed:
+            renamed.setdefault(ours, renamed[theirs])
+    _add(self, meta_info=renamed)
+    histogram = list(getattr(self, "histogram", []))
+    for accepted, rounds in enumerate(meta_info.get("spec_correct_drafts_histogram") or []):
+        histogram += [0] * (accepted + 1 - len(histogram))
+        histogram[accepted] += rounds
+    self.histogram = histogram
+
+
+Sample.SpecInfo.add = add

@@ -1,0 +1,291 @@
+"""Samples to packed micro-batches: balanced over data-parallel ranks, rolled, then cut for context parallelism.
+
+Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated: tokens
+are rolled on whole sequences before the cut, and the denominators are the step's, whatever (DP, CP, packing) is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.shift import drafter_targets, shift_packed
+from megatron_rlspec.types import PackedBatch, Sample
+
+Aggregation = Literal["token", "sample", "constant"]
+PerToken = Sequence[np.ndarray | torch.Tensor]
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    depth: int,
+    tokens_per_micro_batch: int,
+    advantages: Sequence[float] | PerToken | None = None,
+    old_logprobs: PerToken | None = None,
+    reference_logprobs: PerToken | None = None,
+    drafter_weights: Sequence[float] | None = None,
+    version: int | None = None,
+    aggregation: Aggregation = "token",
+    constant_length: int | None = None,
+    dp_size: int = 1,
+    dp_rank: int = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    layout: Layout = "zigzag",
+    multiple: int = 1,
+    pad_token: int = 0,
+) -> list[PackedBatch]:
+    """This rank's micro-batches of one optimizer step: as many on every rank, padding-only ones where work runs out.
+
+    tokens_per_micro_batch  most laid-out tokens of one micro-batch, over all its context-parallel ranks
+    multiple                a rank's share is a multiple of it (the tensor-parallel size under sequence parallelism)
+    advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
+    old_logprobs            `[L]` token-aligned per sample; the behaviour's if omitted
+    drafter_weights         one per sample, not negative; 1 if omitted
+    version                 of the policy to be trained: `staleness` is its distance to `Sample.policy_versions`
+    aggregation             Σ policy_weight · loss_mask · loss / counts["policy"] is, over the whole step,
+                            token: the mean over trained tokens; sample: the mean over samples of their token means
+                            (0 for a sample without a trained token); constant: Σ / (samples · constant_length)
+
+    `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 is given as 1: the sum is 0 too.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    unit = 1 if cp_size == 1 else 2 * cp_size
+    whole = math.lcm(unit, cp_size * multiple)
+    laid_out = [-(-length // unit) * unit for length in lengths]
+    bins = partition(laid_out, tokens_per_micro_batch // whole * whole, dp_size)
+    columns = _columns(samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights)
+    columns["policy_weight"] = _policy_weight(samples, aggregation)
+    if version is not None:
+        columns["staleness"] = [_staleness(sample, version) for sample in samples]
+    counts = _counts(columns, lengths, depth, aggregation, constant_length)
+    return [
+        _micro_batch(chosen, columns, laid_out, whole, depth, counts, cp_size, cp_rank, layout, pad_token)
+        for chosen in bins[dp_rank::dp_size]
+    ]
+
+
+def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
+    """Indices of `lengths` in balanced bins of at most `budget` each, as many as a multiple of `multiple_of`.
+
+    Longest first into the emptiest bin, with as few bins as this rule needs. Runs of `multiple_of` bins hold similar
+    loads, so that ranks which take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item
+    above the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > budget:
+        raise ValueError(
+            f"sample {order[0]} takes {lengths[order[0]]} tokens, but a micro-batch holds {budget}: "
+            "raise tokens_per_micro_batch or lower the maximum length"
+        )
+    bins_needed = -(-max(1, -(-sum(lengths) // max(budget, 1))) // multiple_of) * multiple_of
+    while True:
+        heap = [(0, i) for i in range(bins_needed)]
+        bins: list[list[int]] = [[] for _ in heap]
+        for item in order:
+            load, i = heap[0]
+            if load + lengths[item] > budget:
+                break
+            bins[i].append(item)
+            heapq.heapreplace(heap, (load + lengths[item], i))
+        else:
+            loads = {i: load for load, i in heap}
+            return [sorted(bins[i]) for i in sorted(loads, key=lambda i: (-loads[i], i))]
+        bins_needed += multiple_of
+
+
+def unpack(
+    values: Sequence[torch.Tensor],
+    batches: Sequence[PackedBatch],
+    lengths: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> list[torch.Tensor]:
+    """Label-side `[T]` values of this rank's batches to token-aligned `[L]` per sample of the step, on the CPU.
+
+    Token 0 of a sample is predicted by nothing and gets 0. `group` holds the data- and context-parallel ranks; without
+    it, samples (or tokens) on other ranks are 0.
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    flat = torch.zeros(int(starts[-1]), dtype=values[0].dtype if values else torch.float32)
+    for value, batch in zip(values, batches, strict=True):
+        # The last token of a sample predicts nothing, and padding belongs to none.
+        token = batch.position_ids + 1
+        length = torch.tensor([*lengths, 0])[batch.sequence_ids]
+        keep = (batch.sequence_ids >= 0) & (token < length)
+        flat[starts[batch.sequence_ids[keep]] + token[keep]] = value.detach().cpu()[keep]
+    if group is not None:
+        dist.all_reduce(flat, group=group)
+    return list(flat.split(list(lengths)))
+
+
+def _columns(
+    samples: Sequence[Sample],
+    lengths: list[int],
+    advantages: Sequence[float] | PerToken | None,
+    old_logprobs: PerToken | None,
+    reference_logprobs: PerToken | None,
+    drafter_weights: Sequence[float] | None,
+) -> dict[str, list[torch.Tensor]]:
+    """Token-aligned `[L]` tensors of every sample, by field."""
+    behaviour = [sample.behaviour_logprobs for sample in samples]
+    columns = {
+        "tokens": [torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples],
+        "mask": [torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32) for sample in samples],
+        "advantages": _floats("advantages", [0.0] * len(samples) if advantages is None else advantages, lengths),
+        "behaviour_logprobs": _floats("behaviour_logprobs", behaviour, lengths),
+        "drafter_weight": _floats(
+            "drafter_weights", [1.0] * len(samples) if drafter_weights is None else drafter_weights, lengths
+        ),
+    }
+    columns["old_logprobs"] = (
+        columns["behaviour_logprobs"] if old_logprobs is None else _floats("old_logprobs", old_logprobs, lengths)
+    )
+    if reference_logprobs is not None:
+        columns["reference_logprobs"] = _floats("reference_logprobs", reference_logprobs, lengths)
+    if any(bool((weight < 0).any()) for weight in columns["drafter_weight"]):
+        raise ValueError("drafter_weights must not be negative: they scale a loss and its denominator")
+    return columns
+
+
+def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -> list[torch.Tensor]:
+    if len(values) != len(lengths):
+        raise ValueError(f"{name} has {len(values)} entries for {len(lengths)} samples")
+    columns = []
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        column = torch.as_tensor(value, dtype=torch.float32)
+        if column.ndim == 0:
+            column = column.expand(length)
+        if len(column) != length:
+            raise ValueError(f"{name}[{i}] has {len(column)} values, but sample {i} has {length} tokens")
+        columns.append(column)
+    return columns
+
+
+def _staleness(sample: Sample, version: int) -> torch.Tensor:
+    """Versions between each response token and `version`, `[L]`. Raises ValueError if the spans do not tell all."""
+    found = torch.zeros(len(sample.tokens))
+    covered = sample.prompt_len
+    for drawn_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
+        if sample.prompt_len + first != covered or drawn_by > version:
+            break
+        covered = sample.prompt_len + last
+        found[sample.prompt_len + first : covered] = version - drawn_by
+    if covered != len(sample.tokens):
+        raise ValueError(
+            f"sample {sample.request_id}: policy_versions={sample.policy_versions} of {len(sample.response)} response "
+            f"tokens; expected spans that cover them, of versions up to {version}"
+        )
+    return found
+
+
+def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[torch.Tensor]:
+    """Weight of each token's loss, `[L]`. Token 0 is never predicted, so it counts in no mean."""
+    weights = []
+    for sample in samples:
+        weight = 1 / (float(np.sum(sample.loss_mask[1:])) or 1.0) if aggregation == "sample" else 1.0
+        weights.append(torch.full((len(sample.tokens),), weight))
+    return weights
+
+
+def _counts(
+    columns: dict[str, list[torch.Tensor]],
+    lengths: list[int],
+    depth: int,
+    aggregation: Aggregation,
+    constant_length: int | None,
+) -> dict[str, float | int | list[float]]:
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.cat([torch.zeros(0), *columns["mask"]])
+    weight = torch.cat([torch.zeros(0), *columns["drafter_weight"]]).double()
+    masks = drafter_targets(torch.zeros(len(mask), dtype=torch.int64), mask, cu, depth)[2]
+    tokens = float(shift_packed(mask, cu).sum(dtype=torch.float64))
+    if aggregation == "token":
+        policy = tokens
+    elif aggregation == "sample":
+        policy = float(len(lengths))
+    elif aggregation == "constant":
+        if not constant_length:
+            raise ValueError("aggregation='constant' needs constant_length, the tokens each sample counts for")
+        policy = float(len(lengths) * constant_length)
+    else:
+        raise ValueError(f"aggregation={aggregation!r}, but losses are averaged by 'token', 'sample' or 'constant'")
+    return {
+        "policy": policy or 1.0,
+        "drafter": [float((weight * trained).sum()) or 1.0 for trained in masks],
+        "tokens": tokens,
+        "samples": len(lengths),
+    }
+
+
+def _micro_batch(
+    chosen: list[int],
+    columns: dict[str, list[torch.Tensor]],
+    laid_out: list[int],
+    whole: int,
+    depth: int,
+    counts: dict[str, float | int | list[float]],
+    cp_size: int,
+    cp_rank: int,
+    layout: Layout,
+    pad_token: int,
+) -> PackedBatch:
+    """Lay the chosen samples out one after the other, roll, and cut out this rank's share.
+
+    The last sequence's padding also fills the batch up to a multiple of `whole`; with no samples, one sequence of
+    nothing but padding remains, since kernels want at least one.
+    """
+    real = [len(columns["tokens"][i]) for i in chosen] or [0]
+    padded = [laid_out[i] for i in chosen] or [0]
+    total = max(-(-sum(padded) // whole) * whole, whole)
+    padded[-1] += total - sum(padded)
+    cu = torch.tensor([0, *real]).cumsum(0).int()
+    cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
+
+    def lay_out(field: str) -> torch.Tensor:
+        flat = torch.zeros(total, dtype=torch.int64 if field == "tokens" else torch.float32)
+        for i, start in zip(chosen, cu_padded.tolist(), strict=False):  # the last boundary starts nothing
+            flat[start : start + len(columns[field][i])] = columns[field][i]
+        return flat
+
+    tokens, mask = lay_out("tokens"), lay_out("mask")
+    sequence_ids = torch.full((total,), -1)
+    for i, start, length in zip(chosen, cu_padded.tolist(), real, strict=False):
+        sequence_ids[start : start + length] = i
+    loss_mask = shift_packed(mask, cu_padded)
+    drafter_tokens, drafter_labels, drafter_mask = drafter_targets(tokens, mask, cu_padded, depth)
+
+    def share(x: torch.Tensor) -> torch.Tensor:
+        return slice_for_cp(x, cu_padded, cp_rank, cp_size, layout)
+
+    def trained(field: str) -> torch.Tensor:
+        """Label-side, and 0 wherever nothing is trained: there a value may be anything, not a number included."""
+        return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
+
+    return PackedBatch(
+        tokens=share(tokens.masked_fill(sequence_ids < 0, pad_token)),
+        position_ids=share(torch.arange(total) - cu_padded[:-1].repeat_interleave(torch.tensor(padded))),
+        labels=share(shift_packed(tokens, cu_padded)),
+        loss_mask=share(loss_mask),
+        advantages=trained("advantages"),
+        old_logprobs=trained("old_logprobs"),
+        behaviour_logprobs=trained("behaviour_logprobs"),
+        reference_logprobs=trained("reference_logprobs") if "reference_logprobs" in columns else None,
+        staleness=trained("staleness") if "staleness" in columns else None,
+        sequence_ids=share(sequence_ids),
+        policy_weight=trained("policy_weight"),
+        drafter_weight=share(lay_out("drafter_weight")),
+        drafter_tokens=[share(x) for x in drafter_tokens],
+        drafter_labels=[share(x) for x in drafter_labels],
+        drafter_mask=[share(x) for x in drafter_mask],
+        cu_seqlens=cu,
+        cu_seqlens_padded=cu_padded,
+        counts=counts,
+    )

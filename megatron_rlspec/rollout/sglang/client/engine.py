@@ -1,0 +1,303 @@
+"""One SGLang engine behind `rlspec serve`, as a `RolloutEngine`. Imports no sglang: it speaks HTTP."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import requests
+import torch
+from urllib3.exceptions import ReadTimeoutError
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
+from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
+from megatron_rlspec.rollout.sglang.settings import KEY, known_key
+from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+
+_STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
+_CONNECT_SECONDS = 10.0
+_BUCKET_BYTES = 256 << 20
+
+
+class RefusedError(EngineError):
+    """The engine answered that it cannot do this."""
+
+
+class SGLangEngine:
+    """`url` of a running `rlspec serve`; `process` if this client started it and shall end it; `transport` of weights.
+
+    `api_key`: that of the environment variable RLSPEC_API_KEY unless given.
+
+    Calls may come from several threads. `timeout` is the longest silence: no sample finished, no answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        process: EngineProcess | None = None,
+        timeout: float = 1800.0,
+        transport: Transport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        api_key = known_key(api_key)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._process = process
+        self._timeout = timeout
+        self._transport = transport or Http()
+        self._paused = False
+        self._broken = ""
+        self._shapes: dict[str, list[int]] | None = None
+
+    @classmethod
+    def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
+        return cls(process.url, api_key=process.api_key, process=process, timeout=timeout, transport=transport)
+
+    def __repr__(self) -> str:
+        return f"SGLangEngine({self.url})"
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None = None,
+    ) -> list[Sample]:
+        """One sample per request, in their order. `on_sample` is called with each one as soon as it is finished."""
+        if self._broken:
+            raise EngineError(f"{self.url}: serves nothing since a failed weight update: {self._broken}")
+        if not requests:
+            return []
+        by_id = {r.id: r for r in requests}
+        if len(by_id) != len(requests):
+            raise ValueError(f"{len(requests)} requests, but only {len(by_id)} distinct ids")
+        body = {
+            "requests": [
+                {"id": r.id, "input_ids": np.asarray(r.prompt.tokens).tolist(), "sampling": _sampling(sampling, r)}
+                for r in requests
+            ]
+        }
+        samples: dict[str, Sample] = {}
+        for line in self._stream("generate", body):
+            if "error" in line:
+                raise EngineError(f"{self.url}: request {line['id']}: {line['error']}")
+            sample = samples[line["id"]] = _sample(by_id[line["id"]], line)
+            if on_sample:
+                on_sample(sample)
+        if len(samples) != len(requests):
+            raise EngineError(f"{self.url}: {len(requests)} samples asked, {len(samples)} came")
+        return [samples[r.id] for r in requests]
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+        """Running samples are taken off the batch, and go on under the new weights with a recomputed cache."""
+        self._broken = self._broken or f"version {version} was not completed"
+        try:
+            self._post("pause")
+            self._session(version, tensors, scope)
+        except (EngineError, ValueError) as error:
+            self._broken = str(error)
+            raise
+        self._broken = ""
+        if not self._paused:
+            self._post("resume")
+
+    def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
+        if self._shapes is None:
+            self._shapes = self._post("control/shapes")["shapes"]
+        buckets = _buckets(self._checked(tensors))
+        try:
+            self._post("weights/begin", params={"scope": scope})
+        except EngineError as error:
+            if "already open" not in str(error):
+                raise
+            self._post("weights/end")
+            self._post("weights/begin", params={"scope": scope})
+        bucket = next(buckets, None)
+        if bucket is None:
+            raise ValueError(f"update_weights(version={version}): no tensors")
+        while bucket is not None:
+            following = next(buckets, None)
+            last = {"version": str(version)} if following is None else {}
+            self._transport.send(self._post, bucket, {"scope": scope, **last})
+            bucket = following
+        self._post("weights/end")
+
+    def _checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """SGLang's loaders skip some unknown names silently, and a wrong shape ends the scheduler."""
+        for name, tensor in tensors:
+            expected = self._shapes.get(name)
+            if expected is None:
+                near = difflib.get_close_matches(name, self._shapes, n=1)
+                raise EngineError(
+                    f"{self.url}: it has no tensor {name}" + (f"; did you mean {near[0]}?" if near else "")
+                )
+            if list(tensor.shape) != expected:
+                raise EngineError(f"{self.url}: {name} is {list(tensor.shape)}, but the engine's is {expected}")
+            yield name, tensor
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        self._post("control/set_schedule", json={"schedule": schedule.to_json()})
+
+    def set_policy(self, policy: Mapping[str, Any]) -> None:
+        """`spec.policy.Policy.from_json` data, as `{"table": "cost.json"}`; the engine's own candidates by default."""
+        self._post("control/set_policy", json={"policy": dict(policy)})
+
+    def policy_report(self) -> dict[str, Any]:
+        """`Policy.report` of the engine's policy since the last call; empty without speculation."""
+        return self._post("control/policy_report")["report"]
+
+    def hold(self, reason: str) -> None:
+        """No speculation, whatever policy is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
+        self._post("control/hold", json={"reason": reason})
+
+    def release(self) -> None:
+        self._post("control/release")
+
+    def pause(self) -> None:
+        self._paused = True
+        self._post("pause")
+
+    def resume(self) -> None:
+        self._paused = False
+        if not self._broken:
+            self._post("resume")
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
+
+    def stats(self) -> list[RoundStats]:
+        rounds = self._post("control/stats")["rounds"]
+        return [
+            RoundStats(**{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}) for r in rounds
+        ]
+
+    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
+        rounds = self._post("control/recent_rounds")["rounds"]
+        return [(SpecConfig(**config), *rest) for config, *rest in rounds]
+
+    def fingerprints(self) -> dict[str, int]:
+        return self._post("control/fingerprints")["fingerprints"]
+
+    def delivered(self) -> dict[str, dict[str, int]]:
+        """Fingerprints of what pushes last gave to the loaders of `target` and `drafter`, where they are remembered."""
+        return self._post("control/delivered")
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine says of itself: verifier, configurations it can run, sizes."""
+        return self._post("control/describe")
+
+    @property
+    def ended(self) -> bool:
+        """Whether this client started the engine's process, and that is gone."""
+        return self._process is not None and self._process.ended
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def _post(self, path: str, **arguments: Any) -> dict[str, Any]:
+        with self._send(path, **arguments) as answer:
+            return answer.json()
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._send(path, json=body, stream=True) as answer:
+            try:
+                for line in answer.iter_lines(chunk_size=None):
+                    if line:
+                        yield json.loads(line)
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+
+    def _send(self, path: str, **arguments: Any) -> requests.Response:
+        session = requests.Session()
+        session.trust_env = False
+        try:
+            answer = session.post(
+                f"{self.url}/rlspec/{path}",
+                headers=self._headers,
+                timeout=(_CONNECT_SECONDS, self._timeout),
+                **arguments,
+            )
+        except requests.RequestException as error:
+            raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
+        if answer.status_code == 401:
+            answer.close()
+            known = "another key than the one it was given" if self._headers else "a key, and was given none"
+            raise EngineError(f"{self.url}: it wants {known}; set {KEY} to the key it was served with")
+        if answer.status_code != 200:
+            text = answer.text
+            answer.close()
+            try:
+                text = json.loads(text)["error"]
+            except (ValueError, KeyError, TypeError):
+                pass
+            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {str(text)[:500]}")
+        return answer
+
+    def _why(self, error: requests.RequestException) -> str:
+        # Within a stream, requests tells a timeout as a ConnectionError around urllib3's own.
+        silent = isinstance(error, requests.Timeout) or isinstance((*error.args, None)[0], ReadTimeoutError)
+        if self._process is not None and self._process.ends_within(0 if silent else 1):
+            return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
+        if silent:
+            return f"silent for {self._timeout:.0f} s"
+        return "the engine is gone" if isinstance(error, requests.ConnectionError) else str(error)
+
+
+def _sampling(sampling: Sampling, request: Request) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "sampling_seed": request.seed,
+    }
+
+
+def _sample(request: Request, line: dict[str, Any]) -> Sample:
+    prompt = np.asarray(request.prompt.tokens, dtype=np.int64)
+    response = np.asarray(line["output_ids"], dtype=np.int64)
+    zeros = np.zeros(len(prompt), dtype=np.float32)
+    spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
+    return Sample(
+        request_id=request.id,
+        prompt=request.prompt,
+        tokens=np.concatenate([prompt, response]),
+        loss_mask=np.concatenate([zeros, np.ones(len(response), dtype=np.float32)]),
+        behaviour_logprobs=np.concatenate([zeros, np.asarray(line["logprobs"], dtype=np.float32)]),
+        status=_STATUS[line["finish"]["type"]],
+        policy_versions=spans,
+        accepted=tuple(line["accepted"]),
+        accepted_spans=tuple(_runs(line["drafted"][: len(response)])),
+    )
+
+
+def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of every run of ones."""
+    padded = np.array([0, *marks, 0])
+    edges = np.flatnonzero(np.diff(padded)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Dictionaries of about `_BUCKET_BYTES`, on the CPU, each tensor with a storage of its own."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

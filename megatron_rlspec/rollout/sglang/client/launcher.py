@@ -1,0 +1,142 @@
+"""Start `rlspec serve` as a process of its own, wait until it answers, and end it with everything it started."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import requests
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.settings import KEY, SCRATCH_PREFIX, known_key
+
+
+class EngineProcess:
+    """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
+
+    def __init__(self, process: subprocess.Popen, url: str, log: Path, scratch: str, api_key: str = "") -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.scratch = scratch
+        self.api_key = api_key
+
+    def wait(self, timeout: float = 600.0, progress: Callable[[str], None] | None = None) -> EngineProcess:
+        """Return when the engine answers. `progress` gets one line about every second. Closes the engine on failure."""
+        started = time.monotonic()
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        with requests.Session() as session:
+            session.trust_env = False
+            while True:
+                if self.ended:
+                    self.close()
+                    raise EngineError(f"engine {self.url} ended while starting: {self._reason()} (log: {self.log})")
+                try:
+                    answer = session.post(f"{self.url}/rlspec/control/describe", headers=headers, timeout=5)
+                    if answer.status_code == 200:
+                        return self
+                except requests.RequestException:
+                    pass
+                seconds = time.monotonic() - started
+                if seconds > timeout:
+                    self.close()
+                    raise EngineError(f"engine {self.url} did not answer within {timeout:.0f} s (log: {self.log})")
+                if progress:
+                    progress(f"engine {self.url}: starting, {seconds:.0f} s")
+                time.sleep(0.5)
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ends_within(self, seconds: float) -> bool:
+        """A killed process' connections break a moment before it is gone."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _reason(self) -> str:
+        """The line of the log that names the mistake, or its last one."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
+        return (told or lines or [f"exit code {self.process.returncode}"])[-1]
+
+    def close(self) -> None:
+        """End the process and everything it started: nothing of an engine is worth a slow shutdown. Safe to repeat."""
+        self.process.kill()
+        self.process.wait()
+        # Its children end when it does, and their resource trackers then tidy up; whatever stays is ended as well.
+        deadline = time.monotonic() + 3
+        while self._group(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._group(signal.SIGKILL)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _group(self, sig: int) -> bool:
+        try:
+            os.killpg(self.process.pid, sig)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def launch(
+    model: str | Path,
+    log: str | Path,
+    *,
+    port: int = 0,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    api_key: str = "",
+) -> EngineProcess:
+    """Start a server on `port` (0: a free one) of this machine, and return at once.
+
+    `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
+    output goes to the file `log`. It wants `api_key`, or that of RLSPEC_API_KEY, if there is one.
+    """
+    port = port or _free_port()
+    log = Path(log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
+    command += ["--port", str(port), "--stop-with-parent", *arguments]
+    api_key = known_key(api_key)
+    scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)  # SGLang leaves its sockets where it made them.
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": scratch, KEY: api_key, **(environment or {})},
+        )
+    return EngineProcess(process, f"http://127.0.0.1:{port}", log, scratch, api_key)
+
+
+def _free_port() -> int:
+    """Below the range of outgoing connections: one of those could take the port before the server does."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,232 @@
+"""Plain torch operators with the names and argument order that SGLang's CPU engine expects of `sgl_kernel`.
+
+They cover chain drafting (topk = 1); attention is in `attention.py`. All are vectorised over the batch, and nothing
+here imports sglang. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
+`kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
+
+Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
+to a row of the KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from megatron_rlspec.rollout.sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
+
+
+def _chain_only(name: str, topk: int) -> None:
+    if topk != 1:
+        raise NotImplementedError(f"{name}: the plain torch CPU operators draft chains, but topk={topk}")
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    """Write the next `end[i] - start[i]` entries of `out_cache_loc` to positions start[i]..end[i] of request i."""
+    rows, positions = _ragged(req_pool_indices, start, end)
+    req_to_token[rows, positions] = out_cache_loc[: len(rows)].to(req_to_token.dtype)
+
+
+def assign_extend_cache_locs_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    """Read the cache rows of positions start[i]..end[i] of every request, one after the other."""
+    rows, positions = _ragged(req_pool_indices, start, end)
+    out_cache_loc[: len(rows)] = req_to_token[rows, positions].to(out_cache_loc.dtype)
+
+
+def _ragged(slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot, position) of every element of the ranges start[i]..end[i], request after request."""
+    lengths = (end - start).long()
+    if bool((lengths == 1).all()):
+        return slots.long(), start.long()  # what most decode rounds ask for
+    rows = torch.repeat_interleave(slots.long(), lengths)
+    first = torch.repeat_interleave(start.long() - (lengths.cumsum(0) - lengths), lengths)
+    return rows, first + torch.arange(len(rows))
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """The cache rows of the `num_steps` positions from `seq_lens[i]` on. out_cache_loc [B * num_steps]."""
+    _chain_only("assign_draft_cache_locs_contiguous_cpu", topk)
+    columns = seq_lens.long()[:, None] + torch.arange(num_steps)
+    out_cache_loc.view(len(seq_lens), -1).copy_(req_to_token[req_pool_indices.long()[:, None], columns])
+
+
+def build_draft_decode_metadata_cpu(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    topk: int,
+    num_steps: int,
+    pool_len: int,
+) -> torch.Tensor:
+    """`req_to_token` of the drafting requests, [B, longest context that drafting reaches]; chains only."""
+    _chain_only("build_draft_decode_metadata_cpu", topk)
+    return req_to_token[req_pool_indices.long(), : int(seq_lens.max()) + num_steps]
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """The tree of a chain: node j of request i sits at position len_i + j and is followed by node j + 1.
+
+    retrieve_* [B, K] int64, positions [B * K] int64. The attention mask is left alone: a chain's is the causal one,
+    which the verify pass applies without reading it.
+    """
+    _chain_only("build_tree_kernel_efficient_cpu", topk)
+    batch = len(verified_seq_len)
+    node = torch.arange(draft_token_num)
+    positions.view(batch, -1).copy_(verified_seq_len.long()[:, None] + node)
+    retrieve_index.copy_(torch.arange(batch)[:, None] * draft_token_num + node)
+    following = node + 1
+    following[-1] = -1
+    retrieve_next_token.copy_(following.expand(batch, -1))
+    retrieve_next_sibling.fill_(-1)
+
+
+def verify_tree_greedy_cpu(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """Accept drafts while they equal the target's tokens. All in place; chains only.
+
+    candidates, target_predict [B, K]: candidates[:, 0] is the last accepted token, target_predict[:, j] what the target
+    says after node j. predicts [B * K] takes the target's tokens, accept_index [B, K] the accepted nodes' flat indices
+    and then -1, accept_token_num [B] how many drafts were accepted.
+    """
+    batch, nodes = candidates.shape
+    accepted = (candidates[:, 1:] == target_predict[:, :-1]).cumprod(1).sum(1)
+    node = torch.arange(accept_index.shape[1])
+    flat = torch.arange(batch)[:, None] * nodes + node
+    accept_index.copy_(torch.where(node <= accepted[:, None], flat, -1))
+    predicts.copy_(target_predict.reshape(-1))
+    accept_token_num.copy_(accepted)
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, stride: int
+) -> None:
+    """The last accepted token of every request: accept_tokens [B, stride], accept_lens [B] counts it."""
+    last = torch.arange(len(accept_lens)) * stride + accept_lens - 1
+    bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
+
+
+def fill_accept_out_cache_loc_cpu(
+    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
+) -> None:
+    """Cache rows of the accepted nodes, packed to the front."""
+    accepted = accept_index[accept_index >= 0].long()
+    accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, target: torch.Tensor, source: torch.Tensor
+) -> None:
+    """Copy rows `source` to rows `target` in every buffer; buffers by address, row sizes `strides` in bytes.
+
+    Chains never move rows: SGLang calls this once at start-up, to warm it up.
+    """
+    pairs = list(zip(target.tolist(), source.tolist(), strict=True))
+    for address, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [(to, ctypes.string_at(address + at * stride, stride)) for to, at in pairs]
+        for to, row in rows:
+            ctypes.memmove(address + to * stride, row, stride)
+
+
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x << bits) | _shift(x, 32 - bits)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int32."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _scramble(key: torch.Tensor) -> torch.Tensor:
+    return _rotate(key * _int32(0xCC9E2D51), 15) * _int32(0x1B873593)
+
+
+def _absorb(state: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
+    return _rotate(state ^ scrambled, 13) * 5 + _int32(0xE6546B64)
+
+
+def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bits) of (seed, position, column). seed [N] 64 bits, positions [N], columns [V] -> [N, V] uint32.
+
+    int32 multiplication wraps, which is the arithmetic wanted; the seed counts as two blocks, low half first.
+    """
+    seed = seed.view(torch.int64)
+    state = torch.zeros(len(seed), dtype=torch.int32)
+    for block in (seed, seed >> 32, positions.view(torch.int64)):
+        state = _absorb(state, _scramble(block.to(torch.int32)))
+    state = _absorb(state[:, None], _scramble(columns.to(torch.int32))[None])
+    state ^= 16
+    state ^= _shift(state, 16)
+    state *= _int32(0x85EBCA6B)
+    state ^= _shift(state, 13)
+    state *= _int32(0xC2B2AE35)
+    state ^= _shift(state, 16)
+    return state.view(torch.uint32)
+
+
+# What the importers of `sgl_kernel` take from the package, and what they call through `torch.ops.sgl_kernel`.
+FUNCTIONS: dict[str, Callable] = {
+    f.__name__: f
+    for f in (
+        assign_draft_cache_locs_contiguous_cpu,
+        assign_extend_cache_locs_cpu,
+        assign_req_to_token_pool_cpu,
+        build_draft_decode_metadata_cpu,
+        build_tree_kernel_efficient_cpu,
+        copy_all_layer_kv_cache_cpu,
+        fill_accept_out_cache_loc_cpu,
+        fill_bonus_tokens_cpu,
+        verify_tree_greedy_cpu,
+    )
+}
+OPERATORS: dict[str, Callable] = {
+    f.__name__: f for f in (decode_attention_cpu, extend_attention_cpu, murmur_hash32_cpu)
+}

@@ -1,0 +1,86 @@
+"""Stand-ins for the two compiled packages that SGLang imports and that have no build for a plain CPU torch.
+
+`install()` puts them into `sys.modules` before SGLang is imported. A package that is really there stays untouched.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+import torch
+
+from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
+
+# SGLang decides by these, in every process, that it runs on a CPU, and otherwise compiles its first batches for long.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+class _Absent:
+    """Takes any attribute at import time and refuses when called: names of models and kernels nobody here uses."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._name}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{self._name} is not available on this machine")
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return ()
+
+
+class _Finder:
+    """Finds `package` and anything below it as a module whose attributes are `_Absent`, but for those given."""
+
+    def __init__(self, package: str, attributes: dict[str, object]) -> None:
+        self.package = package
+        self.attributes = attributes
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name == self.package or name.startswith(self.package + "."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == self.package:
+            vars(module).update(self.attributes)
+        absent = _Absent(module.__name__)
+        module.__getattr__ = absent.__getattr__
+
+
+def needed() -> list[str]:
+    """The packages that `install` would stand in for."""
+    return [name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None]
+
+
+def standing_in(package: str) -> bool:
+    return any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path)
+
+
+def install() -> list[str]:
+    """Make SGLang's CPU engine importable in this process and in those forked from it.
+
+    Returns the names of the packages that stand-ins now take the place of; empty when all are really there.
+    """
+    os.environ.update(ENVIRONMENT)
+    names = needed()
+    if "sgl_kernel" in names:
+        sys.meta_path.append(_Finder("sgl_kernel", dict(cpu_ops.FUNCTIONS)))
+        for name, function in cpu_ops.OPERATORS.items():
+            function.default = function  # SGLang asks some operators for their `.default` overload.
+            setattr(torch.ops.sgl_kernel, name, function)
+    if "torchvision" in names:
+        sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))
+    return names

@@ -1,0 +1,201 @@
+"""Commands to a running scheduler, and the record it keeps of its rounds.
+
+Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes on
+what is not ours. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_rlspec.rollout.sglang.server import controller, versions
+from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
+from megatron_rlspec.rollout.sglang.server.served_weights import fingerprints, listen, models_of, of_scheduler
+from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+METHOD = "rlspec"
+DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
+logger = logging.getLogger(__name__)
+_rounds = RoundLog()
+_deliveries: dict[str, dict[str, int]] = {"target": {}, "drafter": {}}
+_held: dict[str, Any] = {}  # why speculation is held off, and the policy that waits; empty while it is not
+
+
+def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+
+    def handle(original: Callable, scheduler: Any, request: Any) -> Any:
+        return _handle(settings, original, scheduler, request)
+
+    yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
+    if settings.deliveries:
+        yield "sglang.srt.managers.scheduler.Scheduler.__init__", _listen, "AFTER"
+    yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
+    yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
+    yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
+    yield f"{processor}.process_batch_result_prefill", _after_prefill, "AFTER"
+
+
+def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
+    if request.method != METHOD:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    body = dict(request.body)
+    command = body.pop("command", None)
+    try:
+        if command not in _COMMANDS:
+            raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+        result = _COMMANDS[command](settings, scheduler, **body)
+        answer = DumperControlReqOutput(success=True, response=[result])
+    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+        # Whatever shape a request has, it must not end the scheduler.
+        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {error}")
+    versions.installed().answer(scheduler, answer, request)
+    return None
+
+
+def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    """What took hold in this process; the launcher refuses an engine that does not say so."""
+    worker = scheduler.draft_worker
+    adaptive = getattr(worker, "adaptive_controller", None)
+    return {
+        "sglang": importlib.metadata.version("sglang"),
+        "verifier": settings.verifier,
+        "controller": type(adaptive).__name__ if adaptive is not None else "",
+        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in controller.decider.candidates],
+        "speculative": worker is not None,
+        "tensor_parallel": scheduler.server_args.tp_size,
+        "max_total_tokens": scheduler.max_total_num_tokens,
+        "max_running_requests": scheduler.max_running_requests,
+        "held": _held.get("reason", ""),
+    }
+
+
+def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
+    controller.decider.set_schedule(SpecSchedule.from_json(schedule))
+    return _stay_held()
+
+
+def _set_policy(settings: Settings, scheduler: Any, policy: dict[str, Any]) -> dict[str, Any]:
+    controller.decider.replace(policy)
+    return _stay_held()
+
+
+def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
+    """Speculation off, whoever sets a policy, until `release`: then the latest policy holds again."""
+    decider = controller.decider
+    if decider is None or decider.policy is None and not decider.stock:
+        raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+    if _held:  # what is in force is off; the policy that waits goes on waiting
+        _held["reason"] = reason
+    else:
+        _set_aside(reason)
+    return {}
+
+
+def _set_aside(reason: str) -> None:
+    decider = controller.decider
+    waiting = {"stock": True} if decider.stock else decider.policy.to_json()
+    decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
+    _held.update(reason=reason, policy=waiting)
+
+
+def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if _held:
+        controller.decider.replace(_held["policy"])
+        _held.clear()
+    return {}
+
+
+def _stay_held() -> dict[str, Any]:
+    if _held:
+        _set_aside(_held["reason"])
+    return {}
+
+
+def _policy_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    policy = controller.decider.policy
+    return {"report": {} if policy is None else policy.report()}
+
+
+def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [asdict(s) for s in _rounds.drain()]}
+
+
+def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.drain_singly()]}
+
+
+def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"fingerprints": fingerprints(scheduler)}
+
+
+def _listen(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    target, drafter = models_of(scheduler)
+    listen(target, _deliveries["target"])
+    if drafter is not None:
+        listen(drafter, _deliveries["drafter"])
+
+
+def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if not settings.deliveries:
+        raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
+    return _deliveries
+
+
+def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"shapes": {held.name: list(held.shape) for held in of_scheduler(scheduler)}}
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "describe": _describe,
+    "set_schedule": _set_schedule,
+    "set_policy": _set_policy,
+    "hold": _hold,
+    "release": _release,
+    "policy_report": _policy_report,
+    "stats": _stats,
+    "recent_rounds": _recent_rounds,
+    "fingerprints": _fingerprints,
+    "delivered": _delivered,
+    "shapes": _shapes,
+}
+
+
+def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
+    ran = getattr(result, "rlspec_round", None)
+    if ran is None:
+        config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
+        ran = controller.Round(config, sum(r.seqlen for r in batch.reqs), None)
+    returned = original(processor, batch, result)
+    if batch.reqs:
+        accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
+        told = accepted if ran.drafting is None else [accepted[i] for i in ran.drafting]
+        others = len(accepted) - len(told)
+        if controller.decider.policy is not None:
+            controller.decider.policy.observe(ran.config, told, others)
+        _rounds.observe(ran.config, ran.context_tokens, told, all(r.finished() for r in batch.reqs), others)
+    return returned
+
+
+def _mark_drafts(request: Any, accepted: int) -> None:
+    """One mark per output token, 1 for a draft. Called before a round's tokens, accepted drafts and one more, come."""
+    if request.customized_info is None:
+        request.customized_info = {}
+    marks = request.customized_info.setdefault(DRAFTED, [])
+    marks += [0] * (len(request.output_ids) - len(marks))  # of a prefill, which no round gave
+    marks += [1] * accepted + [0]
+
+
+def _after_prefill(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _rounds.interrupt()
+
+
+def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _rounds.interrupt()

@@ -1,0 +1,241 @@
+"""A real off: rounds without any drafter pass, and one pass that catches up when drafting starts again.
+
+At SGLang's step 0 the drafter still extends its cache every round. While off we keep what that pass would have read,
+the target's hidden state h_t and the token x_t of every new position, and feed the whole gap in one extend on
+re-enabling (ReSpec, section 5.2). To try drafts it is enough that a few requests catch up. The others draft at random
+meanwhile, which costs no correctness: whatever is drafted, the target decides. What they go on missing is kept, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.sglang.server import versions
+
+
+@dataclass
+class _Round:
+    """What the drafter would have read in one round: `width` rows of each request, the first `counts` of them valid."""
+
+    at: int
+    rids: list[str]
+    hidden: torch.Tensor  # [B * width, H]
+    tokens: torch.Tensor  # [B * width]
+    width: int
+    counts: torch.Tensor | None  # [B]; None: all
+
+
+_Kept = dict[str, tuple[torch.Tensor, torch.Tensor]]  # request -> hidden [n, H], tokens [n]
+# Index into the batch, first position, hidden [n, H], tokens [n] there, and the token after them [1].
+_Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class DrafterGap:
+    """What the drafter of one `EAGLEWorkerV2` has not seen, by request.
+
+    Every `every` rounds what was kept moves to host memory, without the requests that have ended: at most one hidden
+    state per token in the KV cache, a few per cent of what the cache itself holds. A pass feeds at most `most` tokens.
+    """
+
+    def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
+        self.worker = worker
+        self.every, self.most = every, most
+        self._reset()
+
+    def _reset(self) -> None:
+        self._total = 0  # tokens that a request running all along may have missed
+        self._since: dict[str, int] = {}  # `_total` when a request's drafter was up to date; 0: from the start
+        self._rounds: list[_Round] = []
+        self._stored: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @property
+    def open(self) -> bool:
+        return self._total > 0
+
+    def record(
+        self,
+        reqs: Sequence[Any],
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        current: Collection[int] = (),
+    ) -> None:
+        """What a round passed: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) were accepted.
+
+        The tensors are kept as they are. `current`: indices of the requests whose drafter read it.
+        """
+        width = len(tokens) // len(reqs)
+        self._rounds.append(_Round(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
+        self._total += width
+        for i in current:
+            self._since[reqs[i].rid] = self._total
+        if len(self._rounds) == self.every:
+            self._store([req.rid for req in reqs])
+
+    def forget(self, reqs: Sequence[Any]) -> None:
+        """A prefill rebuilds the drafter's cache from the prompt on."""
+        for req in reqs:
+            self._since[req.rid] = self._total
+            self._stored.pop(req.rid, None)
+
+    def missed(self, reqs: Sequence[Any], n: int) -> int:
+        """Tokens, summed over the n requests that have missed least; drafts that were refused count as well."""
+        since, total = self._since, self._total
+        behind = [total - since.get(req.rid, 0) for req in reqs]
+        return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
+
+    def close(self, batch: Any, n: int) -> list[int] | None:
+        """Feed what the n least behind of this decode batch missed, and put the drafts' first step into `spec_info`.
+
+        Returns their indices, or None if nobody is behind any more.
+        """
+        reqs = batch.reqs
+        since, total = self._since, self._total
+        order = sorted(range(len(reqs)), key=lambda i: total - since.get(reqs[i].rid, 0))
+        chosen = sorted(order[:n])
+        behind = [i for i in chosen if total > since.get(reqs[i].rid, 0)]
+        kept = self._take([reqs[i].rid for i in behind])
+        if self._samples_drafts():
+            _be_certain(batch, sorted(set(chosen) - set(behind)))
+        self._feed(batch, [(i, *kept[reqs[i].rid]) for i in behind if reqs[i].rid in kept])
+        if len(chosen) == len(reqs):
+            self._reset()
+            return None
+        self.forget([reqs[i] for i in behind])
+        return chosen
+
+    def _samples_drafts(self) -> bool:
+        return versions.installed().samples_drafts(self.worker)
+
+    def _take(self, rids: Sequence[str]) -> _Kept:
+        """What each of these requests missed, in order; without those that missed nothing."""
+        latest = self._latest(rids)
+        taken: _Kept = {}
+        for rid in rids:
+            if parts := [*self._stored.get(rid, []), *([latest[rid]] if rid in latest else [])]:
+                device = parts[-1][0].device
+                taken[rid] = tuple(torch.cat([part.to(device) for part in kept]) for kept in zip(*parts, strict=True))
+        return taken
+
+    def _latest(self, rids: Sequence[str]) -> _Kept:
+        """The same, of what was not stored yet."""
+        rows: dict[str, list[int]] = {rid: [] for rid in rids}  # of what is selected below
+        hidden, tokens, size = [], [], 0
+        for kept in self._rounds:
+            counts = [kept.width] * len(kept.rids) if kept.counts is None else kept.counts.tolist()
+            selected: list[int] = []
+            for i, rid in enumerate(kept.rids):
+                if rid in rows and kept.at >= self._since.get(rid, 0):
+                    rows[rid] += range(size + len(selected), size + len(selected) + counts[i])
+                    selected += range(i * kept.width, i * kept.width + counts[i])
+            if selected:
+                index = torch.tensor(selected, device=kept.hidden.device)
+                hidden.append(kept.hidden[index])
+                tokens.append(kept.tokens[index].to(torch.int64))
+                size += len(selected)
+        if not size:
+            return {}
+        rows = {rid: numbers for rid, numbers in rows.items() if numbers}
+        index = torch.tensor([n for numbers in rows.values() for n in numbers], device=hidden[0].device)
+        parts = (torch.cat(all_)[index].split([len(n) for n in rows.values()]) for all_ in (hidden, tokens))
+        return dict(zip(rows, zip(*parts, strict=True), strict=True))
+
+    def _store(self, running: Sequence[str]) -> None:
+        latest = self._latest(running)
+        self._stored = {rid: self._stored.get(rid, []) for rid in running}
+        for rid, rows in latest.items():
+            self._stored[rid].append(tuple(part.to("cpu", copy=True) for part in rows))
+        self._since = {rid: self._since[rid] for rid in running if rid in self._since}
+        self._rounds = []
+
+    def _feed(self, batch: Any, missed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """missed: (index into the batch, hidden [n, H], tokens [n]) of each request; a few extends, in order."""
+        ends = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist() if missed else []
+        parts: list[_Part] = []
+        room = self.most
+        for i, hidden, tokens in missed:
+            following = torch.cat([tokens[1:], batch.spec_info.bonus_tokens[i : i + 1].to(tokens)])
+            done, start = 0, ends[i] - len(tokens)
+            while done < len(tokens):
+                stop = min(done + room, len(tokens))
+                parts.append((i, start + done, hidden[done:stop], tokens[done:stop], following[stop - 1 : stop]))
+                room -= stop - done
+                done = stop
+                if room == 0:
+                    self._extend(batch, parts)
+                    parts, room = [], self.most
+        if parts:
+            self._extend(batch, parts)
+
+    def _extend(self, batch: Any, parts: Sequence[_Part]) -> None:
+        """One prefill of the drafter over parts of requests, one each."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative import eagle_worker_v2 as eagle
+
+        behind, starts, hidden, tokens, following = map(list, zip(*parts, strict=True))
+        device = batch.seq_lens.device
+        index = torch.tensor(behind, device=device)
+        counts = [len(part) for part in tokens]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]).to(device)
+        slots = batch.req_pool_indices[index]
+        owner = slots.repeat_interleave(torch.tensor(counts, device=device))
+        spec = batch.spec_info
+
+        part = copy.copy(batch)  # Shallow: the scheduler's batch must not notice this forward pass.
+        part.forward_mode = ForwardMode.EXTEND
+        part.reqs = [batch.reqs[i] for i in behind]
+        part.input_ids = torch.cat(tokens).to(device)
+        part.out_cache_loc = batch.req_to_token_pool.req_to_token[owner, positions].to(torch.int64)
+        part.req_pool_indices = slots
+        part.seq_lens_cpu = torch.tensor(ends)
+        part.seq_lens, part.seq_lens_sum = part.seq_lens_cpu.to(batch.seq_lens), sum(ends)
+        part.orig_seq_lens = part.seq_lens.to(torch.int32)
+        part.prefix_lens, part.extend_lens, part.extend_num_tokens = starts, counts, sum(counts)
+        part.extend_logprob_start_lens = counts
+        part.return_logprob = False
+        part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
+        part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
+
+        drafter = self.worker.draft_worker
+        with (
+            versions.installed().drafting(drafter),
+            eagle.speculative_moe_backend_context(),
+            eagle.speculative_moe_a2a_backend_context(),
+        ):
+            caught_up = drafter._draft_extend_for_prefill(
+                part, torch.cat(hidden).to(device), torch.cat(following).to(device)
+            )
+        for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
+            if getattr(caught_up, name) is not None:
+                values = getattr(spec, name).clone()
+                values[index] = getattr(caught_up, name).to(values.dtype)
+                setattr(spec, name, values)
+
+
+def _be_certain(batch: Any, current: Sequence[int]) -> None:
+    """Propose the first draft of all but the `current` requests as if it were the only one: p(x) decides about x.
+
+    That keeps rejection sampling exact. Rounds that were off left no distribution behind, or, where SGLang overlaps
+    rounds, one of an earlier round, which the token in its place was not drawn from.
+    """
+    spec, drawn = batch.spec_info, batch.spec_info.draft_probs
+    certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
+    certain.scatter_(1, spec.topk_index[:, :1], 1.0)
+    if drawn is not None:
+        certain[list(current)] = drawn[list(current)].to(certain)
+    spec.draft_probs = certain
+
+
+def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:
+    """`SamplingBatchInfo` of these requests, as far as drafting reads it."""
+    part = copy.copy(info)
+    for name, value in vars(info).items():
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):
+            setattr(part, name, value[index])
+    return part

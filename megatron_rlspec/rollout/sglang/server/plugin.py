@@ -1,0 +1,45 @@
+"""The SGLang plugin: inert unless the environment variable `RLSPEC_SGLANG` is set, as `rlspec serve` sets it.
+
+SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
+and in every scheduler process. The variable holds JSON:
+`{"verifier": "position_keyed", "policy": {...}}`, both optional, so `RLSPEC_SGLANG={}` asks for the defaults. `policy`
+is what `speculation.policy.Policy.from_json` takes, candidates optional; without it the startup configuration stays.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+from megatron_rlspec.rollout.sglang.settings import Settings
+
+
+def register() -> None:
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megatron_rlspec.rollout.sglang.server import control, controller, verifier, versions
+
+    sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
+    HookRegistry.register(
+        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
+        controller.controller_class(settings),
+        HookType.REPLACE,
+    )
+    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *sglang.hooks()):
+        HookRegistry.register(target, hook, HookType[kind])
+    _add_routes()
+
+
+def _add_routes() -> None:
+    """In the process that serves HTTP: where SGLang runs as a program, or one that was started to run its server."""
+    name = "sglang.srt.entrypoints.http_server"
+    if name not in sys.modules and multiprocessing.parent_process() is not None:
+        return
+    from sglang.srt.entrypoints import http_server
+
+    from megatron_rlspec.rollout.sglang.server.routes import add_routes
+
+    add_routes(http_server.app)

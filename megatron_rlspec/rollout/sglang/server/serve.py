@@ -1,0 +1,350 @@
+"""`rlspec serve`: SGLang's own HTTP server with our plugin, our routes and, without a GPU, our CPU operators.
+
+Run it as a process of its own, `python -m megatron_rlspec.rollout.sglang.server.serve`: SGLang takes over the main
+thread, the environment and the signal handlers. Options that are not listed go to SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib
+import ipaddress
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, SCRATCH_PREFIX, Settings, known_key
+from megatron_rlspec.types import SpecConfig, SpecSchedule
+
+# What torchrun and cluster launchers leave behind; SGLang would take it for its own process group.
+_DISTRIBUTED = {
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "WORLD_SIZE",
+}
+_CPU_ARGUMENTS = [
+    "--disable-cuda-graph",
+    "--grammar-backend=none",
+    "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
+]
+# Architecture -> SGLang's files with its target and draft classes.
+_MODEL_FILES = {"MiMoForCausalLM": ("mimo", "mimo_mtp")}
+
+
+class ServeError(ValueError):
+    """A user's mistake, told in one line."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="rlspec serve",
+        description=__doc__.split("\n")[0],
+        epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
+    p.add_argument("--port", type=int, default=30000, help="port to listen on")
+    p.add_argument("--api-key", default="", help=f"key that every request must bear; better in {KEY}")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default="adaptive", help="use of the drafter")
+    p.add_argument("--num-steps", type=int, default=3, help="drafter passes per round, at the start if adaptive")
+    p.add_argument("--candidate-steps", default="0,1,2,3,5", help="what adaptive may choose from")
+    p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
+    p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
+    p.add_argument(
+        "--verifier",
+        choices=("position_keyed", "target_only", "rejection"),
+        default="position_keyed",
+        help="position_keyed: text depends on seed, prompt and weights, not on what was drafted",
+    )
+    p.add_argument("--max-running-requests", type=int, default=256, help="decode batch limit")
+    p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
+    p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parser().parse_known_args(argv)
+    options.api_key = known_key(options.api_key)
+    try:
+        _serve(options, rest)
+    except ServeError as error:
+        print(f"rlspec serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    if options.stop_with_parent:
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    _check_address(options)
+    if not (Path(options.model) / "config.json").is_file():
+        raise ServeError(f"--model {options.model}: no config.json there")
+    device = _device(options.device)
+    if device == "cpu" and options.verifier == "rejection":
+        raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
+    _sglang()
+    if options.spec != "off" and "--enable-mixed-chunk" in rest:
+        raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
+    arguments, settings = arguments_for(options, device)
+    for name in list(os.environ):
+        if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ.update(settings.to_environment())
+    if device == "cpu":
+        os.environ.update(_sglang().cpu_environment)
+        _install_stand_ins()
+    _launch(options, device, [*arguments, *rest])
+
+
+def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings]:
+    """SGLang's command line and the plugin's settings. Writes the adaptive configuration file that SGLang reads."""
+    arguments = [
+        f"--model-path={options.model}",
+        f"--host={options.host}",
+        f"--port={options.port}",
+        f"--device={device}",
+        f"--dtype={options.dtype}",
+        f"--max-running-requests={options.max_running_requests}",
+        "--weight-version=0",
+        "--log-level=warning",
+    ]
+    if options.api_key:
+        arguments.append(f"--api-key={options.api_key}")
+    total = options.max_total_tokens or (65536 if device == "cpu" else 0)
+    if total:
+        arguments.append(f"--max-total-tokens={total}")
+    if device == "cpu":
+        arguments += [*_CPU_ARGUMENTS, *_sglang().cpu_arguments]
+    if options.verifier == "position_keyed" or device == "cpu":
+        arguments.append("--sampling-backend=pytorch")
+    if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        arguments.append("--skip-tokenizer-init")
+    if options.spec == "off":
+        return arguments, Settings(options.verifier)
+
+    schedule = _schedule(options.schedule)
+    if options.cost_table and (schedule or options.spec == "fixed"):
+        raise ServeError("--cost-table is for --spec adaptive without --schedule")
+    if options.cost_table and not Path(options.cost_table).is_file():
+        raise ServeError(f"--cost-table {options.cost_table}: no such file")
+    steps = {options.num_steps}
+    if options.spec == "adaptive":
+        try:
+            steps |= {int(part) for part in options.candidate_steps.split(",") if part}
+        except ValueError:
+            raise ServeError(f"--candidate-steps {options.candidate_steps}: want integers and commas") from None
+    if schedule is not None:
+        used = {config for row in schedule.configs for config in row}
+        if any(config.topk > 1 for config in used):
+            raise ServeError("--schedule: only chains (topk 1) can be switched while the engine runs")
+        steps |= {config.num_steps for config in used}
+    if min(steps) < 0:
+        raise ServeError(f"num_steps must not be negative, got {sorted(steps)}")
+    # SGLang sizes its buffers by the startup value, so it may not be 0.
+    start = options.num_steps or max(1, max(steps))
+    path = _adaptive_file(sorted(steps | {start}))
+    arguments += [
+        "--speculative-algorithm=EAGLE",
+        f"--speculative-num-steps={start}",
+        "--speculative-eagle-topk=1",
+        f"--speculative-num-draft-tokens={start + 1}",
+        "--speculative-adaptive",
+        f"--speculative-adaptive-config={path}",
+    ]
+    if options.verifier == "rejection":
+        arguments.append("--speculative-use-rejection-sampling")
+    if options.cost_table:
+        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())})
+    schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
+    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()})
+
+
+def _schedule(text: str) -> SpecSchedule | None:
+    if not text:
+        return None
+    try:
+        return SpecSchedule.from_json(json.loads(Path(text).read_text() if Path(text).is_file() else text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServeError(f"--schedule: {error}") from None
+
+
+def _adaptive_file(steps: list[int]) -> str:
+    descriptor, path = tempfile.mkstemp(prefix="rlspec-adaptive-", suffix=".json")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"1": {"candidate_steps": steps}}, file)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
+
+
+def _check_address(options: argparse.Namespace) -> None:
+    loopback = options.host == "localhost"
+    if not loopback:
+        try:
+            loopback = ipaddress.ip_address(options.host).is_loopback
+        except ValueError:
+            pass
+    if not loopback and not options.api_key:
+        raise ServeError(
+            f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
+        )
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    found = torch.cuda.is_available()
+    if asked == "cuda" and not found:
+        raise ServeError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+    return ("cuda" if found else "cpu") if asked == "auto" else asked
+
+
+def _install_stand_ins() -> None:
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+
+    names = cpu_stand_ins.install()
+    if names:
+        print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
+
+
+def _sglang() -> versions.Sglang0523:
+    try:
+        return versions.installed()
+    except ImportError as error:
+        raise ServeError(str(error)) from None
+
+
+def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
+    try:
+        _register_models(options.model)
+    except ImportError as error:
+        raise ServeError(f"SGLang cannot be imported here: {error}") from None
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+
+    if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
+        _sglang().prepare_cpu()
+    if device == "cpu":
+        _fork_children()
+    load_plugins()
+    http_server.launch_server(
+        prepare_server_args(arguments),
+        execute_warmup_func=lambda _: _listening(options),
+        launch_callback=lambda: _confirm(options),
+    )
+
+
+def _fork_children() -> None:
+    """Without CUDA nothing forbids to fork, and each spawned child would import SGLang anew: half of the start-up."""
+    from sglang.srt.entrypoints import engine
+
+    inner = engine._set_envs_and_config
+
+    def then_fork(server_args: object) -> None:
+        inner(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork
+
+
+def _register_models(path: str) -> None:
+    """Spare SGLang the import of its 250 model files, of which it needs two."""
+    # Asked for models of some other package, SGLang looks at its own only when an architecture is unknown.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
+    from sglang.srt.models.registry import ModelRegistry
+
+    for architecture in json.loads((Path(path) / "config.json").read_text()).get("architectures") or ():
+        for name in _MODEL_FILES.get(architecture, ()):
+            entry = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+            ModelRegistry.models[entry.__name__] = entry
+
+
+def _listening(options: argparse.Namespace) -> bool:
+    """In place of SGLang's warm-up, whose generation a CPU engine does not need: wait until the server listens."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    while True:
+        try:
+            _ask(options, "nothing")
+        except urllib.error.HTTPError:
+            break  # Not found, but answered.
+        except OSError:
+            time.sleep(0.05)
+    http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
+    return True
+
+
+def _ask(options: argparse.Namespace, path: str) -> Any:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    request = urllib.request.Request(f"http://{host}:{options.port}/{path}", b"{}")
+    request.add_header("Authorization", f"Bearer {options.api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        return json.load(response)
+
+
+def _confirm(options: argparse.Namespace) -> None:
+    """SGLang only logs a plugin that failed. An engine without our hooks would answer, but not as asked: end it."""
+    problem = ""
+    try:
+        answer = _ask(options, "rlspec/control/describe")
+        if options.spec != "off" and answer["controller"] != "ScheduleController":
+            problem = f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
+    except (OSError, ValueError, KeyError) as error:
+        problem = (
+            f"the scheduler does not answer our commands ({error}); is the package installed with its entry point?"
+        )
+    if problem:
+        print(f"rlspec serve: plugin not in force: {problem}", flush=True)
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(os.getpid())
+    print(f"rlspec serve: ready on http://{options.host}:{options.port}", flush=True)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False)
+    scratch = Path(tempfile.gettempdir())
+    if scratch.name.startswith(SCRATCH_PREFIX):
+        shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Verification of drafts by sampling: the same token that plain decoding would have drawn at that position.
+
+Position-keyed: a token is argmax of log p + Gumbel(hash(seed, position, token)), in SGLang `multinomial_with_seed`.
+Drawing every drafted position's token like this and accepting drafts while they equal it makes the text a function of
+seed, prompt and weights alone. Target-only is the same walk with ordinary random draws.
+
+SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`); it
+computes them by argmax. The hooks send sampled requests into that branch and put sampled tokens in their place, after
+SGLang has applied penalties, biases and grammar masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.rollout.sglang.settings import Settings
+
+Hook = tuple[str, Callable, str]
+
+
+def hooks(settings: Settings) -> Iterator[Hook]:
+    from sglang.srt.utils import is_cpu
+
+    if settings.verifier == "position_keyed":
+        yield "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, "AFTER"
+        yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
+    elif not is_cpu():
+        return  # SGLang's own kernels do target-only and rejection sampling where they exist.
+    yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_round, "AROUND"
+    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
+
+
+def filtered(
+    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
+) -> torch.Tensor:
+    """probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order and not renormalised.
+
+    top_ks, top_ps, min_ps [N]. Top-p counts the mass before a token, over the unfiltered distribution, as SGLang does.
+    """
+    ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    drop = torch.arange(probs.shape[-1], device=probs.device) >= top_ks.view(-1, 1)
+    drop |= ordered.cumsum(-1) - ordered > top_ps.view(-1, 1)
+    if min_ps is not None:
+        drop |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
+    return torch.zeros_like(probs).scatter_(-1, tokens, ordered.masked_fill(drop, 0.0))
+
+
+def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
+    """Outside its deterministic mode, which also changes kernels, SGLang drops the requests' seeds: put them back."""
+    if info.sampling_seed is None:
+        seeds = [r.sampling_params.sampling_seed for r in batch.reqs]
+        seeds = torch.tensor([42 if s is None else s for s in seeds], dtype=torch.int64)
+        info.sampling_seed = seeds.to(batch.device, non_blocking=True)
+    return info
+
+
+def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """SGLang keys the noise by a token's rank; rank swaps between near-equal tokens would then change the text."""
+    from sglang.srt.layers.sampler import multinomial_with_seed
+
+    names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given["sampling_seed"] is None or given.get("return_filtered_probs"):
+        return original(probs, *args, **kwargs)
+    min_ps = given["min_ps"] if given["need_min_p_sampling"] else None
+    kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps)
+    return multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"]).view(-1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What the walk needs to know of the verify round in progress."""
+
+    info: Any
+    logits: torch.Tensor
+    positions: torch.Tensor
+    width: int
+
+
+_round: _Round | None = None
+
+
+def _remember_round(
+    original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    global _round
+    info = batch.sampling_info
+    if not (batch.forward_mode.is_idle() or info.is_all_greedy):
+        logits, positions = logits_output.next_token_logits, verify_input.positions
+        _round = _Round(info, logits, positions, verify_input.draft_token_num)
+        info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
+    try:
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    finally:
+        if _round is not None:
+            info.is_all_greedy, _round = False, None
+
+
+def _verify(original: Callable, **walk: Any) -> Any:
+    if _round is not None:
+        walk["target_predict"] = sample_targets(_round).view(walk["candidates"].shape)
+    return original(**walk)
+
+
+def sample_targets(round: _Round) -> torch.Tensor:
+    """The target's token after every node, [B * width], by the functions that plain decoding uses."""
+    from sglang.srt.layers import sampler
+
+    info, sglang = round.info, versions.installed()
+
+    def per_node(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values.repeat_interleave(round.width, dim=0)
+
+    seeds = per_node(info.sampling_seed)
+    probs = sglang.softmax(round.logits / per_node(info.temperatures))
+    if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
+        tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+            probs,
+            per_node(info.top_ks),
+            per_node(info.top_ps),
+            per_node(info.min_ps),
+            info.need_min_p_sampling,
+            seeds,
+            round.positions,
+        )
+    else:
+        tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=round.positions)
+    group = sglang.tensor_group()
+    if group.world_size > 1:
+        group.broadcast(tokens, src=0)
+    return tokens.long()

@@ -1,0 +1,36 @@
+"""Settings that every SGLang process of ours shares: how the plugin is configured, and the server's API key."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+VARIABLE = "RLSPEC_SGLANG"
+KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
+SCRATCH_PREFIX = "rlspec-engine-"  # of the temporary directory that the launcher gives every server
+MIXED_CHUNK = "rounds that mix prefill and decode lose count of what the drafter missed while off"
+Verifier = Literal["position_keyed", "target_only", "rejection"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    verifier: Verifier = "position_keyed"
+    policy: dict[str, Any] | None = None
+    deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        text = os.environ.get(VARIABLE)
+        if text is None:
+            return None
+        return cls(**json.loads(text or "{}"))
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def known_key(given: str = "") -> str:
+    """The key given, or that of the environment; "" if there is none."""
+    return (given or os.environ.get(KEY, "")).strip()

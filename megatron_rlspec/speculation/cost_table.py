@@ -1,0 +1,332 @@
+"""The cost table: what one decode round costs, measured, over every axis that a decision may turn on.
+
+Usable alone: standard library and numpy. `rlspec profile` writes it, the solver and the online policy read it.
+Source of the axes: ReSpec section 5.2 (batch, steps, branches, draft tokens), RLHFSpec section 5.2 (context and
+verified tokens), PAT section 4 (tensor parallel size, context tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.cost_rows import (
+    CostTableError,
+    Link,
+    PrefillCost,
+    Provenance,
+    Repair,
+    RoundCost,
+    cell,
+    cell_json,
+    record,
+    where,
+)
+from megatron_rlspec.speculation.surface import Surface, fit_model, monotone
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
+
+SCHEMA = "rlspec.cost_table"
+VERSION = 1
+UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
+
+
+class CostTable:
+    """Immutable. Raises `CostTableError` on NaN, on a hole, or without a plain-decoding row.
+
+    `switch_ms` is the measured price of changing the configuration between two rounds, `catch_up_ms` that of each token
+    which the drafter missed while off and has to read when drafting starts again.
+    """
+
+    def __init__(
+        self,
+        provenance: Provenance,
+        rounds: Iterable[RoundCost],
+        prefill: Iterable[PrefillCost] = (),
+        links: Iterable[Link] = (),
+        switch_ms: float = 0.0,
+        catch_up_ms: float = 0.0,
+    ) -> None:
+        self.provenance = provenance
+        self.rounds = tuple(sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens)))
+        self.prefill = tuple(sorted(prefill, key=lambda c: (c.tp, c.batch, c.tokens)))
+        self.links = tuple(links)
+        self.switch_ms, self.catch_up_ms = switch_ms, catch_up_ms
+        _check_numbers(self)
+        _check_holes(self.rounds)
+
+    @cached_property
+    def tps(self) -> tuple[int, ...]:
+        return tuple(sorted({c.tp for c in self.rounds}))
+
+    def at(self, tp: int) -> CostTable:
+        """The table of this TP alone."""
+        self.check(tp=tp)
+        return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
+
+    def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
+        """What was measured at this TP, OFF first."""
+        tp = self._tp(tp)
+        return tuple(sorted({c.config for c in self.rounds if c.tp == tp}))
+
+    def batches(self, tp: int | None = None) -> tuple[int, ...]:
+        return tuple(sorted({c.batch for c in self.rounds if c.tp == self._tp(tp)}))
+
+    def lengths(self, tp: int | None = None) -> tuple[float, ...]:
+        """Measured mean contexts per request."""
+        return tuple(sorted({c.context_tokens / c.batch for c in self.rounds if c.tp == self._tp(tp)}))
+
+    def grid(
+        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray, tp: int | None = None
+    ) -> np.ndarray:
+        """ms of a round, `[configs, *broadcast(batch, context)]`; `context` counts the tokens of the whole batch."""
+        return np.stack([self._surface(config, tp)(batch, context)[0] for config in configs])
+
+    def ms(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> float:
+        return float(self._surface(config, tp)(np.array(batch), np.array(context))[0])
+
+    def extrapolates(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> bool:
+        """Whether `ms` here rests on the fitted model rather than on measured neighbours."""
+        return bool(self._surface(config, tp)(np.array(batch), np.array(context))[1])
+
+    def prefill_ms(self, tokens: float, batch: int = 1, tp: int | None = None) -> float:
+        """Linear between measured token counts of the nearest measured batch, and past them by the last slope."""
+        tp = self._tp(tp)
+        cells = [c for c in self.prefill if c.tp == tp]
+        if not cells:
+            raise CostTableError(f"{self.provenance.model}: no prefill row for tp={tp}; measure with `rlspec profile`")
+        nearest = min({c.batch for c in cells}, key=lambda b: abs(b - batch))
+        line = [(c.tokens, c.ms) for c in cells if c.batch == nearest]
+        x, y = np.array([p[0] for p in line], float), np.array([p[1] for p in line])
+        if len(line) == 1 or tokens <= x[-1]:
+            return float(np.interp(tokens, x, y))
+        slope = max((y[-1] - y[-2]) / (x[-1] - x[-2]), 0.0)
+        return float(y[-1] + slope * (tokens - x[-1]))
+
+    @cached_property
+    def repairs(self) -> tuple[Repair, ...]:
+        """Cells whose noise made a larger batch or a longer context cheaper; answers use the repaired value."""
+        fixed = {key: monotone(points) for key, points in self._points.items()}
+        pairs = ((c, fixed[c.tp, c.config][c.batch, c.context_tokens]) for c in self.rounds)
+        return tuple(Repair(c, ms) for c, ms in pairs if abs(ms / c.ms - 1) > 1e-6)
+
+    def fit_error(self, tp: int | None = None) -> float:
+        """Median relative error of the fitted model on the measured points: how far to trust an extrapolation."""
+        return self._models[self._tp(tp)][1]
+
+    def check(self, **expected: Any) -> CostTable:
+        """Refuse a table made for something else: `check(model=…, hardware=…, dtype=…, tp=…)`. Returns itself."""
+        for name, value in expected.items():
+            if name == "tp":
+                if value not in self.tps:
+                    raise CostTableError(f"cost table holds tp={list(self.tps)}, but this engine runs tp={value}")
+                continue
+            got = getattr(self.provenance, name)
+            if got != value:
+                raise CostTableError(
+                    f"cost table was measured on {name}={got!r}, but this engine runs {name}={value!r}"
+                )
+        return self
+
+    def calibrated(self, observed: Iterable[RoundStats], tp: int | None = None, prior_rounds: float = 32) -> CostTable:
+        """This table scaled, per configuration, by what an engine's own rounds took.
+
+        The factor is the median over the observations of observed/predicted ms, shrunk towards the factor of all
+        configurations together as if `prior_rounds` rounds had shown that: one slow engine moves no decision.
+        """
+        tp = self._tp(tp)
+        known = set(self.configs(tp))
+        logs: dict[SpecConfig, list[tuple[float, int]]] = {}
+        for s in observed:
+            if s.rounds > 0 and s.ms > 0 and s.config in known:
+                predicted = self.ms(s.config, max(s.batch, 1), s.context_tokens, tp)
+                logs.setdefault(s.config, []).append((math.log(s.ms / s.rounds / predicted), s.rounds))
+        if not logs:
+            return self
+        common = _weighted_median([pair for pairs in logs.values() for pair in pairs])
+        factor = {}
+        for config in known:
+            rounds = sum(n for _, n in logs.get(config, []))
+            own = _weighted_median(logs[config]) if rounds else common
+            factor[config] = math.exp((rounds * own + prior_rounds * common) / (rounds + prior_rounds))
+        scaled = (
+            replace(c, ms=c.ms * factor[c.config], spread_ms=c.spread_ms * factor[c.config]) if c.tp == tp else c
+            for c in self.rounds
+        )
+        return self._with(scaled)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "units": dict(UNITS),
+            "provenance": asdict(self.provenance),
+            "switch_ms": self.switch_ms,
+            "catch_up_ms": self.catch_up_ms,
+            "rounds": [cell_json(c) for c in self.rounds],
+            "prefill": [asdict(c) for c in self.prefill],
+            "links": [asdict(c) for c in self.links],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str = "cost table") -> CostTable:
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            raise CostTableError(
+                f"{source}: not a cost table (expected schema {SCHEMA!r}); write one with `rlspec profile`"
+            )
+        if data.get("version") != VERSION:
+            raise CostTableError(f"{source}: version {data.get('version')!r}, but this release reads version {VERSION}")
+        if data.get("units") != UNITS:
+            raise CostTableError(f"{source}: units {data.get('units')!r}, expected {UNITS}")
+        try:
+            return cls(
+                record(Provenance, data["provenance"]),
+                [cell(c) for c in data["rounds"]],
+                [record(PrefillCost, c) for c in data.get("prefill", ())],
+                [record(Link, c) for c in data.get("links", ())],
+                float(data.get("switch_ms", 0.0)),
+                float(data.get("catch_up_ms", 0.0)),
+            )
+        except CostTableError as error:
+            raise CostTableError(f"{source}: {error}") from None
+        except KeyError as error:
+            raise CostTableError(f"{source}: no field {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise CostTableError(f"{source}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise CostTableError(f"{path}: {error.strerror}") from None
+        except json.JSONDecodeError as error:
+            raise CostTableError(f"{path}: not valid JSON: {error}") from None
+        return cls.from_json(data, str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole file or none of it."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
+            try:
+                file.write(_one_row_a_line(self.to_json()))
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+
+    def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None) -> CostTable:
+        prefill = self.prefill if prefill is None else prefill
+        return CostTable(self.provenance, rounds, prefill, self.links, self.switch_ms, self.catch_up_ms)
+
+    def _tp(self, tp: int | None) -> int:
+        if tp is None:
+            if len(self.tps) > 1:
+                raise CostTableError(f"cost table holds tp={list(self.tps)}: say which")
+            return self.tps[0]
+        self.check(tp=tp)
+        return tp
+
+    @cached_property
+    def _points(self) -> dict[tuple[int, SpecConfig], dict[tuple[int, int], float]]:
+        points: dict[tuple[int, SpecConfig], dict[tuple[int, int], float]] = {}
+        for c in self.rounds:
+            points.setdefault((c.tp, c.config), {})[c.batch, c.context_tokens] = c.ms
+        return points
+
+    @cached_property
+    def _models(self) -> dict[int, tuple[np.ndarray, float]]:
+        return {
+            tp: fit_model((c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp)
+            for tp in self.tps
+        }
+
+    @cached_property
+    def _surfaces(self) -> dict[tuple[int, SpecConfig], Surface]:
+        return {
+            (tp, config): Surface(config, monotone(points), self._models[tp][0])
+            for (tp, config), points in self._points.items()
+        }
+
+    def _surface(self, config: SpecConfig, tp: int | None) -> Surface:
+        tp = self._tp(tp)
+        surface = self._surfaces.get((tp, config))
+        if surface is None:
+            known = ", ".join(map(str, self.configs(tp)))
+            raise CostTableError(f"cost table holds no {config} at tp={tp}; it holds {known}")
+        return surface
+
+
+def _check_numbers(table: CostTable) -> None:
+    if not table.rounds:
+        raise CostTableError("cost table holds no round")
+    for c in table.rounds:
+        if not (math.isfinite(c.ms) and c.ms > 0 and math.isfinite(c.spread_ms) and c.spread_ms >= 0):
+            raise CostTableError(f"{where(c)}: ms={c.ms} spread_ms={c.spread_ms}, expected finite and positive")
+        if min(c.tp, c.batch, c.samples) < 1 or c.context_tokens < c.batch:
+            raise CostTableError(
+                f"{where(c)}: expected tp, batch, samples >= 1 and a context of at least one token each"
+            )
+    for p in table.prefill:
+        if not (math.isfinite(p.ms) and p.ms > 0 and p.tokens > 0 and p.batch > 0):
+            raise CostTableError(f"prefill tp={p.tp} batch={p.batch} tokens={p.tokens}: ms={p.ms}, expected positive")
+    for link in table.links:
+        if not (math.isfinite(link.gigabytes_per_second) and link.gigabytes_per_second > 0):
+            raise CostTableError(
+                f"link {link.source} -> {link.target}: {link.gigabytes_per_second} GB/s, expected positive"
+            )
+    for name in ("switch_ms", "catch_up_ms"):
+        if not (math.isfinite(getattr(table, name)) and getattr(table, name) >= 0):
+            raise CostTableError(f"{name}={getattr(table, name)}, expected finite and not negative")
+
+
+def _check_holes(rounds: Sequence[RoundCost]) -> None:
+    """At each TP every configuration is measured at the same points, and plain decoding is one of them."""
+    measured: dict[int, dict[SpecConfig, set[tuple[int, int]]]] = {}
+    for c in rounds:
+        points = measured.setdefault(c.tp, {}).setdefault(c.config, set())
+        if (c.batch, c.context_tokens) in points:
+            raise CostTableError(f"{where(c)}: measured twice")
+        points.add((c.batch, c.context_tokens))
+    for tp, by_config in measured.items():
+        if OFF not in by_config:
+            raise CostTableError(
+                f"tp={tp}: no plain-decoding row (num_steps=0, topk=0), so nothing says what off costs"
+            )
+        union = set().union(*by_config.values())
+        for config, points in sorted(by_config.items()):
+            for batch, context in sorted(union - points):
+                raise CostTableError(
+                    f"hole at tp={tp} batch={batch} context={context}: {config} was not measured there"
+                )
+
+
+def _weighted_median(pairs: Sequence[tuple[float, int]]) -> float:
+    ordered = sorted(pairs)
+    half = sum(n for _, n in ordered) / 2
+    for value, n in ordered:
+        half -= n
+        if half <= 0:
+            return value
+    return ordered[-1][0]
+
+
+def _one_row_a_line(data: Mapping[str, Any]) -> str:
+    """JSON that people can read and compare: each record of a list on a line of its own."""
+    parts = []
+    for key, value in data.items():
+        rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+        parts.append(f' "{key}": ' + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"

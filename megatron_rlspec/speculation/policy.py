@@ -1,0 +1,396 @@
+"""The online policy: which speculative configuration the next decode round runs under.
+
+An engine calls `choose` before each round and `observe` after it. Costs come from the table, acceptance from what was
+accepted, and nothing else: no clock is read, so every tensor-parallel rank that sees the same rounds decides the same.
+ReSpec section 5.2 (Solver and Scheduler), with acceptance estimated live and the price of probing bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens, histogram_of
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import SpecConfig, SpecSchedule
+
+VERSION = 1
+PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
+FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
+EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
+LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
+CATCH_UP_SHARE = 0.0
+DEBT = 0.1  # of what all must catch up on that staying off has to lose before drafting starts: it is paid only once
+OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
+
+_Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
+
+
+class Policy:
+    """Chooses by a cost (`CostTable`, or `Roofline` where nothing was measured), or by a given `SpecSchedule`.
+
+    Switching: each round adds, for every other candidate, the share of the round that staying loses to it (or takes off
+    what staying gains). It moves to the best candidate once that sum exceeds PATIENCE * margin rounds plus the table's
+    `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
+    settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
+    it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
+    never exceeds `probe_share` of the time so far. After `OFF` the drafter has to read what it missed. To switch, for
+    all requests that run; to probe, for as few as tell enough, if the engine can tell them apart (`choose`, `missed`).
+    Probes may spend `catch_up_share` of the rounds that were off on it besides.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[SpecConfig],
+        cost: CostTable | Roofline | None = None,
+        schedule: SpecSchedule | None = None,
+        *,
+        start: SpecConfig | None = None,
+        acceptance: Acceptance | None = None,
+        margin: float = 0.01,
+        probe_share: float = 0.01,
+        catch_up_share: float = CATCH_UP_SHARE,
+    ) -> None:
+        self.candidates = tuple(sorted(set(candidates)))
+        _check(self.candidates, start, margin, {"probe_share": probe_share, "catch_up_share": catch_up_share})
+        self.margin = margin
+        self.probe_share = probe_share
+        self.catch_up_share = catch_up_share
+        deepest = max(c.num_steps for c in self.candidates)
+        self.acceptance = acceptance or Acceptance(max(deepest, 1))
+        if self.acceptance.depth < deepest:
+            raise ValueError(f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}")
+        self._current = self.candidates.index(start) if start is not None else -1
+        self._lag = [0.0] * len(self.candidates)
+        self._unseen = 0  # rounds since acceptance was last observed
+        self.catch_up = 0  # requests, those least behind, whose drafter catches up before the round just chosen
+        self._gap = 0  # rounds since the drafter last ran
+        self._allowance = 0.0  # ms that probes may spend on catching up; earned by rounds that are off
+        self._budget = 0.0  # ms that probes may still lose; earned by every round
+        self._probe = -1  # candidate being probed
+        self._probe_left = 0
+        self._sample = 0  # requests whose drafts the probe is about
+        self._interval, self._wait = FIRST_PROBE, FIRST_PROBE
+        self._bills: dict[SpecConfig, list[tuple[float, float]]] = {}  # probe rounds in flight
+        self.cost, self.schedule = None, None
+        self._reset()
+        self.update(cost=cost, schedule=schedule)
+
+    def update(
+        self,
+        *,
+        cost: CostTable | Roofline | None = None,
+        schedule: SpecSchedule | None = None,
+        rates: Sequence[float] | None = None,
+    ) -> None:
+        """Between two rounds, at a new RL step: a new cost, a pinned schedule, or predicted acceptance rates.
+
+        A schedule pins every decision until the next cost arrives; new weights make what was learnt of acceptance
+        doubtful, so probing starts afresh.
+        """
+        if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
+            raise ValueError("policy: expected a cost or a schedule to decide by, and not both")
+        if cost is not None:
+            self.cost, self.schedule = cost, None
+            measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
+            self._lengths = sorted({1, *measured, OCTAVES[-1]})
+            self._rows: dict[int, _Row] = {}
+            self._tabulate(range(1, 257))
+        elif schedule is not None:
+            self.cost, self.schedule = None, schedule
+        if rates is not None:
+            self.acceptance.predict(rates)
+        self._tokens = self._expected()
+        self._interval = self._wait = FIRST_PROBE
+        self._probe_left = 0
+
+    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
+        """The configuration of the next round of `batch` requests that hold `context_tokens` tokens together.
+
+        `missed(n)`: tokens that the drafter has not read, summed over the n requests of which it has read most. An
+        engine that gives it lets the drafter catch up on just those `catch_up` requests before the round; without it,
+        whoever leaves `OFF` reads everything.
+        """
+        if batch < 1:
+            raise ValueError(f"batch={batch}, expected at least one running request")
+        self._unseen += 1
+        if self.schedule is not None:
+            config = self.schedule.choose(batch, context_tokens)
+            self._rounds[config] = self._rounds.get(config, 0) + 1
+            self.catch_up = 0 if config.off else batch
+            return config
+        ms = self._costs(batch, context_tokens)
+        rates = [tokens / t for tokens, t in zip(self._tokens, ms, strict=True)]
+        best = rates.index(max(rates))
+        if self._current < 0:
+            self._current = best
+        gap = self._gap
+
+        def owed(n: int) -> float:
+            """ms that the drafter needs to catch up on n requests."""
+            return self.cost.catch_up_ms * (n * gap if missed is None else missed(n))
+
+        self._follow(rates, ms, best, batch, owed)
+        self._budget += EARNED * self.probe_share * ms[self._current]
+        chosen = self._probing(batch, rates, ms, owed, missed is not None)
+        config = self.candidates[chosen]
+        some = chosen != self._current and self.candidates[self._current].off
+        drafting = min(self._sample, batch) if some else batch
+        if config.off:
+            self._gap += 1
+            self._allowance += self.catch_up_share * ms[chosen]
+            self.catch_up = 0
+        else:
+            self._caught_up_ms += owed(drafting)
+            self._gap = 0
+            self.catch_up = drafting
+        tokens = batch + drafting * (self._tokens[chosen] - 1.0)
+        self._rounds[config] = self._rounds.get(config, 0) + 1
+        self._ms += ms[chosen]
+        self._lost_ms += ms[chosen] - tokens / (batch * rates[best])
+        self._predicted += tokens
+        return config
+
+    def observe(self, config: SpecConfig, accepted: Sequence[int], others: int = 0) -> None:
+        """What a round under `config` accepted, per request; an engine that overlaps may report it rounds late.
+
+        `others` ran in the same round with a drafter that had not caught up: their drafts say nothing.
+        """
+        self._emitted += len(accepted) + others
+        if config.num_steps == 0 or not accepted:
+            return
+        histogram = histogram_of(config.num_steps, accepted)
+        drafts = sum(i * n for i, n in enumerate(histogram))
+        self.acceptance.observe_histogram(config.num_steps, histogram, max(self._unseen, 1))
+        self._unseen = 0
+        self._emitted += drafts
+        self._drafting += len(accepted)
+        self._accepted += drafts
+        if self.schedule is None:
+            self._tokens = self._expected()
+            self._settle(config, drafts / len(accepted), len(accepted) / (len(accepted) + others))
+
+    def report(self) -> dict[str, Any]:
+        """What was decided since the last report: JSON-ready. `estimated_regret` is by the policy's own figures."""
+        rounds = sum(self._rounds.values())
+        found = {
+            "rounds": {str(config): n for config, n in sorted(self._rounds.items())},
+            "switches": self._switches,
+            "probes": self._probes,
+            "tokens_per_drafting_round": 1 + self._accepted / self._drafting if self._drafting else None,
+            "emitted_tokens": self._emitted,
+            "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
+        }
+        if self.schedule is None and rounds:
+            found |= {
+                "predicted_tokens": self._predicted,
+                "predicted_ms": self._ms,
+                "estimated_regret": self._lost_ms / self._ms,
+                "probe_share": self._probe_ms / self._ms,
+                "catch_up_share": self._caught_up_ms / self._ms,
+            }
+        self._reset()
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Settings and what was learnt; `from_json` takes it up again."""
+        data: dict[str, Any] = {
+            "version": VERSION,
+            "candidates": [_triple(c) for c in self.candidates],
+            "start": _triple(self.candidates[self._current]) if self._current >= 0 else None,
+            "margin": self.margin,
+            "probe_share": self.probe_share,
+            "catch_up_share": self.catch_up_share,
+            "acceptance": self.acceptance.to_json(),
+        }
+        if self.schedule is not None:
+            return data | {"schedule": self.schedule.to_json()}
+        kind = "table" if isinstance(self.cost, CostTable) else "roofline"
+        return data | {kind: self.cost.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Policy:
+        """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
+
+        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`.
+        `table` is a path or a table's own JSON; `tp` picks one TP of it.
+        """
+        unknown = set(data) - _KEYS
+        if unknown:
+            raise ValueError(f"policy: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}")
+        if data.get("version", VERSION) != VERSION:
+            raise ValueError(f"policy: version {data['version']!r}, but this release reads version {VERSION}")
+        if "candidates" not in data:
+            raise ValueError("policy: no field 'candidates'")
+        optional = {name: data[name] for name in ("margin", "probe_share", "catch_up_share") if name in data}
+        if data.get("start") is not None:
+            optional["start"] = SpecConfig(*data["start"])
+        if data.get("acceptance") is not None:
+            optional["acceptance"] = Acceptance.from_json(data["acceptance"])
+        return cls([SpecConfig(*c) for c in data["candidates"]], **_decider(data), **optional)
+
+    def _expected(self) -> list[float]:
+        """Tokens per request and round of each candidate.
+
+        The rates were measured under the engine's own topk, so a tree's depths count as a chain's do.
+        """
+        totals = self.acceptance.totals
+        return [totals[c.num_steps] for c in self.candidates]
+
+    def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, owed: Callable[[int], float]) -> None:
+        """Add up what staying loses; switch when it has lost enough."""
+        now, lag, mine = self._current, self._lag, rates[self._current]
+        price = self.cost.switch_ms
+        if best != now and self.candidates[now].off:
+            price += DEBT * owed(batch)
+        enough = PATIENCE * max(self.margin, 1e-3) + price / ms[now]
+        most = 0.5 * enough  # no single round decides
+        for i, rate in enumerate(rates):
+            lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
+            lag[i] = lost if lost > 0.0 else 0.0
+        if best != now and lag[best] > enough:
+            self._current = best
+            self._lag = [0.0] * len(lag)
+            self._probe_left = 0
+            self._interval = self._wait = FIRST_PROBE
+            self._switches += 1
+
+    def _probing(
+        self, batch: int, rates: list[float], ms: list[float], owed: Callable[[int], float], apart: bool
+    ) -> int:
+        """The candidate to run: the current one, or a deeper one whose acceptance is unknown."""
+        now = self._current
+        per_token = 1.0 / rates[now]  # ms that the current configuration takes for one token of each request
+        if self._probe_left == 0:
+            self._wait -= 1
+            if self._wait > 0:
+                return now
+            self._wait = self._interval
+            self._probe = self._worth_probing(rates[now], ms)
+            if self._probe < 0:
+                return now
+            extra = max(ms[self._probe] - per_token, 0.0)
+            self._sample = self._enough_of(batch, extra, owed) if apart and self.candidates[now].off else batch
+            catch_up = max(owed(self._sample) - self._allowance, 0.0)
+            if -(-LEAST_DRAWS // self._sample) * extra + catch_up > self._budget:
+                self._wait = 1  # ask again when more has been earned
+                return now
+            self._probe_left = -(-PROBE_DRAWS // self._sample)
+            self._interval = min(2 * self._interval, LAST_PROBE)
+        probe = self._probe
+        catch_up = owed(min(self._sample, batch)) if self.candidates[now].off else 0.0
+        allowed = min(catch_up, self._allowance)
+        # Nothing accepted: one token each for a whole round.
+        worst = max(ms[probe] - per_token, 0.0) + catch_up - allowed
+        if worst > self._budget:
+            self._probe_left = 0
+            return now
+        self._probe_left -= 1
+        self._budget -= worst
+        self._allowance -= allowed
+        self._probe_ms += worst
+        self._probes += 1
+        self._bills.setdefault(self.candidates[probe], []).append((per_token, ms[probe] / per_token))
+        return probe
+
+    def _enough_of(self, batch: int, extra: float, owed: Callable[[int], float]) -> int:
+        """Requests to probe with: as many as the allowance lets catch up, or those that make the probe cheapest.
+
+        Fewer requests catch up sooner, but need more rounds, each with `extra` ms, for the same number of drafts.
+        """
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
+        prices = [owed(n) for n in sizes]
+        totals = [-(-PROBE_DRAWS // n) * extra + price for n, price in zip(sizes, prices, strict=True)]
+        cheapest = totals.index(min(totals))
+        affordable = [i for i, price in enumerate(prices) if price <= self._allowance]
+        return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
+
+    def _worth_probing(self, rate: float, ms: list[float]) -> int:
+        """The next deeper candidate, if some deeper one would win by accepting as well as the depth above; else -1."""
+        depth = self.candidates[self._current].num_steps
+        known = self.acceptance.rates[:depth]
+        hopeful = [*known, known[-1] if known else 1.0]
+        deeper = [i for i, c in enumerate(self.candidates) if c.num_steps > depth]
+        for i in deeper:
+            if expected_tokens(SpecConfig(self.candidates[i].num_steps), hopeful) > ms[i] * rate * (1 + self.margin):
+                return deeper[0]
+        return -1
+
+    def _settle(self, config: SpecConfig, mean: float, share: float) -> None:
+        """A probe was charged as if it accepted nothing: give back what it accepted; look again soon if that pays.
+
+        `mean` drafts per request that took part, which the `share` of all did.
+        """
+        bills = self._bills.get(config)
+        if not bills:
+            return
+        per_token, needed = bills.pop(0)
+        self._budget += per_token * mean * share
+        self._probe_ms -= per_token * mean * share
+        if 1.0 + mean >= needed:
+            self._interval = FIRST_PROBE
+            self._wait = min(self._wait, LEAST_DRAWS)
+
+    def _costs(self, batch: int, context_tokens: int) -> list[float]:
+        row = self._rows.get(batch)
+        if row is None:
+            self._tabulate([batch])
+            row = self._rows[batch]
+        lengths, length = self._lengths, context_tokens / batch
+        column = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
+        share = max((length - lengths[column]) / (lengths[column + 1] - lengths[column]), 0.0)
+        return [low + share * (high - low) for low, high in zip(row[column], row[column + 1], strict=True)]
+
+    def _tabulate(self, batches: Sequence[int]) -> None:
+        batch = np.array(batches)[:, None]
+        ms = self.cost.grid(self.candidates, batch, batch * np.array(self._lengths)[None, :])
+        for i, b in enumerate(batches):
+            self._rows[b] = ms[:, i, :].T.tolist()
+
+    def _reset(self) -> None:
+        self._rounds: dict[SpecConfig, int] = {}
+        self._switches = self._probes = self._emitted = self._drafting = self._accepted = 0
+        self._ms = self._lost_ms = self._probe_ms = self._caught_up_ms = self._predicted = 0.0
+
+
+_KEYS = {
+    "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
+    "table", "tp", "roofline", "schedule",
+}  # fmt: skip
+
+
+def _triple(config: SpecConfig) -> list[int]:
+    return [config.num_steps, config.topk, config.num_draft_tokens]
+
+
+def _decider(data: Mapping[str, Any]) -> dict[str, Any]:
+    given = [name for name in ("table", "roofline", "schedule") if data.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"policy: expected exactly one of table, roofline and schedule, got {given or 'none'}")
+    value = data[given[0]]
+    if given == ["schedule"]:
+        return {"schedule": SpecSchedule.from_json(value)}
+    if given == ["roofline"]:
+        return {"cost": Roofline.from_json(value)}
+    table = CostTable.load(value) if isinstance(value, str) else CostTable.from_json(value)
+    return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
+
+
+def _check(
+    candidates: tuple[SpecConfig, ...], start: SpecConfig | None, margin: float, shares: Mapping[str, float]
+) -> None:
+    if not candidates:
+        raise ValueError("candidates must not be empty")
+    if len({c.topk for c in candidates if c.num_steps > 0}) > 1:
+        raise ValueError(f"candidates {[str(c) for c in candidates]} mix topk, which no engine changes while running")
+    if start is not None and start not in candidates:
+        raise ValueError(f"start={start} is not among the candidates {[str(c) for c in candidates]}")
+    if margin < 0:
+        raise ValueError(f"margin={margin} must not be negative")
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name}={share} must lie in [0, 1)")

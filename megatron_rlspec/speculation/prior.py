@@ -1,0 +1,86 @@
+"""What engines believe of acceptance before the first round of a rollout: what was seen lately, or what is forecast.
+
+Both are tried on every rollout that has ended. Their errors in tokens per round decide what each counts in the next
+belief (Bayesian model averaging), and how many drafts the belief is worth: as many as leave an error of that size.
+A forecast that knows nothing therefore costs no more than the noise in which it hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+SEEN, FORECAST = range(2)
+PRIOR = (3.0, 1.0)  # weight of each before any error is known
+MEMORY = 0.9  # of past errors, per rollout
+NOISES = 2.0  # rollouts' worth of sampling noise that both are held to have erred by
+DRAWS = (20.0, 2000.0)  # least and most drafts that a belief is worth
+FIRST_DRAWS = 200.0  # until an error is known
+
+
+class Prior:
+    """`believe` before a rollout, `score` after it."""
+
+    def __init__(self) -> None:
+        self.loss = [0.0, 0.0]  # squared errors in tokens per round, forgotten with MEMORY
+        self.scored = 0.0  # rollouts in `loss`, forgotten alike
+        self.noise = 0.0  # variance of a rollout's tokens per round from its draws alone, the latest
+        self.spread = 0.0  # of tokens in one round, the latest
+        self.pending: list[list[float]] | None = None  # rates that each expects
+
+    def believe(self, seen: Sequence[float], forecast: Sequence[float], known: bool) -> tuple[list[float], float]:
+        """(rates, drafts that they are worth). `known`: `seen` was seen at all, and is no guess itself."""
+        self.pending = [list(seen), list(forecast)] if known else None
+        share = self.share() if known else 1.0
+        rates = [_mix(a, b, share) for a, b in zip(seen, forecast, strict=False)]
+        if not self.scored or not self.spread:
+            return rates, FIRST_DRAWS
+        loss = (1 - share) * self.loss[SEEN] + share * self.loss[FORECAST]
+        error = (loss + NOISES * self.noise) / (self.scored + NOISES)
+        return rates, min(max(self.spread / max(error, 1e-12), DRAWS[0]), DRAWS[1])
+
+    def share(self) -> float:
+        """What the forecast counts, in log-odds of the rates."""
+        loss = [x + NOISES * self.noise for x in self.loss]
+        variance = min(loss) / (self.scored + NOISES)
+        weights = [
+            prior * (math.exp((min(loss) - x) / (2 * variance)) if variance > 0 else 1.0)
+            for prior, x in zip(PRIOR, loss, strict=True)
+        ]
+        return weights[FORECAST] / sum(weights)
+
+    def score(self, stats: Sequence[RoundStats]) -> None:
+        """The rollout for which both were asked has run these rounds."""
+        drafted = [s for s in stats if s.config.num_steps and sum(s.accepted)]
+        rounds = sum(sum(s.accepted) for s in drafted)
+        if self.pending is None or rounds < 2:
+            return
+        emitted = [(1 + i, n) for s in drafted for i, n in enumerate(s.accepted)]
+        mean = sum(tokens * n for tokens, n in emitted) / rounds
+        self.spread = sum(n * (tokens - mean) ** 2 for tokens, n in emitted) / rounds
+        self.noise = self.spread / rounds
+        for i, rates in enumerate(self.pending):
+            told = sum(sum(s.accepted) * expected_tokens(SpecConfig(s.config.num_steps), rates) for s in drafted)
+            self.loss[i] = MEMORY * self.loss[i] + (told / rounds - mean) ** 2
+        self.scored = MEMORY * self.scored + 1
+        self.pending = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Prior:
+        prior = cls()
+        if set(data) != set(vars(prior)):
+            raise ValueError(f"prior state: fields {sorted(data)}, expected {sorted(vars(prior))}")
+        vars(prior).update(data)
+        return prior
+
+
+def _mix(a: float, b: float, share: float) -> float:
+    x, y = (math.log(p / (1 - p)) for p in (min(max(rate, 1e-4), 1 - 1e-4) for rate in (a, b)))
+    return 1 / (1 + math.exp(-((1 - share) * x + share * y)))

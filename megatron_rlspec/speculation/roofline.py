@@ -1,0 +1,155 @@
+"""A round's cost by arithmetic, for where nothing was measured: simulated tables, and the rule without a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.types import SpecConfig
+
+# Vendors' figures, dense bf16: memory bandwidth in TB/s, TFLOPS.
+HARDWARE = {
+    "A40": (0.696, 150.0),
+    "L40S": (0.864, 362.0),
+    "A100": (2.04, 312.0),
+    "H100": (3.35, 989.0),
+    "H20": (4.0, 148.0),
+    "H200": (4.8, 989.0),
+}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A pass takes the longer of reading (weights, context) and computing (tokens), with a soft corner between them.
+
+    weights_ms   reading the target's weights once
+    token_ms     computing one token through the target
+    context_ms   reading one context token's keys and values
+    drafter      a drafter pass as a share of a target pass
+    host_ms      launch and sampling, once a round
+    pass_ms      launch, once a drafter pass
+    drafter_layer  the layer's share of a drafter pass; the rest is the output head
+    """
+
+    weights_ms: float
+    token_ms: float
+    context_ms: float
+    drafter: float
+    host_ms: float = 0.0
+    pass_ms: float = 0.0
+    switch_ms: float = 0.0
+    drafter_layer: float = 1.0
+
+    @property
+    def catch_up_ms(self) -> float:
+        """Computing one token through the drafter's layer: only the last one's logits are wanted."""
+        return self.drafter_layer * self.drafter * self.token_ms
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} must be finite and not negative")
+
+    @classmethod
+    def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = 128.0) -> Roofline:
+        """The rule without a table, in units of one plain pass at batch 1: a layer costs what a layer costs.
+
+        `ridge_tokens` is how many tokens a pass computes in the time it takes to read the weights; hardware sets it
+        (H20 about 37, A100 about 150, H100 about 300, by vendors' figures). Nothing here was measured.
+        """
+        if min(target_layers, drafter_layers) < 1 or ridge_tokens <= 0:
+            raise ValueError(
+                f"target_layers={target_layers}, drafter_layers={drafter_layers}, ridge_tokens must be > 0"
+            )
+        return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter_layers / target_layers)
+
+    @classmethod
+    def of_hardware(
+        cls,
+        bandwidth: float,
+        tflops: float,
+        *,
+        parameters: float = 7.6e9,
+        context_bytes: float = 147_456.0,
+        drafter: float = 0.1,
+        drafter_layer: float = 0.3,
+        read_efficiency: float = 0.8,
+        compute_efficiency: float = 0.6,
+        host_ms: float = 1.5,
+        pass_ms: float = 0.2,
+    ) -> Roofline:
+        """`bandwidth` in TB/s, bf16 weights; the defaults have the shape of a 7B model with 8 KV heads, 36 layers."""
+        per_ms = bandwidth * 1e9 * read_efficiency
+        return cls(
+            weights_ms=2 * parameters / per_ms,
+            token_ms=2 * parameters / (tflops * 1e9 * compute_efficiency),
+            context_ms=context_bytes / per_ms,
+            drafter=drafter,
+            drafter_layer=drafter_layer,
+            host_ms=host_ms,
+            pass_ms=pass_ms,
+        )
+
+    def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """One forward pass of the target over `tokens` new tokens with `context` tokens in the cache."""
+        read = self.weights_ms + self.context_ms * context
+        return (read**4 + (self.token_ms * tokens) ** 4) ** 0.25
+
+    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """ms of a round, `[configs, *broadcast(batch, context)]`: docs/design.md, Round cost."""
+        batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
+        rows = []
+        for config in configs:
+            tokens = batch * (config.num_draft_tokens or 1)
+            ms = self.host_ms + self.target_ms(tokens, context)
+            if not config.off:
+                ms = ms + self.drafter * self.target_ms(tokens, context) + self.pass_ms
+                step = self.drafter * self.target_ms(batch * config.topk, context) + self.pass_ms
+                ms = ms + max(config.num_steps - 1, 0) * step
+            rows.append(ms)
+        return np.stack(rows)
+
+    def extrapolates(self, config: SpecConfig, batch: float, context: float) -> bool:
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Roofline:
+        return cls(**data)
+
+    def table(
+        self,
+        configs: Sequence[SpecConfig],
+        batches: Sequence[int],
+        lengths: Sequence[int],
+        provenance: Provenance,
+        *,
+        systematic: float = 0.0,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> CostTable:
+        """What profiling this machine would write, labelled simulated.
+
+        `systematic` is the standard deviation of one relative error per configuration and of one per batch size
+        (clocks, kernel choices), `noise` that of every cell. Two seeds are two profiles of one machine.
+        """
+        rng = np.random.default_rng(seed)
+        by_config = np.exp(systematic * rng.standard_normal((len(configs), 1, 1)))
+        by_batch = np.exp(systematic * rng.standard_normal((1, len(batches), 1)))
+        cells = np.exp(noise * rng.standard_normal((len(configs), len(batches), len(lengths))))
+        batch, length = np.array(batches)[:, None], np.array(lengths)[None, :]
+        ms = self.grid(configs, batch, batch * length) * by_config * by_batch * cells
+        rounds = [
+            RoundCost(1, b, b * n, config, round(float(ms[i, j, k]), 6), float(ms[i, j, k] * noise), 20)
+            for i, config in enumerate(configs)
+            for j, b in enumerate(batches)
+            for k, n in enumerate(lengths)
+        ]
+        prefill = [PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(n, n))) for n in sorted(set(lengths))]
+        return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms, catch_up_ms=self.catch_up_ms)

@@ -1,0 +1,170 @@
+"""The choice: argmax of expected tokens per millisecond over (num_steps, topk, num_draft_tokens), off included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+
+class RoundCosts(Protocol):
+    """What the solver asks of a `CostTable` (one TP of it: `table.at(tp)`) or of a `Roofline`."""
+
+    switch_ms: float
+    catch_up_ms: float
+
+    def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray: ...
+
+    def extrapolates(self, config: SpecConfig, batch: float, context: float) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate in one situation. `tokens` are per request and round; `rate` is tokens per ms of one request."""
+
+    config: SpecConfig
+    tokens: float
+    ms: float
+    extrapolated: bool
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms
+
+
+def options(
+    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
+) -> list[Option]:
+    """Every candidate at this batch and total context, best first; a tie goes to the one that drafts less."""
+    ms = cost.grid(candidates, np.array(batch), np.array(context))
+    found = [
+        Option(c, expected_tokens(c, rates), float(t), cost.extrapolates(c, batch, context))
+        for c, t in zip(candidates, ms, strict=True)
+    ]
+    return sorted(found, key=lambda o: (-o.rate, o.config))
+
+
+def solve(
+    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
+) -> Option:
+    return options(cost, rates, batch, context, candidates)[0]
+
+
+def compile_schedule(
+    cost: RoundCosts,
+    rates: Sequence[float],
+    candidates: Sequence[SpecConfig],
+    *,
+    max_batch: int = 256,
+    lengths: Sequence[int] = (64, 32_768),
+) -> SpecSchedule:
+    """The best candidate of every batch 1..max_batch over octaves of total context, neighbours alike merged.
+
+    `lengths` are the shortest and longest mean context per request to plan for.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    octaves = [2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)]
+    edges = [0, *octaves[1:]]
+    batch = np.arange(1, max_batch + 1)
+    middle = np.sqrt(2) * np.array(octaves)
+    context = np.clip(middle[None, :], batch[:, None] * shortest, batch[:, None] * longest)
+    tokens = np.array([expected_tokens(c, rates) for c in candidates])
+    order = sorted(range(len(candidates)), key=lambda i: candidates[i])
+    rate = tokens[order, None, None] / cost.grid([candidates[i] for i in order], batch[:, None], context)
+    best = [[candidates[order[i]] for i in row] for row in rate.argmax(axis=0)]
+    rows = [i for i in range(len(best)) if i == 0 or best[i] != best[i - 1]]
+    columns = [j for j in range(len(edges)) if j == 0 or any(best[i][j] != best[i][j - 1] for i in rows)]
+    return SpecSchedule(
+        tuple(int(batch[i]) for i in rows),
+        tuple(edges[j] for j in columns),
+        tuple(tuple(best[i][j] for j in columns) for i in rows),
+    )
+
+
+def explain(
+    cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
+) -> str:
+    """Why this configuration here: each candidate's tokens, cost and what it would have needed to win."""
+    ranked = options(cost, rates, batch, context, candidates)
+    best = ranked[0]
+    off = next((o for o in ranked if o.config.off), None)
+    lines = [
+        f"batch {batch}, context {context} tokens: {best.config}"
+        + (f", {best.rate / off.rate:.2f} x plain decoding" if off else ""),
+        "acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates),
+        f"{'config':>12} {'tokens/round':>13} {'ms/round':>9} {'tokens/s':>9}  verdict",
+    ]
+    for o in ranked:
+        needed = best.rate * o.ms
+        verdict = "chosen" if o is best else f"would need {needed:.2f} tokens a round"
+        if o is not best and not o.config.off and needed > o.config.num_steps + 1:
+            verdict += f", more than {o.config.num_steps + 1} it can accept"
+        verdict += " (cost extrapolated)" if o.extrapolated else ""
+        lines.append(f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}")
+    return "\n".join(lines)
+
+
+def sglang_adaptive_config(
+    cost: RoundCosts,
+    rates: Sequence[float],
+    candidates: Sequence[SpecConfig],
+    *,
+    length: int = 2048,
+    max_batch: int = 256,
+    band: float = 0.1,
+) -> dict[str, Any]:
+    """What `--speculative-adaptive-config` reads: the steps worth having at each batch size, `length` tokens each.
+
+    SGLang (0.5.23, `speculative/adaptive_spec_params.py`) picks among a slot's `candidate_steps` by an average of what
+    was accepted, so a slot gets the best steps for the given rates and for rates `band` lower and higher. Its step 0
+    still pays a drafter pass: make `SpecConfig(0)` a candidate where it was measured. `--speculative-num-steps` must be
+    among the steps of the result.
+    """
+    chains = [c for c in candidates if c.topk <= 1]
+    if not any(c.num_steps > 0 for c in chains):
+        raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: SGLang adapts topk=1 only")
+    if SpecConfig(0) in chains:
+        chains = [c for c in chains if not c.off]
+    slots: dict[str, Any] = {}
+    previous: list[int] = []
+    for batch in range(1, max_batch + 1):
+        steps = set()
+        for shift in (-band, 0.0, band):
+            moved = [min(max(rate + shift, 0.0), 1.0) for rate in rates]
+            steps.add(solve(cost, moved, batch, batch * length, chains).config.num_steps)
+        if sorted(steps) != previous:
+            previous = sorted(steps)
+            slots[str(batch)] = {"candidate_steps": previous}
+    return slots
+
+
+def vllm_batch_schedule(
+    cost: RoundCosts,
+    rates: Sequence[float],
+    candidates: Sequence[SpecConfig],
+    *,
+    length: int = 2048,
+    max_batch: int = 256,
+) -> dict[str, Any]:
+    """vLLM's `speculative_config` entries: inclusive `[first batch, last batch, num_speculative_tokens]` ranges."""
+    chains = [c for c in candidates if c.topk <= 1]
+    ranges: list[list[int]] = []
+    for batch in range(1, max_batch + 1):
+        steps = solve(cost, rates, batch, batch * length, chains).config.num_steps
+        if ranges and ranges[-1][2] == steps:
+            ranges[-1][1] = batch
+        else:
+            ranges.append([batch, batch, steps])
+    most = max(c.num_steps for c in chains)
+    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+
+
+def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
+    """Candidates for these step counts; 0 means plain decoding, or SGLang's step 0 where the engine has no real off."""
+    zero = OFF if real_off else SpecConfig(0)
+    return tuple(zero if k == 0 else SpecConfig(k) for k in sorted(set(steps)))

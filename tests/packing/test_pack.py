@@ -1,0 +1,272 @@
+"""Packed batches against loops over samples: whatever (DP, CP, layout, budget) is, every sum is the step's."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rlspec.mtp.loss import drafter_loss, policy_logprobs
+from megatron_rlspec.packing.pack import pack, partition, unpack
+from megatron_rlspec.types import Prompt, Sample
+
+VOCABULARY, HIDDEN, DEPTH = 13, 5, 3
+FIELDS = (
+    "tokens labels loss_mask advantages old_logprobs behaviour_logprobs reference_logprobs sequence_ids position_ids "
+    "policy_weight drafter_weight"
+).split()
+
+
+def make_samples(shapes, seed=0):
+    """`shapes`: (prompt length, response length, share of holes in the response's mask) per sample."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i, (prompt, response, holes) in enumerate(shapes):
+        tokens = rng.integers(1, VOCABULARY, prompt + response)
+        mask = np.concatenate([np.zeros(prompt), rng.random(response) >= holes]).astype(np.float32)
+        logprobs = np.where(mask > 0, -rng.random(len(tokens)), np.nan).astype(np.float32)  # unknown where untrained
+        samples.append(Sample(str(i), Prompt(i, tokens[:prompt]), tokens, mask, logprobs))
+    return samples
+
+
+def pack_all(samples, dp_size, cp_size, **options):
+    """All ranks' batches: [dp_rank][cp_rank][micro-batch]."""
+    options = {"depth": DEPTH, "tokens_per_micro_batch": 64} | options
+    return [
+        [pack(samples, dp_size=dp_size, dp_rank=d, cp_size=cp_size, cp_rank=c, **options) for c in range(cp_size)]
+        for d in range(dp_size)
+    ]
+
+
+def flatten(ranks):
+    return [batch for row in ranks for batches in row for batch in batches]
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(0, 12), st.sampled_from([0.0, 0.3, 1.0])), min_size=0, max_size=9
+)
+parallel = {
+    "dp_size": st.integers(1, 3),
+    "cp_size": st.integers(1, 3),
+    "layout": st.sampled_from(["zigzag", "contiguous"]),
+    "multiple": st.sampled_from([1, 2, 3]),
+    "budget": st.sampled_from([36, 72, 1000]),
+    "seed": st.integers(0, 1000),
+}
+
+
+def check_every_position(shapes, dp_size, cp_size, layout, multiple, budget, seed):
+    samples = make_samples(shapes, seed)
+    rng = np.random.default_rng(seed)
+    advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
+    reference = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
+    weights = rng.random(len(samples)).tolist()
+    ranks = pack_all(
+        samples,
+        dp_size,
+        cp_size,
+        layout=layout,
+        multiple=multiple,
+        tokens_per_micro_batch=budget,
+        advantages=advantages,
+        reference_logprobs=reference,
+        drafter_weights=weights,
+        pad_token=7,
+    )
+    assert len({len(batches) for row in ranks for batches in row}) == 1
+    seen = []
+    for batch in flatten(ranks):
+        total = int(batch.cu_seqlens_padded[-1])
+        assert len(batch.tokens) == total // cp_size and len(batch.tokens) % multiple == 0 and 0 < total <= budget
+        columns = {name: getattr(batch, name).tolist() for name in FIELDS}
+        drafter = [
+            [x[d].tolist() for x in (batch.drafter_tokens, batch.drafter_labels, batch.drafter_mask)]
+            for d in range(DEPTH)
+        ]
+        for t in range(len(batch.tokens)):
+            at = {name: column[t] for name, column in columns.items()}
+            drafts = [[column[t] for column in depth] for depth in drafter]
+            if at["sequence_ids"] < 0:
+                assert at.pop("tokens") == 7 and at.pop("sequence_ids") == -1 and at.pop("position_ids") >= 0
+                assert not any(at.values()) and not np.any(drafts)
+                continue
+            i, p = at["sequence_ids"], at["position_ids"]
+            seen.append((i, p))
+            sample, following = samples[i], p + 1 < len(samples[i].tokens)
+            trained = following and sample.loss_mask[p + 1] == 1
+            assert at["tokens"] == sample.tokens[p] and at["loss_mask"] == trained
+            assert at["labels"] == (sample.tokens[p + 1] if following else 0)
+            assert at["drafter_weight"] == np.float32(weights[i])
+            for name, column in (
+                ("advantages", advantages[i]),
+                ("old_logprobs", sample.behaviour_logprobs),
+                ("behaviour_logprobs", sample.behaviour_logprobs),
+                ("reference_logprobs", reference[i]),
+                ("policy_weight", np.ones(len(sample.tokens))),
+            ):
+                assert at[name] == (column[p + 1] if trained else 0), name
+            for d, (read, label, mask) in enumerate(drafts, 1):
+                inside = p + 1 + d < len(sample.tokens)
+                assert read == (sample.tokens[p + d] if p + d < len(sample.tokens) else 0)
+                assert label == (sample.tokens[p + 1 + d] if inside else 0)
+                assert mask == (inside and sample.loss_mask[p + 1 : p + 2 + d].all())
+    # Nothing is lost and nothing doubled.
+    assert sorted(seen) == [(i, p) for i, sample in enumerate(samples) for p in range(len(sample.tokens))]
+
+
+test_every_position = settings(max_examples=40, deadline=None)(given(shapes=shapes, **parallel)(check_every_position))
+test_every_position_3000 = pytest.mark.slow(
+    settings(max_examples=3000, deadline=None)(given(shapes=shapes, **parallel)(check_every_position))
+)
+
+
+# --- sums ----------------------------------------------------------------------------------------------------------
+
+
+def losses_of(batches, aggregation_count, tables):
+    """Policy and drafter losses of some ranks' batches: hidden states depend on (sample, position) alone."""
+    hidden_table, head = tables
+    policy, drafter = 0.0, 0.0
+    for batch in batches:
+        hidden = hidden_table[batch.sequence_ids, batch.position_ids]
+        logprobs, _ = policy_logprobs(hidden, head, batch.labels, mask=batch.loss_mask, chunk=7)
+        policy = policy - (logprobs * batch.policy_weight * batch.loss_mask).sum() / aggregation_count
+        for d in range(DEPTH):
+            draft = hidden_table[batch.sequence_ids, batch.position_ids, ...] * (d + 2)
+            weight = batch.drafter_mask[d] * batch.drafter_weight.double() / batch.counts["drafter"][d]
+            drafter = drafter + drafter_loss(draft, head, batch.drafter_labels[d], weight, chunk=7)[0]
+    return policy, drafter
+
+
+def plain_losses(samples, aggregation, weights, tables, constant_length):
+    """The same by loops over samples, unpacked, each mean as its name says."""
+    hidden_table, head = tables
+    per_sample, drafts = [], [[] for _ in range(DEPTH)]
+    for i, sample in enumerate(samples):
+        length = len(sample.tokens)
+        logits = hidden_table[i, :length] @ head.t()
+        tokens = torch.from_numpy(sample.tokens)
+        per_sample.append(
+            [-logits[p].log_softmax(-1)[tokens[p + 1]] for p in range(length - 1) if sample.loss_mask[p + 1]]
+        )
+        for d in range(1, DEPTH + 1):
+            logq = ((d + 1) * logits).log_softmax(-1)
+            for p in range(length - d - 1):
+                if all(sample.loss_mask[p + 1 : p + 2 + d]):
+                    drafts[d - 1].append((np.float32(weights[i]).item(), -logq[p, tokens[p + 1 + d]]))
+    every = [x for rows in per_sample for x in rows]
+    match aggregation:
+        case "token":
+            policy = sum(every) / max(len(every), 1)
+        case "sample":
+            policy = sum(sum(rows) / len(rows) for rows in per_sample if rows) / len(samples)
+        case "constant":
+            policy = sum(every) / (len(samples) * constant_length)
+    drafter = sum(sum(w * x for w, x in rows) / sum(w for w, _ in rows) for rows in drafts if rows)
+    return policy, drafter
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sample", "constant"])
+def test_losses_and_gradients_do_not_depend_on_the_split(aggregation):
+    samples = make_samples([(3, 9, 0), (1, 1, 0), (2, 0, 0), (4, 11, 0.3), (2, 5, 1), (1, 14, 0.2), (5, 3, 0)])
+    weights = np.random.default_rng(1).random(len(samples)).tolist()
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(len(samples), 64, HIDDEN, generator=generator, dtype=torch.float64)
+    head = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+
+    def gradient(losses):
+        leaf = table.clone().requires_grad_()
+        policy, drafter = losses((leaf, head))
+        (policy + 10 * drafter).backward()
+        return torch.stack([policy.detach(), drafter.detach()]), leaf.grad
+
+    expected, expected_gradient = gradient(lambda tables: plain_losses(samples, aggregation, weights, tables, 16))
+    cases = [(1, 2, 64, "zigzag", 1), (3, 1, 24, "zigzag", 4), (2, 3, 36, "zigzag", 2), (2, 2, 32, "contiguous", 1)]
+    for dp_size, cp_size, budget, layout, multiple in cases:
+        options = {"tokens_per_micro_batch": budget, "layout": layout, "multiple": multiple}
+        options |= {"aggregation": aggregation, "constant_length": 16, "drafter_weights": weights}
+        batches = flatten(pack_all(samples, dp_size, cp_size, **options))
+        got, got_gradient = gradient(
+            lambda tables, batches=batches: losses_of(batches, batches[0].counts["policy"], tables)
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-7, atol=0)  # weights travel as float32
+        torch.testing.assert_close(got_gradient, expected_gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_counts_know_the_whole_step():
+    samples = make_samples([(2, 6, 0), (3, 1, 0), (1, 0, 0)])
+    for batch in flatten(pack_all(samples, 2, 2)):
+        assert batch.counts == {"policy": 7.0, "drafter": [5.0, 4.0, 3.0], "tokens": 7.0, "samples": 3}
+    sample_mean = pack(samples, depth=1, tokens_per_micro_batch=64, aggregation="sample")[0]
+    assert sample_mean.counts["policy"] == 3
+    constant = pack(samples, depth=1, tokens_per_micro_batch=64, aggregation="constant", constant_length=100)[0]
+    assert constant.counts["policy"] == 300
+    weighted = pack(samples, depth=2, tokens_per_micro_batch=64, drafter_weights=[0.5, 2, 2])[0]
+    assert weighted.counts["drafter"] == [2.5, 2.0]
+
+
+def test_nothing_trained_divides_by_one():
+    samples = make_samples([(4, 0, 0), (1, 1, 1.0)])
+    for batch in flatten(pack_all(samples, 2, 1)) + flatten(pack_all([], 2, 2)):
+        assert batch.counts["policy"] == 1 and batch.counts["drafter"] == [1, 1, 1]
+        assert not batch.loss_mask.any() and not any(mask.any() for mask in batch.drafter_mask)
+
+
+def test_ranks_without_work_get_padding_only():
+    ranks = pack_all(make_samples([(1, 3, 0)]), 3, 2, multiple=4)
+    assert [len(row[0]) for row in ranks] == [1, 1, 1]
+    assert [row[0][0].sequence_ids.max().item() for row in ranks] == [0, -1, -1]
+    idle = ranks[2][1][0]
+    assert idle.cu_seqlens.tolist() == [0, 0] and idle.cu_seqlens_padded.tolist() == [0, 8] and len(idle.tokens) == 4
+
+
+# --- partition -----------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=40), budget=st.integers(50, 200), multiple=st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_partition_is_complete_within_budget_and_balanced(lengths, budget, multiple):
+    bins = partition(lengths, budget, multiple)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in chosen) for chosen in bins]
+    assert len(bins) % multiple == 0 and max(loads) <= budget
+    assert max(loads) - min(loads) <= max(lengths, default=0)  # else the last item would have gone elsewhere
+    assert loads == sorted(loads, reverse=True)
+    # No more bins than twice the least possible: two of them together exceed the budget.
+    assert len(bins) < 2 * sum(lengths) / budget + 1 + multiple
+
+
+def test_partition_names_the_sample_that_does_not_fit():
+    with pytest.raises(ValueError, match="sample 1 takes 70 tokens, but a micro-batch holds 64"):
+        partition([3, 70], 64)
+
+
+# --- back to samples -----------------------------------------------------------------------------------------------
+
+
+def test_unpack_returns_label_side_values_to_their_tokens():
+    samples = make_samples([(3, 9, 0), (1, 1, 0), (4, 11, 0.3), (2, 0, 0), (1, 14, 0)])
+    lengths = [len(sample.tokens) for sample in samples]
+    whole = [torch.zeros(length) for length in lengths]
+    for row in pack_all(samples, 2, 2, tokens_per_micro_batch=24):
+        for batches in row:
+            values = [batch.labels.float() + 0.5 for batch in batches]
+            for total, part in zip(whole, unpack(values, batches, lengths), strict=True):
+                total += part
+    for sample, got in zip(samples, whole, strict=True):
+        assert got.tolist() == [0, *(sample.tokens[1:] + 0.5).tolist()]
+
+
+def test_bad_input_is_named():
+    samples = make_samples([(3, 9, 0), (1, 1, 0)])
+    options = {"depth": 1, "tokens_per_micro_batch": 64}
+    with pytest.raises(ValueError, match="advantages has 1 entries for 2 samples"):
+        pack(samples, **options, advantages=[1.0])
+    with pytest.raises(ValueError, match=r"old_logprobs\[1\] has 3 values, but sample 1 has 2 tokens"):
+        pack(samples, **options, old_logprobs=[np.zeros(12), np.zeros(3)])
+    with pytest.raises(ValueError, match="must not be negative"):
+        pack(samples, **options, drafter_weights=[1.0, -1.0])
+    with pytest.raises(ValueError, match="needs constant_length"):
+        pack(samples, **options, aggregation="constant")
+    with pytest.raises(ValueError, match="'token', 'sample' or 'constant'"):
+        pack(samples, **options, aggregation="mean")

@@ -1,0 +1,152 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.speculation.acceptance import Acceptance, beta_interval, expected_tokens, histogram_of
+from megatron_rlspec.types import OFF, SpecConfig
+
+TRUTH = [0.8, 0.6, 0.5, 0.3]
+
+
+def draw(rng, rates, num_steps, requests):
+    return np.cumprod(rng.random((requests, num_steps)) < rates[:num_steps], axis=1).sum(axis=1).tolist()
+
+
+def flat(depth=4, **kwargs):
+    """No forgetting, so that evidence is all that counts."""
+    return Acceptance(depth, memory_rounds=1e9, memory_draws=1e9, **kwargs)
+
+
+def test_censored_rounds_give_the_conditional_rates():
+    """Half the rounds stop at one or two steps: those that accepted all must not count as refusals below."""
+    rng = np.random.default_rng(0)
+    acceptance = flat()
+    for steps in itertools.islice(itertools.cycle([1, 4, 2, 4]), 400):
+        acceptance.observe(steps, draw(rng, TRUTH, steps, 50))
+    assert acceptance.rates == pytest.approx(TRUTH, abs=0.03)
+    assert acceptance.totals == pytest.approx([1, 1.8, 2.28, 2.52, 2.592], abs=0.05)
+
+
+def test_expected_tokens_equal_a_simulated_mean():
+    rng = np.random.default_rng(1)
+    for steps in (1, 3, 4):
+        seen = 1 + np.mean(draw(rng, TRUTH, steps, 100_000))
+        assert expected_tokens(SpecConfig(steps), TRUTH) == pytest.approx(seen, abs=0.02)
+    assert expected_tokens(OFF, TRUTH) == 1.0
+    assert expected_tokens(SpecConfig(6), [0.5]) == pytest.approx(sum(0.5**i for i in range(7)))
+
+
+def test_a_tree_accepts_more_than_its_chain_and_less_than_certainty():
+    chain = expected_tokens(SpecConfig(3), TRUTH)
+    full = expected_tokens(SpecConfig(3, 4, 37), TRUTH)
+    pruned = [expected_tokens(SpecConfig(3, 4, n), TRUTH) for n in (4, 8, 16, 37)]
+    assert chain - 1e-9 <= pruned[0] < pruned[1] < pruned[2] < pruned[3] == full < 4
+    one_level = expected_tokens(SpecConfig(1, 2, 3), [0.6])
+    assert one_level == pytest.approx(1 + 0.6 + 0.4 * 0.4)
+
+
+def test_forgetting_follows_a_change():
+    rng = np.random.default_rng(2)
+    acceptance = Acceptance(2, memory_rounds=50)
+    for _ in range(300):
+        acceptance.observe(2, draw(rng, [0.9, 0.9], 2, 8))
+    for _ in range(200):
+        acceptance.observe(2, draw(rng, [0.2, 0.2], 2, 8))
+    assert acceptance.rates[0] == pytest.approx(0.2, abs=0.1)
+
+
+def test_silence_makes_old_evidence_weak():
+    told = Acceptance(1, memory_rounds=100)
+    for _ in range(300):
+        told.observe(1, [0] * 8)
+    told.observe(1, [1] * 8, elapsed=1)
+    silent = Acceptance.from_json(told.to_json())
+    told.observe(1, [1] * 8, elapsed=1)
+    silent.observe(1, [1] * 8, elapsed=300)
+    assert told.rates[0] < 0.05 and silent.rates[0] > 0.15
+    assert silent.draws[0] < 60
+
+
+def test_the_cap_on_draws_makes_large_batches_forget_by_the_data():
+    small, large = Acceptance(1, memory_draws=1000), Acceptance(1, memory_draws=1000)
+    for _ in range(100):
+        small.observe(1, [1])
+        large.observe(1, [1] * 256)
+    for _ in range(12):
+        small.observe(1, [0])
+        large.observe(1, [0] * 256)
+    assert large.rates[0] < 0.1 < 0.8 < small.rates[0]
+
+
+def test_an_untried_depth_moves_with_the_depth_above_it():
+    rng = np.random.default_rng(3)
+    acceptance = Acceptance(2, memory_rounds=100)
+    for _ in range(400):
+        acceptance.observe(2, draw(rng, [0.8, 0.4], 2, 16))
+    assert acceptance.rates == pytest.approx([0.8, 0.4], abs=0.05)
+    for _ in range(1000):
+        acceptance.observe(1, draw(rng, [0.4], 1, 16))
+    assert acceptance.rates == pytest.approx([0.4, 0.2], abs=0.025)  # the ratio of 1/2 is remembered
+
+
+def test_the_prior_before_any_data():
+    acceptance = Acceptance(3, prior_rate=0.6, prior_ratio=0.5)
+    assert acceptance.rates == pytest.approx([0.6, 0.3, 0.15])
+    low, high = acceptance.intervals()[0]
+    assert low < 0.25 and high > 0.9
+
+
+def test_intervals_cover_and_narrow():
+    rng = np.random.default_rng(4)
+    acceptance, widths = flat(), []
+    for _ in range(3):
+        for _ in range(30):
+            acceptance.observe(4, draw(rng, TRUTH, 4, 10))
+        intervals = acceptance.intervals()
+        widths.append([high - low for low, high in intervals])
+        assert all(low <= rate <= high for (low, high), rate in zip(intervals, acceptance.rates, strict=True))
+    assert sum(low <= truth <= high for (low, high), truth in zip(intervals, TRUTH, strict=True)) >= 3
+    assert all(a > b for a, b in zip(widths[0], widths[2], strict=True))
+    assert widths[2][3] > widths[2][0]  # deeper depths are reached less often
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (0.5, 3.0), (40.0, 2.0), (0.01, 4.0), (900.0, 1100.0)])
+def test_beta_interval_against_samples(a, b):
+    samples = np.random.default_rng(5).beta(a, b, 400_000)
+    assert beta_interval(a, b) == pytest.approx(np.quantile(samples, [0.025, 0.975]), abs=4e-3)
+
+
+def test_a_prediction_replaces_what_was_learnt():
+    acceptance = Acceptance(3)
+    for _ in range(100):
+        acceptance.observe(3, [0] * 16)
+    acceptance.predict([0.9, 0.8])
+    assert acceptance.rates == pytest.approx([0.9, 0.8, 0.8 * 0.95], abs=0.02)
+    for _ in range(100):
+        acceptance.observe(3, [0] * 16)
+    assert acceptance.rates[0] < 0.1
+
+
+def test_the_state_survives_json():
+    rng = np.random.default_rng(6)
+    acceptance = Acceptance(4)
+    for _ in range(20):
+        acceptance.observe(4, draw(rng, TRUTH, 4, 10))
+    other = Acceptance.from_json(acceptance.to_json())
+    for each in (acceptance, other):
+        each.observe(2, [0, 1, 2, 2])
+    assert other.rates == acceptance.rates
+    with pytest.raises(ValueError, match="hits must hold 4 finite numbers"):
+        Acceptance.from_json({**acceptance.to_json(), "hits": [1.0]})
+
+
+def test_impossible_counts_are_refused():
+    assert histogram_of(2, [0, 2, 2, 1]) == [1, 1, 2]
+    for bad in ([3], [-1]):
+        with pytest.raises(ValueError, match="but the round drafted 2"):
+            Acceptance(4).observe(2, bad)
+    with pytest.raises(ValueError, match="allows 2"):
+        Acceptance(4).observe_histogram(1, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+        Acceptance(2).predict([1.2])

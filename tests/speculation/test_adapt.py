@@ -1,0 +1,37 @@
+import pytest
+
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
+
+
+def adapter() -> Adapter:
+    return Adapter((0, 1, 3), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
+
+
+def test_engines_accept_the_policy_and_learn_on_from_it():
+    mine = adapter()
+    mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
+    policy = Policy.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **mine.policy()})
+    assert policy.acceptance.rates == mine.acceptance.rates and policy.choose(4, 400) == SpecConfig(3)
+
+
+def test_records_hold_shares_acceptance_and_what_policies_decided():
+    stats = [
+        RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(60, 0, 0, 60)),
+        RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),
+    ]
+    report = {"predicted_ms": 2.0, "predicted_tokens": 5.0, "emitted_tokens": 6.0, "switches": 3, "probes": 1}
+    values = adapter().observe(stats, [report | {"estimated_regret": 0.02}, {}])
+    assert values["spec/share_k3"] == 0.75 and values["spec/share_off"] == 0.25
+    assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
+    assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
+    assert "spec/predicted_tokens_per_second" not in values  # without a table there are no ms to promise
+
+
+def test_a_rollout_of_rounds_without_a_time():
+    """One round after each prefill: it teaches acceptance, and no share can be told."""
+    learnt = adapter()
+    found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
+    assert found["spec/rounds"] == 0 and "spec/share_k3" not in found
+    assert found["spec/accept_1"] > 0.9

@@ -1,0 +1,145 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import (
+    chains,
+    compile_schedule,
+    explain,
+    options,
+    sglang_adaptive_config,
+    solve,
+    vllm_batch_schedule,
+)
+from megatron_rlspec.types import OFF, SpecConfig
+
+H100 = Roofline.of_hardware(*HARDWARE["H100"])
+CANDIDATES = chains((0, 1, 2, 3, 5))
+TREES = (*CANDIDATES, SpecConfig(3, 4, 8), SpecConfig(3, 4, 16), SpecConfig(5, 8, 32))
+
+
+def brute_force(cost, rates, batch, context, candidates):
+    """Tokens by enumerating what each depth does; independent of the solver's own sum."""
+
+    def tokens(k):
+        total = 0.0
+        for outcome in itertools.product([0, 1], repeat=k):
+            accepted = k if all(outcome) else outcome.index(0)
+            total += (1 + accepted) * np.prod([r if o else 1 - r for r, o in zip(rates, outcome, strict=False)])
+        return total
+
+    ms = cost.grid(candidates, np.array(batch), np.array(context))
+    return max(tokens(c.num_steps) / t for c, t in zip(candidates, ms, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256])
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.7, 0.95])
+def test_the_choice_is_the_argmax(batch, rate):
+    rates = [rate * 0.95**d for d in range(5)]
+    best = solve(H100, rates, batch, 1000 * batch, CANDIDATES)
+    assert best.rate == pytest.approx(brute_force(H100, rates, batch, 1000 * batch, CANDIDATES))
+
+
+def test_off_when_nothing_is_accepted_and_deep_when_everything_is():
+    assert solve(H100, [0.0] * 5, 4, 4096, CANDIDATES).config == OFF
+    assert solve(H100, [0.99] * 5, 4, 4096, CANDIDATES).config == SpecConfig(5)
+
+
+def test_a_machine_with_little_arithmetic_turns_speculation_off_at_large_batches():
+    """H20: as much bandwidth as an H200, a seventh of its arithmetic."""
+    h20, h200 = (Roofline.of_hardware(*HARDWARE[name]) for name in ("H20", "H200"))
+    rates = [0.8, 0.75, 0.7, 0.65, 0.6]
+    assert solve(h20, rates, 64, 64 * 1000, CANDIDATES).config == OFF
+    assert solve(h200, rates, 64, 64 * 1000, CANDIDATES).config != OFF
+
+
+def test_trees_are_weighed_too():
+    ranked = options(H100, [0.5] * 5, 1, 1000, TREES)
+    assert {o.config for o in ranked} == set(TREES)
+    assert ranked[0].config.topk > 1  # verification is free at batch 1, so branches pay
+    assert solve(H100, [0.5] * 5, 256, 256_000, TREES).config.topk <= 1
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
+def test_the_schedule_agrees_with_the_solver(rate):
+    rates = [rate * 0.95**d for d in range(5)]
+    schedule = compile_schedule(H100, rates, CANDIDATES, max_batch=128, lengths=(64, 8192))
+    worst = 0.0
+    for batch in (1, 2, 3, 7, 20, 64, 100, 128):
+        for length in (64, 300, 1000, 5000, 8192):
+            ranked = options(H100, rates, batch, batch * length, CANDIDATES)
+            chosen = next(o for o in ranked if o.config == schedule.choose(batch, batch * length))
+            worst = max(worst, 1 - chosen.rate / ranked[0].rate)
+    assert worst < 0.02
+    assert len(schedule.batch_edges) < 64
+
+
+def test_why_this_configuration():
+    text = explain(H100, [0.8, 0.75, 0.7, 0.6, 0.5], 4, 4096, CANDIDATES)
+    assert text.splitlines()[0].startswith("batch 4, context 4096 tokens: k")
+    assert text.count("chosen") == 1 and text.count("would need") == len(CANDIDATES) - 1
+    crowded = explain(Roofline.of_hardware(*HARDWARE["H20"]), [0.2] * 5, 256, 256 * 128, CANDIDATES)
+    assert "more than 6 it can accept" in crowded
+
+
+def sglang_config():
+    return sglang_adaptive_config(H100, [0.7, 0.65, 0.6, 0.55, 0.5], CANDIDATES, length=256)
+
+
+def test_the_sglang_configuration_drafts_less_as_the_batch_grows():
+    config = sglang_config()
+    steps = [config[key]["candidate_steps"] for key in sorted(config, key=int)]
+    assert min(map(int, config)) == 1 and max(steps[0]) > max(steps[-1])
+    assert all(s == sorted(set(s)) for s in steps)
+    with pytest.raises(ValueError, match="topk=1 only"):
+        sglang_adaptive_config(H100, [0.7], [OFF, SpecConfig(3, 4, 8)])
+
+
+@pytest.mark.slow  # importing SGLang takes longer than the rest of this directory
+def test_sglang_itself_reads_the_configuration(tmp_path):
+    params = pytest.importorskip("sglang.srt.speculative.adaptive_spec_params")
+    path = tmp_path / "adaptive.json"
+    path.write_text(json.dumps(sglang_config()))
+    steps = {k for entry in sglang_config().values() for k in entry["candidate_steps"]}
+    assert params.resolve_candidate_steps_from_config(str(path)) == sorted(steps)
+    stock = params.AdaptiveSpeculativeParams(initial_steps=max(steps), cfg_path=str(path))
+    assert stock.get_steps_for_batch(1) in sglang_config()["1"]["candidate_steps"]
+
+
+def test_vllm_ranges_cover_every_batch_once():
+    found = vllm_batch_schedule(H100, [0.6] * 5, CANDIDATES, max_batch=200)
+    ranges = found["num_speculative_tokens_per_batch_size"]
+    assert [b for lo, hi, _ in ranges for b in range(lo, hi + 1)] == list(range(1, 201))
+    assert found["num_speculative_tokens"] == 5
+    assert all(r[2] != s[2] for r, s in itertools.pairwise(ranges))
+    for lo, _, steps in ranges:
+        assert solve(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES).config.num_steps == steps
+
+
+def test_a_simulated_profile_says_so_and_differs_by_its_seed():
+    provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
+    one, two, clean = (
+        H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance, systematic=s, noise=s, seed=seed)
+        for s, seed in ((0.02, 1), (0.02, 2), (0.0, 0))
+    )
+    assert one.provenance.simulated
+    assert clean.ms(SpecConfig(3), 8, 8192) == pytest.approx(
+        float(H100.grid([SpecConfig(3)], np.array(8), np.array(8192))[0])
+    )
+    ratio = [one.ms(c, 8, 8192) / two.ms(c, 8, 8192) for c in CANDIDATES]
+    assert np.std(ratio) > 0.005 and np.max(np.abs(np.log(ratio))) < 0.2
+
+
+def test_the_rule_without_a_table_knows_depth_and_batch():
+    rates = [0.6, 0.5, 0.4, 0.3, 0.2]
+    deep = Roofline.of_layers(target_layers=36)
+    shallow = Roofline.of_layers(target_layers=2)
+    assert solve(deep, rates, 1, 1000, CANDIDATES).config.num_steps >= 2
+    assert solve(shallow, rates, 1, 1000, CANDIDATES).config.num_steps <= 1
+    assert solve(deep, rates, 256, 256_000, CANDIDATES).config == OFF
+    with pytest.raises(ValueError, match="must be > 0"):
+        Roofline.of_layers(0)
