@@ -66,14 +66,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] not in COMMANDS:
         sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
     module, _, function = COMMANDS[argv[0]][0].partition(":")
-    command: Callable[[list[str]], int | None] = getattr(importlib.import_module(module), function)
+    command: Callable[[list[str]], object] = getattr(importlib.import_module(module), function)
+    sys.exit(run(lambda: command(argv[1:])))
+
+
+def run(act: Callable[[], object]) -> int:
+    """The exit code of a command: what `act` returns, or one line on stderr for an error that has an `exit_code`."""
     try:
-        sys.exit(command(argv[1:]) or 0)
+        ended = act()
     except Exception as error:
         code = exit_code(error)
         if code is None:
             raise
-        sys.exit(_complain(str(error), code))
+        return _complain(str(error), code)
+    return ended if isinstance(ended, int) else 0
 
 
 def exit_code(error: Exception) -> int | None:

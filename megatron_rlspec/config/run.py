@@ -1,0 +1,111 @@
+"""The whole configuration of a run, and the checks between its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron_rlspec.config.algorithm import AlgorithmConfig
+from megatron_rlspec.config.base import ConfigError, Section
+from megatron_rlspec.config.data import DataConfig
+from megatron_rlspec.config.drafter import DrafterConfig
+from megatron_rlspec.config.health import HealthConfig
+from megatron_rlspec.config.model import ModelConfig
+from megatron_rlspec.config.optimizer import OptimizerConfig
+from megatron_rlspec.config.parallel import ParallelConfig
+from megatron_rlspec.config.push import PushConfig
+from megatron_rlspec.config.reward import RewardConfig
+from megatron_rlspec.config.rollout import RolloutConfig
+from megatron_rlspec.config.sft import SftConfig
+from megatron_rlspec.config.spec import SpecSection
+from megatron_rlspec.config.train import TrainConfig
+
+
+class Config(Section):
+    """One run. Sections are independent of each other, but for the cross-checks below."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    spec: SpecSection = SpecSection()
+    push: PushConfig = PushConfig()
+    health: HealthConfig = HealthConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sft: SftConfig = SftConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.rollout.engine != "embedded" and (self.spec.topk > 1 or self.spec.tree_budget != "none"):
+            asked = f"spec.topk={self.spec.topk}" if self.spec.topk > 1 else f"spec.tree_budget={self.spec.tree_budget}"
+            raise ValueError(f"{asked} needs rollout.engine=embedded, but rollout.engine={self.rollout.engine}")
+        if self.rollout.max_new_tokens >= self.model.max_length:
+            raise ValueError(
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "
+                f"in model.max_length={self.model.max_length}"
+            )
+        if self.algorithm.overlong_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is longer than "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
+            )
+        if self.algorithm.dynamic_sampling and self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
+                "and rollout.samples_per_prompt=1 makes only such"
+            )
+        if self.algorithm.dynamic_sampling and self.rollout.temperature == 0:
+            raise ValueError(
+                "algorithm.dynamic_sampling=true drops groups of equal rewards, "
+                "and rollout.temperature=0 draws every sample of a group alike"
+            )
+        if self.sft.drafter_only and not self.drafter.train:
+            raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
+        if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
+            raise ValueError(
+                "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too"
+            )
+        return self
+
+    def check_run(self, command: Literal["train", "sft"], world_size: int, because: str = "") -> None:
+        """What a run of this command needs beyond a consistent file. Raises ConfigError; nothing heavy is imported.
+
+        `because` says where the number of ranks is from, in the words of a refusal.
+        """
+        source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
+        evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
+        parallel, longest = self.parallel, self.model.max_length
+        shards = parallel.tensor * parallel.pipeline * parallel.context
+        sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
+        spoilt = "hf/ is there already, the result of an ended run; take another directory"
+        run_dir = Path(self.train.run_dir)
+        problems = (
+            (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
+            (not what, f"{source} is empty; expected a .jsonl or .parquet file to train on"),
+            (
+                evaluates and not self.data.eval_path,
+                f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty",
+            ),
+            (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
+            (
+                self.train.tokens_per_micro_batch < longest,
+                f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "
+                f"model.max_length={longest}",
+            ),
+            (
+                self.rollout.max_total_tokens < longest,
+                f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
+                f"model.max_length={longest}",
+            ),
+            (run_dir.exists() and not run_dir.is_dir(), f"train.run_dir={run_dir}: a file; expected a directory"),
+            ((run_dir / "hf").exists(), f"train.run_dir={run_dir}: {spoilt}"),
+        )
+        for wrong, message in problems:
+            if wrong:
+                raise ConfigError(message)
