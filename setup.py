@@ -1,6 +1,12 @@
-"""`pip install .` for the package; extras name what a given machine adds. Exact versions live in requirements/."""
+"""`pip install .` installs the package and replaces no torch, megatron-core, transformers or sglang that is there.
+
+Machines that train or serve usually hold builds of these four that fit their driver and each other (slime's image installs
+Megatron-LM from a checkout, for example). They are therefore extras. Exact versions for a CPU are in requirements/cpu.txt.
+"""
 
 from setuptools import find_packages, setup
+
+TRAIN = ["torch>=2.6", "megatron-core>=0.16", "transformers>=4.51"]
 
 setup(
     name="megatron_rlspec",
@@ -11,25 +17,26 @@ setup(
     packages=find_packages(include=["megatron_rlspec*"]),
     package_data={"megatron_rlspec": ["*.j2"]},
     install_requires=[
-        "torch>=2.6",
         "numpy>=1.26",
-        "megatron-core>=0.16",
         "psutil",
         "pydantic>=2.7",
+        "msgspec",
         "safetensors",
         "tokenizers",
-        "transformers>=4.51",
         "aiohttp",
         "requests",
         "rich",
+        "jinja2",
         "matplotlib",
         "tensorboard",
         "pyarrow",
         "math-verify",
     ],
     extras_require={
+        "train": TRAIN,
         "sglang": ["sglang>=0.5.23"],
-        "gpu": ["sglang>=0.5.23", "transformer-engine[pytorch]>=2", "apex"],
+        # NVIDIA's Apex is not on PyPI (the package of that name there is another project), and nothing here needs it.
+        "gpu": [*TRAIN, "sglang>=0.5.23", "transformer-engine[pytorch]>=2"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
     },
     entry_points={
