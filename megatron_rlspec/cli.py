@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ ERRORS = {
     "megatron_rlspec.weights.health:HealthError": 1,
     "megatron_rlspec.session:RunStopped": 1,
 }
+# Packages that a bare `pip install` leaves out -> the extra that brings each.
+EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang"}
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
 TRAIN_NOTES = """\
 With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
@@ -66,14 +69,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] not in COMMANDS:
         sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
     module, _, function = COMMANDS[argv[0]][0].partition(":")
-    command: Callable[[list[str]], object] = getattr(importlib.import_module(module), function)
-    sys.exit(run(lambda: command(argv[1:])))
+    sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))
 
 
 def run(act: Callable[[], object]) -> int:
     """The exit code of a command: what `act` returns, or one line on stderr for an error that has an `exit_code`."""
     try:
         ended = act()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS or importlib.util.find_spec(package):
+            raise  # not one of the packages that may be missing
+        return _complain(
+            f"this command needs {package}, which is not installed here: pip install 'megatron_rlspec[{EXTRAS[package]}]'",
+            2,
+        )
     except Exception as error:
         code = exit_code(error)
         if code is None:

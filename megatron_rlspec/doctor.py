@@ -83,6 +83,10 @@ CONTRACTS = {
     "slime-contract": {"624b824a8": contracts.SLIME},
 }
 INSTALLED_AS = {"megatron-core": "megatron.core", "sglang": "sglang", "slime": "slime"}
+INSTALL = {
+    "megatron-core": "pip install 'megatron_rlspec[train]'",
+    "sglang": "pip install 'megatron_rlspec[sglang]', or set rollout.engine=\"embedded\" or rollout.urls",
+}
 DEFECTS = (
     Defect(
         "mcore-contract",
@@ -237,13 +241,17 @@ def refuse_if_affected(config: Config, *, engines: bool) -> None:
 
     `engines`: whether the run starts any.
 
-    Only the probes of defects within reach are run. That a package keeps to its contract is read within 0.2 s, and
-    nothing is imported for it.
+    Only the probes of defects within reach are run. That a package is installed and keeps to its contract is read from
+    its source within 0.2 s; nothing is imported for it.
     """
     reached = [d.name for d in DEFECTS if d.reached(config) and (engines or d.package != "sglang")]
     for finding in affected(examine(reached), config):
+        defect = next(d for d in DEFECTS if d.name == finding.name)
+        if finding.state == "not installed":
+            raise ConfigError(
+                f"{defect.package} is not installed, but {defect.reached(config)} needs it; {INSTALL[defect.package]}"
+            )
         if finding.hits:
-            defect = next(d for d in DEFECTS if d.name == finding.name)
             raise ConfigError(
                 f"{finding.hits} is not safe here ({finding.name}): {defect.harm} ({finding.seen}); {defect.remedy}"
             )

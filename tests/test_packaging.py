@@ -1,0 +1,55 @@
+"""What `pip install` brings, and what commands say where a package that it leaves out is missing."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parent.parent
+LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
+TRAIN = ("train", "--data.path", "d.jsonl", "--reward.kind", "math")
+HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron_rlspec.cli import main; main({argv!r})"
+
+
+def metadata(monkeypatch) -> dict:
+    found = {}
+    monkeypatch.setattr(setuptools, "setup", found.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return found
+
+
+def names(requirements) -> set[str]:
+    return {requirement.partition(">")[0].partition("[")[0].partition("=")[0] for requirement in requirements}
+
+
+def test_a_bare_install_replaces_no_engine_and_no_trainer(monkeypatch):
+    found = metadata(monkeypatch)
+    assert not names(found["install_requires"]) & set(LEFT_ALONE)
+    for extra in found["extras_require"].values():
+        assert "apex" not in names(extra)  # PyPI's is another project than NVIDIA's
+    assert set(LEFT_ALONE) <= names(found["extras_require"]["gpu"])
+
+
+@pytest.mark.parametrize(
+    "hidden, argv, expects",
+    [
+        (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
+        (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
+        (["megatron"], [*TRAIN, "--model.path", "m"], ("megatron-core is not installed", "megatron_rlspec[train]")),
+        (["sglang"], [*TRAIN, "--model.path", "m"], ("sglang is not installed", "megatron_rlspec[sglang]")),
+        (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    argv = [word.format(model=tmp_path) for word in argv]
+    command = [sys.executable, "-c", HIDE.format(hidden=hidden, argv=argv)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rlspec") and all(word in line for word in expects), line
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
