@@ -1,7 +1,7 @@
 """`pip install .` installs the package and replaces no torch, megatron-core, transformers or sglang that is there.
 
-Machines that train or serve usually hold builds of these four that fit their driver and each other (slime's image installs
-Megatron-LM from a checkout, for example). They are therefore extras. Exact versions for a CPU are in requirements/cpu.txt.
+A machine that trains or serves usually has builds of these four that fit its driver and each other: slime's image, for
+example, installs Megatron-LM from a checkout. They are therefore extras. Versions for a CPU: requirements/cpu.txt.
 """
 
 from setuptools import find_packages, setup

@@ -80,10 +80,8 @@ def run(act: Callable[[], object]) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package):
             raise  # not one of the packages that may be missing
-        return _complain(
-            f"this command needs {package}, which is not installed here: pip install 'megatron_rlspec[{EXTRAS[package]}]'",
-            2,
-        )
+        install = f"pip install 'megatron_rlspec[{EXTRAS[package]}]'"
+        return _complain(f"this command needs {package}, which is not installed here: {install}", 2)
     except Exception as error:
         code = exit_code(error)
         if code is None:
