@@ -6,7 +6,7 @@ Without --tables the machines are rooflines from vendors' figures (simulated): t
 perturbed. With --tables each pair holds two measured profiles of one engine. The oracle knows the true acceptance of
 every round and the scoring table, and switches for free; regret is 1 - (its time for the same tokens) / (ours).
 
-After rounds that were off the drafter catches up as in SGLang: on those requests that the policy names, and only their
+After rounds that were off the drafter catches up as in SGLang: on those requests that the rule names, and only their
 drafts are accepted and observed, until it names all. What the others go on missing is owed.
 """
 
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
-from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -40,7 +40,7 @@ WALKS = ("random", "rising", "falling")
 
 @dataclass
 class Run:
-    """One (machine, batch, first acceptance): what the policy lost, and what fixed choices lose on the same rounds."""
+    """One (machine, batch, first acceptance): what the rule lost, and what fixed choices lose on the same rounds."""
 
     machine: str
     batch: int
@@ -117,15 +117,15 @@ def replay(
     ms = score.grid(candidates, np.array(batch), context)
     best = (tokens / ms).max(axis=0)
 
-    policy = Policy(candidates, decide)
+    rule = SpecRule(candidates, decide)
     index = {config: i for i, config in enumerate(candidates)}
     drafters = Drafters(batch)
     chosen, part, read = np.empty(rounds, int), np.ones(rounds), 0
     for t in range(rounds):
-        config = policy.choose(batch, int(context[t]), drafters.missed)
-        accepted, owed = drafters.round(config, policy.catch_up, rates[t], rng)
-        policy.observe(config, accepted, batch - len(accepted))
-        chosen[t], part[t], read = index[config], policy.catch_up / batch, read + owed
+        config = rule.choose(batch, int(context[t]), drafters.missed)
+        accepted, owed = drafters.round(config, rule.catch_up, rates[t], rng)
+        rule.observe(config, accepted, batch - len(accepted))
+        chosen[t], part[t], read = index[config], rule.catch_up / batch, read + owed
 
     at = np.arange(rounds)
     off = index[OFF]
@@ -146,7 +146,7 @@ def replay(
     gain = np.delete(tokens / ms, off, axis=0).max(axis=0) / (tokens / ms)[off] - 1
     judged = np.abs(gain) > BAND
     right = (chosen != off) == (gain > 0)
-    report = policy.report()
+    report = rule.report()
     return Run(
         machine,
         batch,
@@ -164,15 +164,15 @@ def replay(
 
 def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
     """Median microseconds of `choose` and of `observe` at this batch."""
-    policy, rng = Policy(decide.configs(), decide), np.random.default_rng(0)
+    rule, rng = SpecRule(decide.configs(), decide), np.random.default_rng(0)
     choosing, observing = [], []
     for t in range(3000):
         start = time.perf_counter()
-        policy.choose(batch, batch * (500 + t))
+        rule.choose(batch, batch * (500 + t))
         middle = time.perf_counter()
         accepted = np.cumprod(rng.random((batch, 3)) < 0.7, axis=1).sum(axis=1).tolist()
         again = time.perf_counter()
-        policy.observe(SpecConfig(3), accepted)
+        rule.observe(SpecConfig(3), accepted)
         choosing.append(middle - start)
         observing.append(time.perf_counter() - again)
     return 1e6 * float(np.median(choosing)), 1e6 * float(np.median(observing))
@@ -182,7 +182,7 @@ class Engine:
     """Rounds whose acceptance is set from outside; what they cost is charged by the scoring table."""
 
     def __init__(self, decide: CostTable, score: CostTable) -> None:
-        self.policy = Policy(decide.configs(), decide, start=SpecConfig(3))
+        self.rule = SpecRule(decide.configs(), decide, start=SpecConfig(3))
         self.score, self.rng, self.drafters = score, np.random.default_rng(0), Drafters(0)
 
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
@@ -190,10 +190,10 @@ class Engine:
             self.drafters = Drafters(batch)
         configs, ms = [], 0.0
         for _ in range(rounds):
-            config = self.policy.choose(batch, batch * length, self.drafters.missed)
+            config = self.rule.choose(batch, batch * length, self.drafters.missed)
             rates = np.full(config.num_steps, rate)
-            accepted, owed = self.drafters.round(config, self.policy.catch_up, rates, self.rng)
-            self.policy.observe(config, accepted, batch - len(accepted))
+            accepted, owed = self.drafters.round(config, self.rule.catch_up, rates, self.rng)
+            self.rule.observe(config, accepted, batch - len(accepted))
             configs.append(config)
             ms += self.score.ms(config, batch, batch * length) + self.score.catch_up_ms * owed
         return configs, ms
@@ -206,7 +206,7 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
         engine = Engine(decide, score)
         configs, _ = engine.run(100, batch, 0.0)
         off_after = 100 - next((i for i, c in enumerate(configs[::-1]) if c.num_steps > 1), 100)
-        engine.policy.report()
+        engine.rule.report()
         late, ms = engine.run(3000, batch, 0.0)
         cost = ms / (3000 * score.ms(OFF, batch, batch * 1024)) - 1
         configs, _ = engine.run(1000, batch, 0.85)
@@ -228,7 +228,7 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
     for _ in range(100):
         engine.run(10, 4, 0.6)
         engine.run(10, 256, 0.6, length=128)
-    switches = engine.policy.report()["switches"]
+    switches = engine.rule.report()["switches"]
     found["load alternating between batch 4 and 256 every 10 rounds"] = {
         "rounds": 2000,
         "switches": switches,
@@ -238,7 +238,7 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
     for _ in range(1000):
         engine.run(1, 4, 0.6)
         engine.run(1, 256, 0.6, length=128)
-    switches = engine.policy.report()["switches"]
+    switches = engine.rule.report()["switches"]
     found["the same every round"] = {"rounds": 2000, "switches": switches, "ok": switches <= 10}
     configs, _ = Engine(decide, score).run(1000, 192, 0.8, length=256)
     share = sum(c == OFF for c in configs) / len(configs)

@@ -3,7 +3,7 @@
     python benchmarks/adaptive_sglang.py [--quick] [--json FILE]
 
 One engine speculates and is told, run by run, which contestant decides: `off` (ours), `k0` (SGLang's step 0), fixed
-steps, `stock` (SGLang's own adaptive rule, its code and its built-in steps per batch size), `ours` (the policy, by a
+steps, `stock` (SGLang's own adaptive rule, its code and its built-in steps per batch size), `ours` (the rule, by a
 cost table that `rlspec profile` measured on this engine a moment before). A second engine was launched without
 speculation: `plain`. All sample with the same position-keyed sampler. The workload is a long tail: most responses are
 short, a few are long, so the batch shrinks from many to one; lengths are fixed by request, so every contestant emits
@@ -38,7 +38,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 
@@ -93,17 +93,17 @@ class Contestants:
         if name == "plain":
             return rollout(self.plain, lengths, seed)
         if name == "ours":
-            self.spec.set_policy(self.adapter.policy())
+            self.spec.set_spec_rule(self.adapter.rule())
         elif name == "stock":
-            self.spec.set_policy({"stock": True})
+            self.spec.set_spec_rule({"stock": True})
         else:
             self.spec.set_schedule(SpecSchedule.fixed(FIXED[name]))
         self.spec.stats()
-        self.spec.policy_report()
+        self.spec.spec_rule_report()
         result = rollout(self.spec, lengths, seed)
         stats = self.spec.stats()
         if name == "ours":
-            self.adapter.observe(stats, [self.spec.policy_report()])
+            self.adapter.observe(stats, [self.spec.spec_rule_report()])
         self.rounds.setdefault(name, []).extend(stats)
         return result
 
@@ -155,11 +155,11 @@ def overhead(table: CostTable, most: int) -> dict[int, float]:
     """What choosing and observing takes of a round, by batch: at the cheapest round of the table, the worst case."""
     found = {}
     for batch in (1, most):
-        policy, took = Policy(table.configs(), table), []
+        rule, took = SpecRule(table.configs(), table), []
         for t in range(2000):
             start = time.perf_counter()
-            policy.choose(batch, batch * (64 + t % 512))
-            policy.observe(SpecConfig(3), [t % 4] * batch)
+            rule.choose(batch, batch * (64 + t % 512))
+            rule.observe(SpecConfig(3), [t % 4] * batch)
             took.append(1000 * (time.perf_counter() - start))
         found[batch] = float(np.median(took)) / min(table.ms(c, batch, 64 * batch) for c in table.configs())
     return found
@@ -177,7 +177,7 @@ def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -
         ] = behind[2] >= 1.0
     middle, low, high = found["useless"]["x plain"]["ours"]
     aims[f"useless drafter: within 3 % of plain decoding ({middle:.3f} x, {low:.3f} to {high:.3f})"] = low >= 0.97
-    aims[f"policy <= 0.5 % of a round ({max(spent.values()):.2%})"] = max(spent.values()) <= 0.005
+    aims[f"rule <= 0.5 % of a round ({max(spent.values()):.2%})"] = max(spent.values()) <= 0.005
     return aims
 
 
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n" + "\n".join(f"{'ok' if met else 'MISSED':7}{aim}" for aim, met in aims.items()))
     print(f"load at the end {os.getloadavg()[0]:.2f}")
     if args.json:
-        result = {"conditions": conditions, "aims": aims, "policy_share_of_a_round": spent, "drafters": found}
+        result = {"conditions": conditions, "aims": aims, "rule_share_of_a_round": spent, "drafters": found}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(aims.values()) else 1
 

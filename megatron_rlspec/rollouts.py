@@ -101,7 +101,7 @@ class Rollouts:
             self.adapter.prior = Prior.from_json(resumed["prior"])
         if self.config.spec.mode == "adaptive":
             self.adapter.expect(self.forecast.rates())
-            self.engines.everywhere(lambda engine: engine.set_policy(self.adapter.policy()))
+            self.engines.everywhere(lambda engine: engine.set_spec_rule(self.adapter.rule()))
 
     def _health(self, engines: Mapping[str, RolloutEngine]) -> Health:
         options, spec = self.config.health, self.config.spec
@@ -121,7 +121,7 @@ class Rollouts:
         """The run's own way of drafting, after canaries and repairs; an engine that is gone by then is left out."""
         try:
             if self.config.spec.mode == "adaptive":
-                engine.set_policy(self.adapter.policy())
+                engine.set_spec_rule(self.adapter.rule())
             else:
                 engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
         except EngineError as error:
@@ -295,13 +295,13 @@ class Rollouts:
             raise EngineError("no engine is left, and none could be started again")
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take in what the engines observed. They decide by themselves, every round, by the policy they were given.
+        """Take in what the engines observed. They decide by themselves, every round, by the rule that they were given.
 
         `prediction` is of the next rollout's acceptance; the one made a step ago is scored by this rollout. To be
         called before the push, whose canary runs under another configuration.
         """
         adaptive = self.config.spec.mode == "adaptive"
-        reports = self.engines.everywhere(lambda engine: engine.policy_report()) if adaptive else []
+        reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
         expected, names = self.adapter.expected(), {id(e): n for n, e in self.health.pusher.engines.items()}
         seen: list[RoundStats] = []
         for engine, stats in self.engines.everywhere(lambda engine: (engine, engine.stats())):
@@ -312,7 +312,7 @@ class Rollouts:
         found = self.adapter.observe(seen, reports) | self.forecast.score(seen) | self.forecast.expect(prediction)
         if adaptive:
             found |= self.adapter.expect(self.forecast.rates())
-        write_atomically(self.run_dir / "policy.json", json.dumps(self.adapter.policy()))
+        write_atomically(self.run_dir / "spec_rule.json", json.dumps(self.adapter.rule()))
         return found
 
 

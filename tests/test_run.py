@@ -33,7 +33,7 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
         assert {"seconds_generate", "seconds_push", "seconds_train"} <= record.keys()
         assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 1.5  # an untrained drafter
         assert 0 <= record["spec/prior_forecast_share"] <= 1 and record["spec/prior_1"] < 0.5
-    told = Acceptance.from_json(json.loads((whole / "policy.json").read_text())["acceptance"])
+    told = Acceptance.from_json(json.loads((whole / "spec_rule.json").read_text())["acceptance"])
     assert told.rates[0] == records[-1]["spec/prior_1"]
     evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
     assert [event["name"] for event in evaluations] == ["first", "last"]

@@ -57,7 +57,7 @@ def main() -> None:
         summary = rewards(run) | times(run) | predictions(run)
         with CONSOLE.status("accept length of three drafters on the final policy's rollouts"):
             summary |= accept_lengths(run, engines["spec"], prompts[: args.prompts], sampling)
-        engines["spec"].set_policy(json.loads((run / "rl/policy.json").read_text()))
+        engines["spec"].set_spec_rule(json.loads(rule_file(run / "rl").read_text()))
         with CONSOLE.status("tokens per second, engines in turn"):
             batch = prompts[: args.prompts]
             summary |= speeds("rollout", engines, batch, sampling, args.repeats)
@@ -72,6 +72,12 @@ def main() -> None:
 def draw(engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling, salt: int) -> list[Sample]:
     requests = [Request(f"s{salt:04d}-p{i:05d}", p, seed=1000 * salt + i) for i, p in enumerate(prompts)]
     return engine.generate(requests, sampling)
+
+
+def rule_file(run: Path) -> Path:
+    """`spec_rule.json` of a run, which runs before 0.2.0 call `policy.json`."""
+    path = run / "spec_rule.json"
+    return path if path.exists() else run / "policy.json"
 
 
 def rewards(run: Path) -> dict:

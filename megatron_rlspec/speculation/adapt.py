@@ -1,4 +1,4 @@
-"""The loop's side of adaptive speculation: the policy that engines start with, and what is kept of what they did."""
+"""The loop's side of adaptive speculation: the rule that engines start with, and what is kept of what they did."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.policy import CATCH_UP_SHARE
 from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.rule import CATCH_UP_SHARE
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
 
 
 class Adapter:
-    """`policy()` is what an engine's `set_policy` takes; `observe` follows acceptance, `expect` says what comes next.
+    """`rule()` is what an engine's `set_spec_rule` takes; `observe` follows acceptance, `expect` says what comes next.
 
     cost_table     path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
     target_layers  of the model, for that rule; and `ridge_tokens`, of the machine
@@ -46,7 +46,7 @@ class Adapter:
         self.prior = Prior()
         self.believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
 
-    def policy(self) -> dict[str, Any]:
+    def rule(self) -> dict[str, Any]:
         return self.cost | self.settings | {"acceptance": (self.believed or self.acceptance).to_json()}
 
     def expected(self) -> dict[SpecConfig, float]:
@@ -56,7 +56,7 @@ class Adapter:
         return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deep + 1)}
 
     def expect(self, forecast: Sequence[float] | None) -> dict[str, float]:
-        """Forecast rates a_1.. of the next rollout, None if there are none: what `policy()` says of acceptance.
+        """Forecast rates a_1.. of the next rollout, None if there are none: what `rule()` says of acceptance.
 
         Returns what the records keep: the forecast's share in it, and the drafts that it counts for.
         """

@@ -1,6 +1,6 @@
 """The cost table: what one decode round costs, measured, over every axis that a decision may turn on.
 
-Usable alone: standard library and numpy. `rlspec profile` writes it, the solver and the online policy read it.
+Usable alone: standard library and numpy. `rlspec profile` writes it, the solver and the online rule read it.
 Source of the axes: ReSpec section 5.2 (batch, steps, branches, draft tokens), RLHFSpec section 5.2 (context and
 verified tokens), PAT section 4 (tensor parallel size, context tokens).
 """

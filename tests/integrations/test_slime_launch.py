@@ -130,7 +130,7 @@ def test_dry_run_prints_and_stops(tmp_path, capsys):
 TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
 
 
-def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
+def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     """Read back as SGLang's scheduler process reads it, and decided as it decides there."""
     from megatron_rlspec.rollout.sglang.server.controller import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
@@ -144,7 +144,7 @@ def test_cost_table_puts_our_policy_into_the_engines(monkeypatch):
     decider.start(added.adaptive["1"]["candidate_steps"], 3)
     chosen = decider.choose(1, 1000, None)[0]
     for _ in range(400):
-        decider.policy.observe(chosen, [0])  # nothing is ever accepted
+        decider.rule.observe(chosen, [0])  # nothing is ever accepted
         chosen = decider.choose(256, 256 * 1000, None)[0]
     assert chosen == OFF
 

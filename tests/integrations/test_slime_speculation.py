@@ -7,7 +7,7 @@ import pytest
 from megatron_rlspec.integrations.slime import speculation as slime_speculation
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
 CHAIN = SpecConfig(3)
@@ -26,7 +26,7 @@ class Engine:
         self.rounds.clear()
         return drained
 
-    def policy_report(self):
+    def spec_rule_report(self):
         return {}
 
     def version(self):
@@ -35,7 +35,7 @@ class Engine:
     def describe(self):
         return {"held": ""}
 
-    def set_policy(self, policy):
+    def set_spec_rule(self, rule):
         pass
 
     def set_schedule(self, schedule):
@@ -69,5 +69,5 @@ def test_a_resumed_run_may_draft_other_numbers_of_steps(before):
     former, resumed = (Speculation(Adapter([0, deepest], "", 2, 64.0, 0.01, 0.01)) for deepest in (before, 3))
     former.adapter.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))
-    policy = Policy.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.policy()})
-    assert (policy.acceptance.rates[0] > 0.9) == (before >= 3)
+    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.rule()})
+    assert (rule.acceptance.rates[0] > 0.9) == (before >= 3)

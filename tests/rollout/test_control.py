@@ -26,7 +26,7 @@ def chosen(decider):
 
 
 def test_what_was_held_twice_is_released_once(decider):
-    """By a canary and by a push, say: the second must not take "off" for the policy that waits."""
+    """By a canary and by a push, say: the second must not take "off" for the rule that waits."""
     control._hold(SETTINGS, None, "canary")
     control._hold(SETTINGS, None, "push")
     assert chosen(decider) == OFF and control._held["reason"] == "push"
@@ -34,11 +34,11 @@ def test_what_was_held_twice_is_released_once(decider):
     assert chosen(decider) == SpecConfig(3) and not control._held
 
 
-def test_a_policy_set_meanwhile_waits(decider):
+def test_a_rule_set_meanwhile_waits(decider):
     control._hold(SETTINGS, None, "push")
     control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())
     assert chosen(decider) == OFF
-    control._set_policy(SETTINGS, None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
+    control._set_spec_rule(SETTINGS, None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
     assert chosen(decider) == OFF and control._held["reason"] == "push"
     control._release(SETTINGS, None)
     assert chosen(decider) == SpecConfig(1)
@@ -48,8 +48,8 @@ def test_a_policy_set_meanwhile_waits(decider):
     "body",
     [
         {"command": "nothing"},
-        {"command": "set_policy", "policy": [1]},
-        {"command": "set_policy", "policy": {"schedule": {"batches": []}}},
+        {"command": "set_spec_rule", "spec_rule": [1]},
+        {"command": "set_spec_rule", "spec_rule": {"schedule": {"batches": []}}},
         {"command": "set_schedule", "schedule": None},
         {"command": "hold"},
     ],
@@ -85,3 +85,8 @@ def test_settings_survive_the_environment(monkeypatch):
     settings = Settings("target_only", {"table": "cost.json"}, deliveries=True)
     monkeypatch.setenv(*next(iter(settings.to_environment().items())))
     assert Settings.from_environment() == settings
+
+
+def test_the_rule_under_its_old_name_is_still_read(monkeypatch):
+    monkeypatch.setenv(VARIABLE, '{"verifier": "target_only", "policy": {"table": "cost.json"}}')
+    assert Settings.from_environment() == Settings("target_only", {"table": "cost.json"})

@@ -225,21 +225,21 @@ def rounds_of(sample: Sample) -> dict[int, int]:
 def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[str, SGLangEngine]) -> None:
     """While off, 8 of 12 requests' drafters catch up now and then; the others draft at random in those rounds.
 
-    By this policy's costs drafting pays once contexts are long. From there on each round accepts what it accepts where
+    By this rule's costs drafting pays once contexts are long. From there on each round accepts what it accepts where
     the drafter was never off, wherever both start a round at the same token: nothing is missing from its cache.
     """
     engine = engines["adaptive"]
     asked, sampling = requests(12, "some"), Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
     computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 1000, drafter=0.1)
-    policy = {"candidates": [[0, 0, 0], [3, 1, 4]], "start": [0, 0, 0], "roofline": computing.to_json()}
+    rule = {"candidates": [[0, 0, 0], [3, 1, 4]], "start": [0, 0, 0], "roofline": computing.to_json()}
     try:
         engine.update_weights(1, half_wrong_drafter().items())
         engine.set_schedule(k(3))
         always = list(engine.generate(asked, sampling))
-        engine.set_policy(policy | {"probe_share": 0.2})
+        engine.set_spec_rule(rule | {"probe_share": 0.2})
         engine.stats()
         sometimes = list(engine.generate(asked, sampling))
-        stats, report = engine.stats(), engine.policy_report()
+        stats, report = engine.stats(), engine.spec_rule_report()
     finally:
         engine.set_schedule(k(3))
         engine.update_weights(0, WEIGHTS.items())
@@ -262,10 +262,10 @@ def test_a_table_without_step_0_decides(engines: dict[str, SGLangEngine]) -> Non
     engine = engines["adaptive"]
     table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
     try:
-        engine.set_policy({"table": str(table)})
+        engine.set_spec_rule({"table": str(table)})
         engine.stats()
         list(engine.generate(requests(4, "priced"), SAMPLINGS["greedy"]))
-        assert SpecConfig(0) not in {s.config for s in engine.stats()} and engine.policy_report()["predicted_ms"] > 0
+        assert SpecConfig(0) not in {s.config for s in engine.stats()} and engine.spec_rule_report()["predicted_ms"] > 0
     finally:
         engine.set_schedule(k(3))
 
@@ -479,10 +479,10 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
     assert found["rollout/spec_accept_1"] < 0.2
     learnt = [round(rate, 4) for rate in speculation.adapter.acceptance.rates]
     for engine in (few, many):
-        report = engine.policy_report()
+        report = engine.spec_rule_report()
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
         engine.generate(requests(2), Sampling(max_new_tokens=4, ignore_eos=True))
-        assert "predicted_ms" in engine.policy_report()  # it decides by costs now, and not by a schedule
+        assert "predicted_ms" in engine.spec_rule_report()  # it decides by costs now, and not by a schedule
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
     by_table = Speculation(
@@ -492,13 +492,13 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
     few.set_schedule(k(2))
     few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
     assert by_table.after_rollout([few.url])["health/deaf_engines"] == 0
-    given = by_table.policy()
+    given = by_table.rule()
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
     resumed = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
     resumed.restore(json.loads(json.dumps(speculation.state())))
-    assert resumed.policy() == speculation.policy()
+    assert resumed.rule() == speculation.rule()
 
 
 def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
@@ -507,7 +507,7 @@ def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
     with pytest.raises(EngineError, match="cannot run k1; it was launched with off$"):
         engines["plain"].set_schedule(k(1))
     with pytest.raises(EngineError, match="cannot run k5, k7; it was launched with off, k0, k1, k2, k3$"):
-        engines["adaptive"].set_policy({"stock": True})  # SGLang's built-in rule wants both
+        engines["adaptive"].set_spec_rule({"stock": True})  # SGLang's built-in rule wants both
     engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
     with pytest.raises(EngineError, match="request r-000.: .*4096"):
         engines["plain"].generate([Request("r-000.", Prompt(0, np.full(5000, 7)), 1)], SAMPLINGS["T=1"])

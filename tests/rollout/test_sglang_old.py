@@ -141,11 +141,11 @@ def test_samples_go_on_under_new_weights(engines):
     assert [len(s.response) for s in done] == [24, 24]
 
 
-def test_a_policy_decides_by_what_it_sees(engines):
+def test_a_rule_decides_by_what_it_sees(engines):
     engine = engines["adaptive"]
-    engine.set_policy({"schedule": k(2).to_json()})
-    generate(engine, "policy", temperature=1.0)
-    assert engine.policy_report()
+    engine.set_spec_rule({"schedule": k(2).to_json()})
+    generate(engine, "rule", temperature=1.0)
+    assert engine.spec_rule_report()
 
 
 def test_weights_come_through_a_group(engines, group):
@@ -169,7 +169,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEng
     """SGLang's own `launch_server` with the plugin in force, as slime's engines are."""
     room = tmp_path_factory.mktemp("plain")
     model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), launcher._free_port()
-    settings = {"verifier": "target_only", "policy": {"schedule": k(2).to_json()}, "deliveries": True}
+    settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
     environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(room), "RLSPEC_SGLANG": json.dumps(settings)}
     here = Path(__file__).parent
     environment["PYTHONPATH"] = os.pathsep.join([FOLDERS, str(here.parent.parent)])

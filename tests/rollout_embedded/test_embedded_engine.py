@@ -242,16 +242,16 @@ def test_an_update_of_what_changed_is_enough(model):
 def test_a_policy_decides_every_round_and_learns(model):
     engine = oracle.engine_of(*model)
     plain = texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE))
-    engine.set_policy({"roofline": Roofline.of_layers(36).to_json()})
+    engine.set_spec_rule({"roofline": Roofline.of_layers(36).to_json()})
     engine.stats()
     assert texts(engine.generate(oracle.requests(PROMPTS, group=4), FREE)) == plain
-    report = engine.policy_report()
+    report = engine.spec_rule_report()
     assert sum(report["rounds"].values()) == sum(r.rounds for r in engine.stats())
     assert report["tokens_per_drafting_round"] > 1.2
     with pytest.raises(EngineError, match="k70 needs max_draft_tokens >= 71"):
-        engine.set_policy({"candidates": [[70, 1, 71]], "roofline": Roofline.of_layers(36).to_json()})
+        engine.set_spec_rule({"candidates": [[70, 1, 71]], "roofline": Roofline.of_layers(36).to_json()})
     engine.set_schedule(SpecSchedule.fixed(OFF))
-    assert engine.policy_report() == {}
+    assert engine.spec_rule_report() == {}
 
 
 def test_broken_weights_leave_nothing_behind(model):

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 
@@ -9,14 +9,14 @@ def adapter() -> Adapter:
     return Adapter((0, 1, 3), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
 
 
-def test_engines_accept_the_policy_and_learn_on_from_it():
+def test_engines_accept_the_rule_and_learn_on_from_it():
     mine = adapter()
     mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
-    policy = Policy.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **mine.policy()})
-    assert policy.acceptance.rates == mine.acceptance.rates and policy.choose(4, 400) == SpecConfig(3)
+    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **mine.rule()})
+    assert rule.acceptance.rates == mine.acceptance.rates and rule.choose(4, 400) == SpecConfig(3)
 
 
-def test_records_hold_shares_acceptance_and_what_policies_decided():
+def test_records_hold_shares_acceptance_and_what_rules_decided():
     stats = [
         RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(60, 0, 0, 60)),
         RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),

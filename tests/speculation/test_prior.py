@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.policy import Policy
 from megatron_rlspec.speculation.prior import DRAWS, Prior
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 STEPS, ROUNDS = 3, 2000
@@ -25,7 +25,7 @@ def errors(truth, forecasts, seed=0, until=None):
     rng, found, draws = np.random.default_rng(seed), [], []
     for rate, forecast in zip(truth, forecasts, strict=True):
         record = adapter.expect([forecast] * STEPS)
-        belief = Policy.from_json({"candidates": [[0, 0, 0], [STEPS, 1, STEPS + 1]], **adapter.policy()}).acceptance
+        belief = SpecRule.from_json({"candidates": [[0, 0, 0], [STEPS, 1, STEPS + 1]], **adapter.rule()}).acceptance
         assert record["spec/prior_1"] == belief.rates[0]
         draws.append(record["spec/prior_draws"])
         found.append([abs(guess - rate) for guess in (belief.rates[0], adapter.acceptance.rates[0], forecast)])
@@ -67,7 +67,7 @@ def test_before_anything_was_seen_the_forecast_is_all_there_is():
     adapter = Adapter((0, 1, STEPS), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
     record = adapter.expect([0.9, 0.8, 0.7])
     assert record["spec/prior_forecast_share"] == 1 and record["spec/prior_1"] == pytest.approx(0.9, abs=0.01)
-    assert adapter.expect(None) == {} and "acceptance" in adapter.policy()
+    assert adapter.expect(None) == {} and "acceptance" in adapter.rule()
 
 
 def test_what_was_learnt_of_forecasts_survives_a_checkpoint():

@@ -15,7 +15,7 @@ from megatron_rlspec.metrics import Recorder, read_records
 from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.rollouts import Rollouts
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.health import HealthError
@@ -76,7 +76,7 @@ def test_a_healthy_run_is_not_disturbed(run):
         if run.rollouts.config.spec.mode == "fixed":
             assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
         else:
-            assert isinstance(run.engine.schedule, Policy) and run.engine.schedule.schedule is None
+            assert isinstance(run.engine.schedule, SpecRule) and run.engine.schedule.schedule is None
         assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
         run.draw(f"v{version}")
         assert run.rollouts.adapt(None)["spec/rounds"] > 0
@@ -134,7 +134,7 @@ def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(ru
         run.push(1)
         rollouts.health._spent = math.inf  # no canary is due
         rollouts.adapter.expect([0.5] * 5)
-    other.set_policy = gone
+    other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
     assert rollouts.engines.engines == (run.engine,)
     events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
@@ -148,11 +148,11 @@ def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
         run.draw(f"r{reached:.0f}")
         rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
-    before, after = rollouts.adapter.policy(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
+    before, after = rollouts.adapter.rule(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
     assert before["acceptance"] != rollouts.adapter.acceptance.to_json()
     state = json.loads(json.dumps(rollouts.state()))
     after.open(Recorder(tmp_path / "again"), SimpleNamespace(rows=PROMPTS), state, [])
-    assert after.adapter.policy() == before and after.adapter.prior.to_json() == rollouts.adapter.prior.to_json()
+    assert after.adapter.rule() == before and after.adapter.prior.to_json() == rollouts.adapter.prior.to_json()
     after.close()
 
 

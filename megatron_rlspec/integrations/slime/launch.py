@@ -21,7 +21,7 @@ import yaml
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.rollout.sglang.settings import MIXED_CHUNK, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
@@ -66,7 +66,7 @@ def plan(
 
     drafter  our options, by their names in `[drafter]`
     steps    what the engines may choose from; start: num_steps at first
-    cost_table  file by which our policy chooses in the engines; without it SGLang's own rule does
+    cost_table  file by which our rule chooses in the engines; without it SGLang's own rule does
     Raises ConfigError where slime's own flags contradict it.
     """
     given = flags(command)
@@ -115,23 +115,23 @@ def plan(
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
     # `num_steps` holds until the first rollout has taught something.
-    chosen = policy(cost_table, steps) if cost_table else None
+    chosen = rule(cost_table, steps) if cost_table else None
     out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
     return out
 
 
-def policy(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
-    """What `spec.policy.Policy.from_json` takes; 0 steps mean off."""
+def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
+    """What `speculation.rule.SpecRule.from_json` takes; 0 steps mean off."""
     candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
     return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
 
 
 def check_table(cost_table: str, steps: Sequence[int]) -> str:
-    """The table's absolute path. Raises CostTableError or ConfigError where the engines' policy could not read it."""
+    """The table's absolute path. Raises CostTableError or ConfigError where the engines' rule could not read it."""
     path = str(Path(cost_table).absolute())
     CostTable.load(path)
     try:
-        Policy.from_json(policy(path, steps))
+        SpecRule.from_json(rule(path, steps))
     except ValueError as error:
         raise ConfigError(f"--cost-table {cost_table}: {error}") from None
     return path

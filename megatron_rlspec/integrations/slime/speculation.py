@@ -63,10 +63,10 @@ class Speculation:
         return self.forecast.expect(prediction) | _named(self.adapter.expect(self.forecast.rates()))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Give every engine the policy that follows from what was expected. Returns `health/deaf_engines`."""
-        engines, policy = [Engine(url, self.api_key) for url in urls], self.policy()
+        """Give every engine the rule that follows from what was expected. Returns `health/deaf_engines`."""
+        engines, rule = [Engine(url, self.api_key) for url in urls], self.rule()
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            heard = sum(threads.map(lambda engine: _tell(engine, policy), engines))
+            heard = sum(threads.map(lambda engine: _tell(engine, rule), engines))
         return {"health/deaf_engines": float(len(engines) - heard)}
 
     def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
@@ -126,7 +126,7 @@ class Speculation:
             ]
             samples = engine.generate(requests, sampling)
             engine.stats()  # what a canary shows is not the rollout's
-            engine.set_policy(self.policy())
+            engine.set_spec_rule(self.rule())
         except EngineError as error:
             logger.warning("rlspec: no canary: %s", error)
             return []
@@ -134,7 +134,7 @@ class Speculation:
         return [sum(s.accepted[i] for s in samples if i < len(s.accepted)) for i in range(chain.num_steps + 1)]
 
     def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Gather every engine's rounds, learn from them together, and give every engine the policy that follows.
+        """Gather every engine's rounds, learn from them together, and give every engine the rule that follows.
 
         Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. An engine
         whose drafts are accepted far less than expected is held without speculation until the next push. Returns
@@ -148,8 +148,8 @@ class Speculation:
             held = [url for url, found in heard.items() if self._drifts(engines[url], *found)]
             stats = [s for rounds, _, _ in heard.values() for s in rounds]
             values = self.adapter.observe(stats, [report for _, report, _ in heard.values()]) if stats else {}
-            policy = self.policy(stats)
-            told = threads.map(lambda url: _tell(engines[url], policy), heard)
+            rule = self.rule(stats)
+            told = threads.map(lambda url: _tell(engines[url], rule), heard)
             deaf = len(seen) - sum(told)
         found = _named(values) | self.forecast.score(stats)
         return found | {
@@ -162,13 +162,13 @@ class Speculation:
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
             list(threads.map(lambda url: _observations(Engine(url, self.api_key)), urls))
 
-    def policy(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
-        """What an engine's `set_policy` takes, with the table scaled by what rounds took."""
-        policy = self.adapter.policy()
+    def rule(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
+        """What an engine's `set_spec_rule` takes, with the table scaled by what rounds took."""
+        rule = self.adapter.rule()
         if self._table is not None:
             self._table = self._table.calibrated(stats)
-            policy["table"] = self._table.to_json()
-        return policy
+            rule["table"] = self._table.to_json()
+        return rule
 
     def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
         if self.versions.get(engine.url) != version:
@@ -196,7 +196,7 @@ class Speculation:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave; of the table its scale, where this run decides by the same measurements.
 
-        Nothing of a run that drafted fewer steps: engines would refuse a policy that knows too few depths.
+        Nothing of a run that drafted fewer steps: engines would refuse a rule that knows too few depths.
         """
         known, needed = state["acceptance"]["depth"], self.adapter.acceptance.depth
         if known < needed:
@@ -223,17 +223,17 @@ def _accept_length(histograms: Iterable[Sequence[int]]) -> float:
 
 
 def _observations(engine: Engine) -> tuple[list[RoundStats], dict[str, Any], str] | None:
-    """(rounds, policy's report, version), or None of an engine that does not tell."""
+    """(rounds, rule's report, version), or None of an engine that does not tell."""
     try:
-        return engine.stats(), engine.policy_report(), engine.version()
+        return engine.stats(), engine.spec_rule_report(), engine.version()
     except EngineError as error:
         logger.warning("rlspec: nothing is learnt of this engine's rounds: %s", error)
         return None
 
 
-def _tell(engine: Engine, policy: Mapping[str, Any]) -> bool:
+def _tell(engine: Engine, rule: Mapping[str, Any]) -> bool:
     try:
-        engine.set_policy(policy)
+        engine.set_spec_rule(rule)
     except EngineError as error:
         logger.warning("rlspec: this engine's speculation stays as it is: %s", error)
         return False

@@ -22,11 +22,11 @@ from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, Verifier, scratch
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 from megatron_rlspec.weights.fingerprint import fingerprint
 
-CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # for a policy that names none
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # for a rule that names none
 
 
 @dataclass(eq=False)
@@ -203,19 +203,19 @@ class EmbeddedEngine:
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check_configs(config for row in schedule.configs for config in row)
-        self.schedule: SpecSchedule | Policy = schedule
+        self.schedule: SpecSchedule | SpecRule = schedule
 
-    def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Decide every round by `Policy.from_json(policy)`; candidates are the engine's own if it names none."""
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        """Decide every round by `SpecRule.from_json(rule)`; candidates are the engine's own if it names none."""
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        made = Policy.from_json({"candidates": own} | dict(policy))
+        made = SpecRule.from_json({"candidates": own} | dict(rule))
         self._check_configs(made.candidates)
         self.schedule = made
 
-    def policy_report(self) -> dict[str, Any]:
-        """`Policy.report` since the last call; empty under a schedule."""
+    def spec_rule_report(self) -> dict[str, Any]:
+        """`SpecRule.report` since the last call; empty under a schedule."""
         with self._lock:
-            return self.schedule.report() if isinstance(self.schedule, Policy) else {}
+            return self.schedule.report() if isinstance(self.schedule, SpecRule) else {}
 
     def pause(self) -> None:
         with self._lock:
@@ -317,7 +317,7 @@ class EmbeddedEngine:
         runs = self._back(runs, columns)
         verified = self.rounds.verified
         committed = self.rounds.round(np.array([run.row for run in runs]), config)
-        if isinstance(self.schedule, Policy):
+        if isinstance(self.schedule, SpecRule):
             self.schedule.observe(config, [new.accepted for new in committed])
         counts = [0] * (config.num_steps + 1)
         for run, new in zip(runs, committed, strict=True):

@@ -17,7 +17,7 @@ Verifier = Literal["position_keyed", "target_only", "rejection"]
 @dataclass(frozen=True)
 class Settings:
     verifier: Verifier = "position_keyed"
-    policy: dict[str, Any] | None = None
+    spec_rule: dict[str, Any] | None = None
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
 
     @classmethod
@@ -25,7 +25,10 @@ class Settings:
         text = os.environ.get(VARIABLE)
         if text is None:
             return None
-        return cls(**json.loads(text or "{}"))
+        fields = json.loads(text or "{}")
+        if "policy" in fields:  # the rule's name before 0.2.0
+            fields["spec_rule"] = fields.pop("policy")
+        return cls(**fields)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

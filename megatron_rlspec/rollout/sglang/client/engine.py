@@ -142,16 +142,16 @@ class SGLangEngine:
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._post("control/set_schedule", json={"schedule": schedule.to_json()})
 
-    def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """`spec.policy.Policy.from_json` data, as `{"table": "cost.json"}`; the engine's own candidates by default."""
-        self._post("control/set_policy", json={"policy": dict(policy)})
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        """Data of `SpecRule.from_json`, as `{"table": "cost.json"}`; the engine's own candidates by default."""
+        self._post("control/set_spec_rule", json={"spec_rule": dict(rule)})
 
-    def policy_report(self) -> dict[str, Any]:
-        """`Policy.report` of the engine's policy since the last call; empty without speculation."""
-        return self._post("control/policy_report")["report"]
+    def spec_rule_report(self) -> dict[str, Any]:
+        """`SpecRule.report` of the engine's rule since the last call; empty without speculation."""
+        return self._post("control/spec_rule_report")["report"]
 
     def hold(self, reason: str) -> None:
-        """No speculation, whatever policy is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
+        """No speculation, whatever rule is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
         self._post("control/hold", json={"reason": reason})
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token,
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
 _deliveries: dict[str, dict[str, int]] = {"target": {}, "drafter": {}}
-_held: dict[str, Any] = {}  # why speculation is held off, and the policy that waits; empty while it is not
+_held: dict[str, Any] = {}  # why speculation is held off, and the rule that waits; empty while it is not
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -82,17 +82,17 @@ def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) 
     return _stay_held()
 
 
-def _set_policy(settings: Settings, scheduler: Any, policy: dict[str, Any]) -> dict[str, Any]:
-    controller.decider.replace(policy)
+def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
+    controller.decider.replace(spec_rule)
     return _stay_held()
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
-    """Speculation off, whoever sets a policy, until `release`: then the latest policy holds again."""
+    """Speculation off, whoever sets a rule, until `release`: then the latest rule holds again."""
     decider = controller.decider
-    if decider is None or decider.policy is None and not decider.stock:
+    if decider is None or decider.rule is None and not decider.stock:
         raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
-    if _held:  # what is in force is off; the policy that waits goes on waiting
+    if _held:  # what is in force is off; the rule that waits goes on waiting
         _held["reason"] = reason
     else:
         _set_aside(reason)
@@ -101,14 +101,14 @@ def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
 
 def _set_aside(reason: str) -> None:
     decider = controller.decider
-    waiting = {"stock": True} if decider.stock else decider.policy.to_json()
+    waiting = {"stock": True} if decider.stock else decider.rule.to_json()
     decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
-    _held.update(reason=reason, policy=waiting)
+    _held.update(reason=reason, rule=waiting)
 
 
 def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
     if _held:
-        controller.decider.replace(_held["policy"])
+        controller.decider.replace(_held["rule"])
         _held.clear()
     return {}
 
@@ -119,9 +119,9 @@ def _stay_held() -> dict[str, Any]:
     return {}
 
 
-def _policy_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    policy = controller.decider.policy
-    return {"report": {} if policy is None else policy.report()}
+def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    rule = controller.decider.rule
+    return {"report": {} if rule is None else rule.report()}
 
 
 def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": _describe,
     "set_schedule": _set_schedule,
-    "set_policy": _set_policy,
+    "set_spec_rule": _set_spec_rule,
     "hold": _hold,
     "release": _release,
-    "policy_report": _policy_report,
+    "spec_rule_report": _spec_rule_report,
     "stats": _stats,
     "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
@@ -178,8 +178,8 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
         accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
         told = accepted if ran.drafting is None else [accepted[i] for i in ran.drafting]
         others = len(accepted) - len(told)
-        if controller.decider.policy is not None:
-            controller.decider.policy.observe(ran.config, told, others)
+        if controller.decider.rule is not None:
+            controller.decider.rule.observe(ran.config, told, others)
         _rounds.observe(ran.config, ran.context_tokens, told, all(r.finished() for r in batch.reqs), others)
     return returned
 

@@ -17,17 +17,17 @@ from megatron_rlspec.rollout.sglang.server import plain_round
 from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.policy import Policy
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
 class Decider:
-    """The policy in force, limited to the configurations for which the engine holds runtime state."""
+    """The rule in force, limited to the configurations for which the engine holds runtime state."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings.policy
+        self._settings = settings.spec_rule
         self.candidates: list[SpecConfig] = []
-        self.policy: Policy | None = None
+        self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
 
@@ -37,10 +37,10 @@ class Decider:
         if self._settings:
             self.replace(self._settings)
         else:
-            self.policy = Policy(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
+            self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
 
     def replace(self, data: Mapping[str, Any]) -> None:
-        """`Policy.from_json` data; without `candidates` it may choose from all that the engine has.
+        """`SpecRule.from_json` data; without `candidates` it may choose from all that the engine has.
 
         `{"stock": true}` lets SGLang's own adaptive rule decide instead, to compare with.
         """
@@ -48,22 +48,22 @@ class Decider:
             self.stock = self._stock = self._stock or self._stock_rule()
             return
         candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self._priced(data.get("table"))]
-        policy = Policy.from_json({"candidates": candidates, **data})
-        self._check(policy.candidates)
-        if policy.schedule is not None:
-            self._check({config for row in policy.schedule.configs for config in row})
-        self.policy, self.stock = policy, None
+        rule = SpecRule.from_json({"candidates": candidates, **data})
+        self._check(rule.candidates)
+        if rule.schedule is not None:
+            self._check({config for row in rule.schedule.configs for config in row})
+        self.rule, self.stock = rule, None
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
         """The next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.stock:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
-        return self.policy.choose(batch, context_tokens, missed), self.policy.catch_up
+        return self.rule.choose(batch, context_tokens, missed), self.rule.catch_up
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check({config for row in schedule.configs for config in row})
-        if self.policy is not None:
-            self.policy.update(schedule=schedule)
+        if self.rule is not None:
+            self.rule.update(schedule=schedule)
             self.stock = None
 
     def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
@@ -108,7 +108,7 @@ def _nothing(_: int) -> int:
 
 
 def controller_class(settings: Settings) -> type:
-    """SGLang's AdaptiveController with our decision; its own policy keeps listing candidates and graph sizes."""
+    """SGLang's AdaptiveController with our decision; its own rule keeps listing candidates and graph sizes."""
     from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 
     global decider

@@ -1,4 +1,4 @@
-"""The online policy: which speculative configuration the next decode round runs under.
+"""The online rule of speculation: which speculative configuration the next decode round runs under.
 
 An engine calls `choose` before each round and `observe` after it. Costs come from the table, acceptance from what was
 accepted, and nothing else: no clock is read, so every tensor-parallel rank that sees the same rounds decides the same.
@@ -30,7 +30,7 @@ OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
 
 
-class Policy:
+class SpecRule:
     """Chooses by a cost (`CostTable`, or `Roofline` where nothing was measured), or by a given `SpecSchedule`.
 
     Switching: each round adds, for every other candidate, the share of the round that staying loses to it (or takes off
@@ -93,7 +93,7 @@ class Policy:
         doubtful, so probing starts afresh.
         """
         if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
-            raise ValueError("policy: expected a cost or a schedule to decide by, and not both")
+            raise ValueError("speculation rule: expected a cost or a schedule to decide by, and not both")
         if cost is not None:
             self.cost, self.schedule = cost, None
             measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
@@ -175,7 +175,7 @@ class Policy:
             self._settle(config, drafts / len(accepted), len(accepted) / (len(accepted) + others))
 
     def report(self) -> dict[str, Any]:
-        """What was decided since the last report: JSON-ready. `estimated_regret` is by the policy's own figures."""
+        """What was decided since the last report: JSON-ready. `estimated_regret` is by the rule's own figures."""
         rounds = sum(self._rounds.values())
         found = {
             "rounds": {str(config): n for config, n in sorted(self._rounds.items())},
@@ -213,7 +213,7 @@ class Policy:
         return data | {kind: self.cost.to_json()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Policy:
+    def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
 
         Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`.
@@ -221,11 +221,11 @@ class Policy:
         """
         unknown = set(data) - _KEYS
         if unknown:
-            raise ValueError(f"policy: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}")
+            raise ValueError(f"speculation rule: unknown field {min(unknown)!r}, expected among {sorted(_KEYS)}")
         if data.get("version", VERSION) != VERSION:
-            raise ValueError(f"policy: version {data['version']!r}, but this release reads version {VERSION}")
+            raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
-            raise ValueError("policy: no field 'candidates'")
+            raise ValueError("speculation rule: no field 'candidates'")
         optional = {name: data[name] for name in ("margin", "probe_share", "catch_up_share") if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
@@ -370,7 +370,8 @@ def _triple(config: SpecConfig) -> list[int]:
 def _decider(data: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in ("table", "roofline", "schedule") if data.get(name) is not None]
     if len(given) != 1:
-        raise ValueError(f"policy: expected exactly one of table, roofline and schedule, got {given or 'none'}")
+        found = given or "none"
+        raise ValueError(f"speculation rule: expected exactly one of table, roofline and schedule, got {found}")
     value = data[given[0]]
     if given == ["schedule"]:
         return {"schedule": SpecSchedule.from_json(value)}

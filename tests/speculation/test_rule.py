@@ -6,8 +6,8 @@ import pytest
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
-from megatron_rlspec.speculation.policy import FIRST_PROBE, LAST_PROBE, Policy
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.rule import FIRST_PROBE, LAST_PROBE, SpecRule
 from megatron_rlspec.speculation.solver import chains, compile_schedule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -19,31 +19,31 @@ H20 = Roofline.of_hardware(*HARDWARE["H20"])
 class Engine:
     """Draws what rounds accept and charges what they cost; `rates` may be changed between runs."""
 
-    def __init__(self, policy, cost=H100, rates=(0.7,) * 5, seed=0):
-        self.policy, self.cost, self.rates = policy, cost, rates
+    def __init__(self, rule, cost=H100, rates=(0.7,) * 5, seed=0):
+        self.rule, self.cost, self.rates = rule, cost, rates
         self.rng = np.random.default_rng(seed)
         self.chosen, self.ms, self.tokens, self.best_ms = [], 0.0, 0.0, 0.0
 
     def run(self, rounds, batch=4, length=1000):
         for _ in range(rounds):
-            config = self.policy.choose(batch, batch * length)
+            config = self.rule.choose(batch, batch * length)
             k = config.num_steps
             drafts = np.cumprod(self.rng.random((batch, k)) < np.array(self.rates[:k]), axis=1).sum(axis=1).tolist()
-            self.policy.observe(config, drafts)
+            self.rule.observe(config, drafts)
             self.chosen.append(config)
             self.ms += float(self.cost.grid([config], np.array(batch), np.array(batch * length))[0])
             self.tokens += batch + sum(drafts)
         return self.chosen[-rounds:]
 
 
-def policy(cost=H100, **kwargs):
-    return Policy(CANDIDATES, cost, start=SpecConfig(3), **kwargs)
+def rule(cost=H100, **kwargs):
+    return SpecRule(CANDIDATES, cost, start=SpecConfig(3), **kwargs)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.0005])
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_useless_drafts_are_off_soon_and_probes_stay_within_their_share(batch, share):
-    engine = Engine(policy(probe_share=share), rates=(0.0,) * 5)
+    engine = Engine(rule(probe_share=share), rates=(0.0,) * 5)
     engine.run(60, batch)
     assert engine.chosen[-1] == OFF
     before = engine.ms
@@ -52,13 +52,13 @@ def test_useless_drafts_are_off_soon_and_probes_stay_within_their_share(batch, s
     assert -1e-9 < (engine.ms - before) / plain - 1 <= share * 4060 / 4000  # earned in all rounds so far
     if share == 0.01:
         assert {c for c in late if c != OFF} == {SpecConfig(1)}  # it does keep looking, as cheaply as it can
-    assert engine.policy.report()["probe_share"] <= share
-    assert engine.policy.acceptance.draws[0] < 500  # what was seen long ago no longer outweighs a probe
+    assert engine.rule.report()["probe_share"] <= share
+    assert engine.rule.acceptance.draws[0] < 500  # what was seen long ago no longer outweighs a probe
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_a_drafter_that_recovers_is_used_again(batch):
-    engine = Engine(policy(), rates=(0.0,) * 5)
+    engine = Engine(rule(), rates=(0.0,) * 5)
     engine.run(2000, batch)
     assert engine.chosen[-1] == OFF
     engine.rates = (0.85,) * 5
@@ -68,16 +68,16 @@ def test_a_drafter_that_recovers_is_used_again(batch):
 
 
 def test_without_a_probe_budget_off_is_for_good():
-    engine = Engine(policy(probe_share=0.0), rates=(0.0,) * 5)
+    engine = Engine(rule(probe_share=0.0), rates=(0.0,) * 5)
     engine.run(200)
     engine.rates = (0.9,) * 5
     assert set(engine.run(1000)) == {OFF}
-    engine.policy.update(rates=[0.9, 0.85, 0.8, 0.75, 0.7])  # the new weights' prediction turns it on
+    engine.rule.update(rates=[0.9, 0.85, 0.8, 0.75, 0.7])  # the new weights' prediction turns it on
     assert engine.run(60)[-1].num_steps >= 3
 
 
 def owing(share):
-    """A policy of this cost, by a table in which the drafter reads what one round missed in `share` of the round."""
+    """A rule of this cost, by a table in which the drafter reads what one round missed in `share` of the round."""
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 2048), provenance)
     round_ms = table.ms(OFF, 64, 64 * 512)
@@ -88,11 +88,11 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
     """Beyond `catch_up_share` of the rounds that were off it counts as probing; beyond both there are no probes."""
     probes = []
     for share in (0.0, 0.018, 0.024, 0.04):
-        engine = Engine(Policy(CANDIDATES, owing(share), catch_up_share=0.02), rates=(0.0,) * 5)
+        engine = Engine(SpecRule(CANDIDATES, owing(share), catch_up_share=0.02), rates=(0.0,) * 5)
         engine.run(100, batch=64)
-        engine.policy.report()
+        engine.rule.report()
         engine.run(4000, batch=64)
-        report = engine.policy.report()
+        report = engine.rule.report()
         assert report["probe_share"] <= 0.01
         assert report["catch_up_share"] <= min(share, 0.03)
         probes.append(report["probes"])
@@ -101,7 +101,7 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
 
 def test_a_probe_asks_of_few_what_they_missed_and_a_switch_of_all():
     """64 requests, of which an engine says how far behind each is. What the others draft is not counted."""
-    policy, behind, rng = Policy(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
+    rule, behind, rng = SpecRule(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
 
     def missed(n):
         return int(np.sort(behind)[:n].sum())
@@ -109,35 +109,35 @@ def test_a_probe_asks_of_few_what_they_missed_and_a_switch_of_all():
     def run(rounds, rate):
         asked, read, chosen = [], 0, []
         for _ in range(rounds):
-            config, order = policy.choose(64, 64 * 512, missed), np.argsort(behind, kind="stable")
-            n = policy.catch_up
+            config, order = rule.choose(64, 64 * 512, missed), np.argsort(behind, kind="stable")
+            n = rule.catch_up
             read += missed(n)
             behind[order[:n]], behind[order[n:]] = 0, behind[order[n:]] + 1
             accepted = np.cumprod(rng.random((n, config.num_steps)) < rate, axis=1).sum(axis=1).tolist()
-            policy.observe(config, accepted, 64 - n)
+            rule.observe(config, accepted, 64 - n)
             asked += [n] if n else []
             chosen.append(config)
         return asked, read, chosen
 
     run(100, 0.0)
-    policy.report()
+    rule.report()
     asked, read, _ = run(4000, 0.0)
-    report = policy.report()
+    report = rule.report()
     assert len(asked) == report["probes"] > 20 and max(asked) < 64
     assert report["probe_share"] <= 0.01 and report["emitted_tokens"] == 64 * 4000
     assert read < 0.08 * 64 * 4000 and report["catch_up_share"] <= 0.04 * 0.08
     asked, _, chosen = run(400, 0.9)
     assert chosen[-1].num_steps >= 3 and asked[-1] == 64 and not behind.any()
-    assert policy.acceptance.rates[0] == pytest.approx(0.9, abs=0.05)
+    assert rule.acceptance.rates[0] == pytest.approx(0.9, abs=0.05)
 
 
 def test_nothing_is_probed_where_even_perfect_drafts_would_lose():
-    assert set(Engine(Policy(CANDIDATES, H20), H20).run(3000, batch=192, length=128)) == {OFF}
+    assert set(Engine(SpecRule(CANDIDATES, H20), H20).run(3000, batch=192, length=128)) == {OFF}
 
 
 def test_depth_improves_below_a_known_depth():
-    """Acceptance at depth 2 and below appears while the policy sits at k = 1: only a probe can find it."""
-    engine = Engine(policy(), rates=(0.6, 0.0, 0.0, 0.0, 0.0))
+    """Acceptance at depth 2 and below appears while the rule sits at k = 1: only a probe can find it."""
+    engine = Engine(rule(), rates=(0.6, 0.0, 0.0, 0.0, 0.0))
     engine.run(1500, 8)
     assert engine.chosen[-1] == SpecConfig(1)
     engine.rates = (0.6, 0.9, 0.9, 0.9, 0.9)
@@ -149,42 +149,42 @@ def test_an_alternating_load_does_not_thrash():
     rates = (0.55,) * 5
     costly = Roofline(**{**H20.to_json(), "switch_ms": 200.0})
     for cost, most in ((H20, 2 * 60 + 2), (costly, 4)):
-        engine = Engine(policy(cost), cost, rates)
+        engine = Engine(rule(cost), cost, rates)
         for _ in range(60):
             engine.run(10, batch=4)
             engine.run(10, batch=128)
-        assert engine.policy.report()["switches"] <= most
+        assert engine.rule.report()["switches"] <= most
 
 
 def test_every_round_alternation_settles():
-    engine = Engine(policy(H20), H20, (0.55,) * 5)
+    engine = Engine(rule(H20), H20, (0.55,) * 5)
     for _ in range(400):
         engine.run(1, batch=4)
         engine.run(1, batch=128)
-    assert engine.policy.report()["switches"] <= 4
+    assert engine.rule.report()["switches"] <= 4
 
 
 def test_a_clear_gain_is_taken_within_rounds_a_small_one_later():
-    quick = Engine(policy(), rates=(0.8,) * 5)
+    quick = Engine(rule(), rates=(0.8,) * 5)
     quick.run(300, batch=4)
     now = quick.run(4, batch=512, length=16)  # the load jumps where drafting costs double
     assert now[-1] == OFF
 
 
 def test_one_odd_round_moves_nothing_and_no_margin_still_switches():
-    engine = Engine(policy(), rates=(0.8,) * 5)
+    engine = Engine(rule(), rates=(0.8,) * 5)
     engine.run(300, batch=4)
-    engine.policy.report()
+    engine.rule.report()
     engine.run(1, batch=512, length=16)
     engine.run(50, batch=4)
-    assert engine.policy.report()["switches"] == 0
-    assert Engine(policy(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
+    assert engine.rule.report()["switches"] == 0
+    assert Engine(rule(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
 
 
 def test_decisions_depend_on_nothing_but_what_was_shown():
     seen = []
     for delay in (0.0, 2e-4):
-        engine = Engine(policy())
+        engine = Engine(rule())
         for _ in range(150):
             engine.run(1, batch=3)
             time.sleep(delay)
@@ -193,7 +193,7 @@ def test_decisions_depend_on_nothing_but_what_was_shown():
 
 
 def test_late_observations_are_attributed_to_their_own_configuration():
-    p = policy()
+    p = rule()
     pending = []
     rng = np.random.default_rng(0)
     for _ in range(400):
@@ -207,7 +207,7 @@ def test_late_observations_are_attributed_to_their_own_configuration():
 def test_a_schedule_pins_every_decision_until_a_cost_comes():
     rates = [0.7] * 5
     schedule = compile_schedule(H100, rates, CANDIDATES)
-    p = Policy(CANDIDATES, schedule=schedule)
+    p = SpecRule(CANDIDATES, schedule=schedule)
     for batch in (1, 30, 200):
         assert p.choose(batch, batch * 1000) == schedule.choose(batch, batch * 1000)
     p.observe(SpecConfig(2), [0] * 50)
@@ -222,20 +222,20 @@ def test_a_schedule_pins_every_decision_until_a_cost_comes():
 def test_json_carries_settings_and_what_was_learnt(tmp_path):
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance)
-    p = policy(table, margin=0.02, probe_share=0.005, catch_up_share=0.03)
+    p = rule(table, margin=0.02, probe_share=0.005, catch_up_share=0.03)
     Engine(p, rates=(0.9, 0.2, 0.2, 0.2, 0.2)).run(300)
-    again = Policy.from_json(json.loads(json.dumps(p.to_json())))
+    again = SpecRule.from_json(json.loads(json.dumps(p.to_json())))
     assert again.acceptance.rates == p.acceptance.rates
     assert (again.margin, again.probe_share, again.catch_up_share) == (0.02, 0.005, 0.03)
     assert again.candidates == CANDIDATES
     assert again.choose(4, 4000) == p.choose(4, 4000)
 
     table.save(tmp_path / "t.json")
-    by_path = Policy.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], "table": str(tmp_path / "t.json"), "tp": 1})
+    by_path = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], "table": str(tmp_path / "t.json"), "tp": 1})
     assert by_path.choose(1, 500) in (OFF, SpecConfig(3))
-    pinned = Policy.from_json({"candidates": [[3, 1, 4]], "schedule": SpecSchedule.fixed(SpecConfig(3)).to_json()})
-    assert Policy.from_json(pinned.to_json()).choose(9, 900) == SpecConfig(3)
-    assert Policy.from_json(policy(H20).to_json()).cost == H20
+    pinned = SpecRule.from_json({"candidates": [[3, 1, 4]], "schedule": SpecSchedule.fixed(SpecConfig(3)).to_json()})
+    assert SpecRule.from_json(pinned.to_json()).choose(9, 900) == SpecConfig(3)
+    assert SpecRule.from_json(rule(H20).to_json()).cost == H20
 
 
 @pytest.mark.parametrize(
@@ -256,33 +256,33 @@ def test_json_carries_settings_and_what_was_learnt(tmp_path):
 )
 def test_bad_settings_get_one_line(data, message):
     with pytest.raises((ValueError, CostTableError), match=message):
-        Policy.from_json(data)
+        SpecRule.from_json(data)
 
 
 def test_a_candidate_that_was_not_measured_is_refused():
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8), (128, 1024), provenance)
     with pytest.raises(CostTableError, match="holds no k7"):
-        Policy([OFF, SpecConfig(7)], table)
+        SpecRule([OFF, SpecConfig(7)], table)
     with pytest.raises(ValueError, match="batch=0"):
-        policy().choose(0, 0)
+        rule().choose(0, 0)
 
 
 def test_the_report_counts_and_starts_again():
-    engine = Engine(policy(), rates=(0.8,) * 5)
+    engine = Engine(rule(), rates=(0.8,) * 5)
     engine.run(100, batch=4)
-    report = engine.policy.report()
+    report = engine.rule.report()
     assert sum(report["rounds"].values()) == 100
     assert report["emitted_tokens"] == engine.tokens
     assert report["predicted_ms"] == pytest.approx(engine.ms)
     assert report["predicted_tokens"] == pytest.approx(engine.tokens, rel=0.1)
     assert 0 <= report["estimated_regret"] < 0.05
     assert json.dumps(report)
-    assert engine.policy.report()["rounds"] == {}
+    assert engine.rule.report()["rounds"] == {}
 
 
 def test_a_decision_takes_microseconds():
-    p = policy()
+    p = rule()
     took = []
     for i in range(2000):
         start = time.perf_counter()
@@ -292,7 +292,7 @@ def test_a_decision_takes_microseconds():
 
 
 def test_probes_start_after_the_first_interval():
-    engine = Engine(policy(), rates=(0.0,) * 5)
+    engine = Engine(rule(), rates=(0.0,) * 5)
     engine.run(40, 64)
     off_since = len(engine.chosen) - engine.chosen[::-1].index(next(c for c in engine.chosen[::-1] if c != OFF))
     assert set(engine.run(FIRST_PROBE - (40 - off_since) - 2, 64)) <= {OFF}
@@ -300,7 +300,7 @@ def test_probes_start_after_the_first_interval():
 
 def test_where_all_draft_a_probe_is_of_all_that_run():
     """Also of requests that join while it lasts."""
-    p = policy(margin=0.2)
+    p = rule(margin=0.2)
     engine = Engine(p, rates=(0.6, 0.0, 0.0, 0.0, 0.0))
     engine.run(1500, 1)
     assert p.candidates[p._current] == SpecConfig(1)
