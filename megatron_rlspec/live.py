@@ -22,6 +22,7 @@ Numbers = Mapping[str, float]
 # Name of a record's value -> what it is called here, and how it is written.
 SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
+    "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
     "rollout/accept_length": ("accept length", "{:.2f}"),
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
     "rollout/response_length": ("response length", "{:.0f}"),

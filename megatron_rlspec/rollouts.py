@@ -44,6 +44,7 @@ from megatron_rlspec.weights.health import Health, HealthError
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
+Failures = list[str]  # one line per sample without a reward
 EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
 
 
@@ -72,11 +73,12 @@ class Rollouts:
         self.ahead: Future[tuple[list[Group], float]] | None = None
         layers = 1 if config.drafter.repeated_layer else config.drafter.depth
         self.drafter_names = frozenset(family_of({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
+        self.scorer = rewards.Scorer(config.reward)  # before engines start: it raises if the reward cannot be called
         self.starting = StartingEngines(config, run_dir)
         self.restarts = Restarts(self.starting.again, rollout.restarts)
         self.restarted = 0  # engines that came back since the last record
         self._begun: dict[str, int] = {}  # engines lost since the last telling, and which start that brought about
-        self.scorer: rewards.Scorer | None = None
+        self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
 
     def open(
         self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any], pending: list[Group]
@@ -86,7 +88,6 @@ class Rollouts:
         Raises EngineError.
         """
         self.recorder, self.prompts = recorder, prompts
-        self.scorer = rewards.Scorer(self.config.reward)
         engines = self.starting.wait()
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
         self.health = self._health(engines)
@@ -134,8 +135,7 @@ class Rollouts:
         if self.ahead is not None and not self.ahead.done():
             self.engines.close()
         self.thread.shutdown()
-        if self.scorer is not None:
-            self.scorer.close()
+        self.scorer.close()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside `pending`."""
@@ -155,7 +155,8 @@ class Rollouts:
     def collect(self, step: int) -> list[Group]:
         """Scored groups of one step; with `rollout.staleness`, engines then go on to those of the next.
 
-        Raises EngineError if no engine is left, and HealthError for samples of a version that may not be trained on.
+        Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
+        RewardsFailedError if the rewards of `reward.max_failed_steps` steps in a row all failed.
         """
         ahead, self.ahead = self.ahead, None
         groups, self.seconds = ahead.result() if ahead is not None else self._draw(step)
@@ -174,7 +175,7 @@ class Rollouts:
             failed.result()
 
     def _draw(self, step: int) -> tuple[list[Group], float]:
-        """Scored groups, and the seconds they took. Who fails leaves the prompts' order as it was."""
+        """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
         began, order = time.perf_counter(), self.prompts.order.state()
         try:
             return self._fill(step), time.perf_counter() - began
@@ -185,18 +186,29 @@ class Rollouts:
     def _fill(self, step: int) -> list[Group]:
         options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
         kept: list[Group] = []
-        dropped = 0
+        failures: Failures = []
+        drawn = dropped = 0
         while len(kept) < wanted:
             prompts = self.prompts.take(wanted - len(kept))
-            groups = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
+            groups, failed = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
+            failures += failed
+            drawn += len(prompts) * options.samples_per_prompt
+            # Every refill counts: with dynamic sampling a step without any reward would be refilled for ever.
+            self.failed_steps.observe(f"step {step}", len(prompts) * options.samples_per_prompt, failed)
             if self.config.algorithm.dynamic_sampling:
                 groups = [group for group in groups if _has_signal(group)]
             dropped += len(prompts) - len(groups)
             kept += groups
+        self._tell_failures(f"step {step}", drawn, failures)
         return kept
 
-    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[Group]:
-        """`samples` scored responses to each prompt. Ids have one width: none may be a prefix of another."""
+    def _tell_failures(self, name: str, samples: int, failures: Failures) -> None:
+        if failures:
+            message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
+            self.recorder.event("reward", message, failed=len(failures), samples=samples)
+
+    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> tuple[list[Group], Failures]:
+        """Draw and score `samples` responses to each prompt. Ids have one width: none may be a prefix of another."""
         requests = [
             Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
             for row, prompt in enumerate(prompts)
@@ -206,9 +218,8 @@ class Rollouts:
         self._tell_losses()
         for sample in drawn:
             sample.text = self.decode(sample.response)
-        for failure in self.scorer.score(drawn):
-            self.recorder.event("reward", failure)
-        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)]
+        failures = self.scorer.score(drawn)
+        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)], failures
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -218,7 +229,9 @@ class Rollouts:
         if not self.held_out:
             return {}
         chosen = self.held_out[: prompts or self.config.train.eval_prompts]
-        samples = [group.samples[0] for group in self._generate(f"e-{name}", chosen, 1, EVALUATION)]
+        groups, failures = self._generate(f"e-{name}", chosen, 1, EVALUATION)
+        samples = [group.samples[0] for group in groups]
+        self._tell_failures(f"evaluation {name}", len(samples), failures)
         result = rollout_metrics(samples) | {"prompts": float(len(samples))}
         self.recorder.event(
             "evaluation",
@@ -330,6 +343,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "samples": float(len(samples)),
         "reward": float(np.mean([s.reward for s in samples])),
         "reward_std": float(np.std([s.reward for s in samples])),
+        "failed_rewards": float(sum(rewards.failed(s) for s in samples)),
         "accept_length": 1 + drafts / rounds if rounds else math.nan,
         "response_tokens": float(sum(lengths)),
         "response_length": float(np.mean(lengths)),

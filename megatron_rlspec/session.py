@@ -134,7 +134,7 @@ class Session:
         try:
             if self.main or everybody:
                 act()
-        except (EngineError, HealthError) as error:
+        except (EngineError, HealthError, rewards.RewardsFailedError) as error:
             reason = str(error)
         except PushError as error:
             if self.main:

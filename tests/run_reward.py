@@ -3,3 +3,17 @@
 
 def by_length(prompt: str, response: str, label: str, metadata: dict) -> float:
     return len(response) % 3 / 2
+
+
+def fails(prompt: str, response: str, label: str, metadata: dict) -> float:
+    raise RuntimeError("broken")
+
+
+def fails_on_some(prompt: str, response: str, label: str, metadata: dict) -> float:
+    if len(response) % 2:
+        raise ValueError(f"length {len(response)}")
+    return len(response) % 3 / 2
+
+
+def wrong(sample) -> float:
+    return 1.0

@@ -1,41 +1,57 @@
-"""The rewards themselves, and the process that computes them: `python -m megatron_rlspec.rl.reward_worker KIND LIMIT`.
+"""The rewards, and the process that computes them: `python -m megatron_rlspec.rl.reward_worker KIND LIMIT SOCKET`.
 
-One JSON line in (prompt, response, label, metadata), one JSON line out (reward, or error). Standard library only, plus
-what a kind needs, so that a worker starts fast; nothing is pickled.
+Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
+the socket, a Unix socket that keeps message boundaries: {"id", "reward"} or {"id", "error"}. Nothing is pickled. The
+module imports the standard library only, so that a worker starts fast.
+
+Two processes run for each worker. The *guard* is the one that the trainer starts; the *worker* is its child and calls
+the reward. When the worker ends, or the trainer closes standard input (also by dying), the guard kills everything that
+the worker started. It finds processes that left the session, too, because it is their subreaper.
+
+User code cannot answer for a sample by accident. Programs that it starts do not inherit the two channels, children that
+it forks close them, and a message whose id is not that of the current task is dropped by the trainer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import inspect
 import json
 import logging
 import math
 import os
 import re
+import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
+SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
+STARTED = "started"  # id of the message that says whether the reward could be imported
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def final_answer(text: str) -> str:
-    """What follows the last run of `#` (GSM8K's `#### 72`), or the whole text if there is none; stripped."""
+    """Return what follows the last run of `#` (GSM8K's `#### 72`), else the whole text, without outer white space."""
     return re.split(r"#+", text)[-1].strip()
 
 
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the response, or its final answer, is the label or the label's final answer, character by character."""
+    """Return 1 if response and label, or their final answers, are equal character by character; else 0."""
     return float(response.strip() == label.strip() or final_answer(response) == final_answer(label))
 
 
 def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """1 if math-verify finds the response's last expression equal to the label's: 1/2 is \\frac{1}{2} and 0.5."""
+    """Return 1 if math-verify finds the last expressions equal (1/2, \\frac{1}{2} and 0.5 are), else 0."""
     from math_verify import parse, verify
 
-    # Without dollars the library would look for a number in the label, and find 2 in (1, 2). Its own time limits rest
-    # on SIGALRM, which here guards the whole process.
+    # Without dollars the library looks for a number in the label, and finds 2 in (1, 2). Its own time limits use
+    # SIGALRM, and the trainer limits the time already.
     stated = final_answer(label)
     gold = parse(stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None)
     if not gold:
@@ -45,7 +61,7 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
 
 
 def http_reward(url: str, limit: float) -> Reward:
-    """POST the sample as JSON; the answer is a number, or an object with `reward`."""
+    """POST the sample as JSON. The answer is a number, or an object with `reward`."""
     import requests
 
     session = requests.Session()
@@ -61,11 +77,17 @@ def http_reward(url: str, limit: float) -> Reward:
 
 
 def named_function(name: str) -> Reward:
-    """`module:function`, importable from the working directory, called with four keyword arguments."""
+    """Import `module:function` from the working directory. It is called with four keyword arguments.
+
+    Raises TypeError if it cannot be called so, and what the import of its module raises.
+    """
     module, _, function = name.partition(":")
     found = getattr(importlib.import_module(module), function)
     if not callable(found):
-        raise TypeError(f"{name} is not a function")
+        raise TypeError(f"{name} is not a function; expected {function}{SIGNATURE}")
+    if inspect.iscoroutinefunction(found):
+        raise TypeError(f"{name} is async; expected a plain function {function}{SIGNATURE}")
+    _check_signature(function, found)
 
     def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
         return found(prompt=prompt, response=response, label=label, metadata=metadata)
@@ -73,13 +95,24 @@ def named_function(name: str) -> Reward:
     return reward
 
 
+def _check_signature(function: str, found: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    try:
+        signature.bind(prompt="", response="", label="", metadata={})
+    except TypeError as error:
+        raise TypeError(f"{function}{signature}: {error}; expected {function}{SIGNATURE}") from None
+
+
 def build(kind: str, limit: float) -> Reward:
-    """The reward of this name. Raises what a faulty `module:function` raises on import."""
+    """Return the reward of this name. Raises what a faulty `module:function` raises on import."""
     if kind == "exact":
         return exact
     if kind == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        math_reward("", "1", "1", {})  # imports and builds its parsers, at nobody's expense
+        math_reward("", "1", "1", {})  # imports the library and builds its parsers before the first sample
         return math_reward
     if kind.startswith(("http://", "https://")):
         return http_reward(kind, limit)
@@ -87,7 +120,7 @@ def build(kind: str, limit: float) -> Reward:
 
 
 def number(value: Any) -> float:
-    """A finite reward; anything else raises."""
+    """Return `value` as a finite number; raises TypeError or ValueError for anything else."""
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"reward is {reward}, expected a finite number")
@@ -99,28 +132,107 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
-def main() -> None:
-    kind, limit = sys.argv[1], float(sys.argv[2])
-    # What a reward prints must not get into the answers, so it goes to stderr.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
-    # Any exception of a user's code, on import or in a call, is an answer to the parent and no end of the worker.
+class _Channel:
+    """Tasks in, answers out, for this process alone: a forked child that gets here ends at once."""
+
+    def __init__(self, tasks: int, answers: socket.socket) -> None:
+        self._tasks, self._answers, self._process = os.fdopen(tasks, "rb"), answers, os.getpid()
+        os.register_at_fork(after_in_child=self._close)
+
+    def task(self) -> dict[str, Any] | None:
+        """Return the next task, or None when there will be no more."""
+        line = self._tasks.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def answer(self, task: str, **content: Any) -> None:
+        self.leave_if_forked()
+        self._answers.send(json.dumps({"id": task, **content}).encode())
+
+    def leave_if_forked(self) -> None:
+        """End this process if it is not the worker but a child that the reward forked."""
+        if os.getpid() != self._process:
+            os._exit(0)
+
+    def _close(self) -> None:
+        os.close(self._tasks.fileno())
+        self._answers.close()
+
+
+def _work(kind: str, limit: float, channel: _Channel) -> None:
+    """Answer tasks until there are no more."""
     try:
         reward = build(kind, limit)
-        answers.write(json.dumps({"ready": True}) + "\n")
-    except Exception as error:
-        answers.write(json.dumps({"error": one_line(error)}) + "\n")
+    except (Exception, KeyboardInterrupt) as error:
+        channel.answer(STARTED, error=one_line(error))
         return
-    for line in sys.stdin:
-        # The parent kills a worker that takes too long; this ends one whose parent is gone.
-        signal.setitimer(signal.ITIMER_REAL, 2 * limit + 1)
+    channel.answer(STARTED)
+    while (task := channel.task()) is not None:
+        name = task.pop("id")
         try:
-            answer: dict[str, Any] = {"reward": number(reward(**json.loads(line)))}
-        except Exception as error:
-            answer = {"error": one_line(error)}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(answer) + "\n")
+            content: dict[str, Any] = {"reward": number(reward(**task))}
+        except (Exception, KeyboardInterrupt) as error:
+            content = {"error": one_line(error)}
+        finally:
+            channel.leave_if_forked()  # also where a child leaves by sys.exit()
+        channel.answer(name, **content)
+
+
+def _guard(worker: int, tasks: int) -> int:
+    """Wait for the worker, or for the trainer to close its end of `tasks`; then kill everything the worker started.
+
+    Returns the worker's exit code, negative for a signal.
+    """
+    waiting = select.poll()
+    waiting.register(os.pidfd_open(worker), select.POLLIN)
+    waiting.register(tasks, 0)  # only the hang-up is reported
+    waiting.poll()
+    _kill_descendants()
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _kill_descendants() -> None:
+    """Stop every descendant, then kill them all: a stopped process cannot fork while the others are looked for."""
+    import psutil
+
+    found: set[psutil.Process] = set()
+    while new := set(psutil.Process().children(recursive=True)) - found:
+        found |= new
+        for process in new:
+            with suppress(psutil.Error):
+                process.suspend()
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def main() -> None:
+    kind, limit, answers = sys.argv[1], float(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
+    answers.set_inheritable(False)
+    tasks = os.dup(0)  # not inherited by programs that the reward starts
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    guard = os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker:
+        answers.close()
+        code = _guard(worker, tasks)
+        if code < 0:  # end by the same signal: the trainer reports it
+            os.kill(guard, -code)
+        os._exit(abs(code))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    sys.path.insert(0, os.getcwd())
+    try:
+        _work(kind, limit, _Channel(tasks, answers))
+    except OSError:  # the reward closed our channels, or the trainer is gone
+        os._exit(1)
 
 
 if __name__ == "__main__":

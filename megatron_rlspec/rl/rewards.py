@@ -1,7 +1,7 @@
-"""Rewards of many samples at once, each under a time limit, none able to stop the run.
+"""Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
 
-`exact` is computed on the spot. Everything else runs in worker processes (`reward_worker.py`), since only a process
-can be stopped when a reward hangs: it is killed, its sample is marked, and another one takes its place.
+`exact` is computed here. Every other kind runs in worker processes (`reward_worker.py`), because only a process can be
+stopped when a reward hangs. It is then killed with everything that it started, and a new worker takes its place.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import queue
-import select
+import secrets
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,48 +22,52 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_rlspec.config import ConfigError, RewardConfig
-from megatron_rlspec.rl.reward_worker import exact
+from megatron_rlspec.rl.reward_worker import STARTED, exact
 from megatron_rlspec.types import Sample
 
 START_SECONDS = 120.0  # a reward's module may import heavy libraries
+STOP_SECONDS = 5.0  # for a guard to kill what its worker started
+KINDS = "exact, math, module:function, http://... and https://..."
 
 
 class Scorer:
-    """`score` fills in rewards; `close`, or leaving the `with` block, ends the workers.
+    """Compute rewards with `options.workers` workers. `close`, or leaving the `with` block, ends them.
 
     `options.kind` is one of
     exact            1 if `Sample.text`, or what follows its last `#`, equals the label, or what follows the label's
     math             1 if math-verify finds both equal
-    module:function  called with prompt, response, label, metadata by keyword; the module is found from the working
-                     directory; returns a number
+    module:function  called as function(prompt=..., response=..., label=..., metadata=...); returns a number. The module
+                     is imported from the working directory
     http(s)://...    receives the same four as a JSON object by POST; answers a number or {"reward": number}
 
-    Raises ConfigError for a kind that is none of these or a function that cannot be imported.
+    Raises ConfigError for any other kind, and for a function that cannot be imported or takes other arguments.
     """
 
     def __init__(self, options: RewardConfig) -> None:
         kind = options.kind
-        if kind not in ("exact", "math") and ":" not in kind:
-            raise ConfigError(f"reward.kind={kind}, but known are exact, math, module:function and http(s) addresses")
+        if kind not in ("exact", "math") and (":" not in kind or ("://" in kind and not kind.startswith("http"))):
+            raise ConfigError(f"reward.kind={kind}: expected one of {KINDS}")
         self.options = options
+        self._interrupted = threading.Event()
         self._workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(options.workers)
-        if kind != "exact":
-            workers = [_Worker(options) for _ in range(options.workers)]
+        if kind == "exact":
+            return
+        workers = [_Worker(options, self._interrupted) for _ in range(options.workers)]
+        for worker in workers:
+            self._workers.put(worker)
+        try:
             for worker in workers:
-                self._workers.put(worker)
-            try:
-                for worker in workers:
-                    worker.await_start()
-            except _Failed as error:
-                self.close()
-                raise ConfigError(f"reward.kind={kind}: {error}") from None
+                worker.await_start()
+        except _Failed as error:
+            self.close()
+            raise ConfigError(f"reward.kind={kind}: {error}") from None
 
     def score(self, samples: Sequence[Sample]) -> list[str]:
         """Set `reward` of every sample, and return one line per failure.
 
-        A reward that raises, takes too long, kills its process or is no finite number leaves 0 and the reason in
-        `metadata["reward_error"]`.
+        A reward that raises, takes too long, ends its process or is no finite number counts as failed: the sample gets
+        reward 0 and the reason in `metadata["reward_error"]`.
         """
         failures = []
         for sample, (reward, error) in zip(samples, self._threads.map(self._judge, samples), strict=True):
@@ -71,7 +78,12 @@ class Scorer:
                 failures.append(f"{sample.request_id}: {error}")
         return failures
 
+    def interrupt(self) -> None:
+        """Let a `score` that runs in another thread return soon; samples without a reward count as failed."""
+        self._interrupted.set()
+
     def close(self) -> None:
+        """End the workers. Safe to repeat."""
         self._threads.shutdown()
         while not self._workers.empty():
             self._workers.get().stop()
@@ -83,7 +95,7 @@ class Scorer:
         self.close()
 
     def _judge(self, sample: Sample) -> tuple[float, str | None]:
-        """(reward, None), or (0, reason)."""
+        """Return (reward, None), or (0, reason)."""
         task = {
             "prompt": sample.prompt.text,
             "response": sample.text,
@@ -102,76 +114,136 @@ class Scorer:
 
 
 def failed(sample: Sample) -> bool:
-    """Whether the last `score` could not judge this sample."""
+    """Return whether the last `score` found no reward for this sample."""
     return "reward_error" in sample.metadata
 
 
+class RewardsFailedError(RuntimeError):
+    """So many steps in a row brought no reward that the run stops; the message tells the first failure."""
+
+
+class FailedSteps:
+    """Count steps in a row in which every reward failed; `most` of them stop the run, 0 never does."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+
+    def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
+        """Take in the `failures` among `samples` rewards of the step `name`. Raises RewardsFailedError."""
+        self.count = self.count + 1 if len(failures) == samples else 0
+        if 0 < self.most <= self.count:
+            raise RewardsFailedError(
+                f"{name}: all {samples} rewards failed (reward.max_failed_steps={self.most}); the first: {failures[0]}"
+            )
+
+
 class _Failed(Exception):
-    """A worker's sample has no reward; the message says why, in one line."""
+    """A sample gets no reward; the message is the reason, in one line."""
 
 
 class _Worker:
-    """One reward process; a new one is started when it has ended or had to be killed."""
+    """One reward process. `ask` starts a new one if it ended or had to be killed."""
 
-    def __init__(self, options: RewardConfig) -> None:
+    def __init__(self, options: RewardConfig, interrupted: threading.Event) -> None:
         self.options = options
+        self._interrupted = interrupted
         self._start()
 
     def await_start(self) -> None:
         """Wait until the reward is imported. Raises _Failed."""
         if not self._ready:
-            self._answer(START_SECONDS)
+            self._answer(STARTED, START_SECONDS)
             self._ready = True
 
     def ask(self, task: dict[str, Any]) -> float:
-        """The reward. Raises _Failed."""
+        """Return the reward. Raises _Failed."""
         if self._process.poll() is not None:
             self.stop()
             self._start()
         self.await_start()
-        try:
-            # The worker is reading by now, so this blocks no longer than the copy takes.
-            self._process.stdin.write(json.dumps(task, default=str).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise _Failed(self._ending()) from None
-        return self._answer(self.options.timeout_seconds)["reward"]
+        name = secrets.token_hex(8)
+        deadline = time.monotonic() + self.options.timeout_seconds
+        self._send(json.dumps({"id": name, **task}, default=str).encode() + b"\n", deadline)
+        reward: float = self._answer(name, deadline - time.monotonic())["reward"]
+        return reward
 
     def stop(self) -> None:
-        """End the process at once. Safe to repeat."""
-        self._process.kill()
-        self._process.wait()
-        with suppress(BrokenPipeError):  # what it never read
-            self._process.stdin.close()
-        self._process.stdout.close()
+        """Kill the worker and everything that it started. Safe to repeat."""
+        self._tasks.close()  # tells the guard
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode < 0:  # the guard was killed, and could not do it
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._answers.close()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "megatron_rlspec.rl.reward_worker"]
-        self._process = subprocess.Popen(
-            [*command, self.options.kind, str(self.options.timeout_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the parent's; a worker ends when its stdin does
-        )
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "megatron_rlspec.rl.reward_worker", self.options.kind]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(self.options.timeout_seconds), str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,  # what a reward prints goes to stderr
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C must not reach it
+            )
+        assert self._process.stdin is not None
+        self._tasks = self._process.stdin
+        os.set_blocking(self._tasks.fileno(), False)
         self._ready = False
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
-        """The next line of the worker, if it comes in time and is no error."""
-        deadline, line = time.monotonic() + seconds, b""
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                self._process.kill()
-                self._process.wait()
-                raise _Failed(f"no answer within {seconds:g} s")
-            chunk = os.read(self._process.stdout.fileno(), 65536)
-            if not chunk:
+    def _send(self, line: bytes, deadline: float) -> None:
+        """Write a task. A worker that does not read must not block the trainer."""
+        while line:
+            try:
+                line = line[os.write(self._tasks.fileno(), line) :]
+            except BlockingIOError:
+                self._check_time(deadline)
+                time.sleep(0.01)
+            except BrokenPipeError:
+                raise _Failed(self._ending()) from None
+
+    def _answer(self, name: str, seconds: float) -> dict[str, Any]:
+        """Return the answer to the task `name`. Other messages are none of our worker's, and are dropped."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._check_time(deadline)
+            self._answers.settimeout(min(0.5, max(0.001, deadline - time.monotonic())))
+            try:
+                message = self._answers.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not message:
                 raise _Failed(self._ending())
-            line += chunk
-        answer = json.loads(line)
-        if "error" in answer:
-            raise _Failed(answer["error"])
-        return answer
+            answer = _read(message)
+            if answer.get("id") != name:
+                continue
+            if "error" in answer:
+                raise _Failed(answer["error"])
+            return answer
+
+    def _check_time(self, deadline: float) -> None:
+        if self._interrupted.is_set():
+            raise _Failed("the run was interrupted")
+        if time.monotonic() >= deadline:
+            self.stop()
+            limit = self.options.timeout_seconds if self._ready else START_SECONDS
+            raise _Failed(f"no answer within {limit:g} s")
 
     def _ending(self) -> str:
-        return f"the reward's process ended with exit code {self._process.wait()}"
+        self.stop()
+        return f"the reward's process ended with exit code {self._process.returncode}"
+
+
+def _read(message: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(message)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

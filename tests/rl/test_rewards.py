@@ -1,7 +1,6 @@
 """Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -175,7 +174,8 @@ def test_nobody_listening_is_a_failure_of_the_samples():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("exakt", "reward.kind=exakt, but known are exact, math, module:function"),
+        ("exakt", "reward.kind=exakt: expected one of exact, math, module:function"),
+        ("ftp://host/reward", "reward.kind=ftp://host/reward: expected one of exact, math, module:function"),
         ("my_rewards:missing", "reward.kind=my_rewards:missing: AttributeError: module 'my_rewards' has no"),
         ("no_such_module:f", "reward.kind=no_such_module:f: ModuleNotFoundError: No module named"),
         ("my_rewards:not_callable", "TypeError: my_rewards:not_callable is not a function"),
@@ -192,9 +192,152 @@ def test_worker_starts_without_heavy_imports():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_a_hanging_worker_ends_itself_when_nobody_kills_it(functions):
-    command = [sys.executable, "-m", "megatron_rlspec.rl.reward_worker", "my_rewards:awkward", "0.1"]
-    task = json.dumps({"prompt": "", "response": "hang", "label": "", "metadata": {}})
-    ended = subprocess.run(command, input=task + "\n", capture_output=True, text=True, timeout=30)
-    assert ended.returncode == -signal.SIGALRM
-    assert ended.stdout == '{"ready": true}\n'
+# ---- what a reward's own processes and writes must not do -----------------------------------------------------------
+
+PROCESSES = """
+import os, subprocess, sys, time
+def forks(prompt, response, label, metadata):
+    "Both processes return, the child first and with another value."
+    if os.fork() == 0:
+        return 111
+    time.sleep(0.05)
+    return float(response)
+def forks_past_python(prompt, response, label, metadata):
+    import ctypes
+    if ctypes.CDLL(None).fork() == 0:
+        return 111
+    return float(response)
+def forked_child_exits(prompt, response, label, metadata):
+    if os.fork() == 0:
+        sys.exit(7)
+    return float(response)
+def writes_everywhere(prompt, response, label, metadata):
+    for fd in range(3, 64):
+        for text in (b'{"reward": 111}', b'{"id": "started", "reward": 111}\\n', b"junk", b"[1]"):
+            try: os.write(fd, text)
+            except OSError: pass
+    return float(response)
+def child_writes(prompt, response, label, metadata):
+    code = "import os\\nfor fd in range(3, 64):\\n try: os.write(fd, b'{\\"reward\\": 111}')\\n except OSError: pass"
+    subprocess.run([sys.executable, "-c", code], close_fds=False, pass_fds=())
+    return float(response)
+def reads_tasks(prompt, response, label, metadata):
+    try: input()
+    except EOFError: pass
+    return float(response)
+def closes_all(prompt, response, label, metadata):
+    if response == "close": os.closerange(3, 256)
+    return 1
+def interrupts(prompt, response, label, metadata):
+    raise KeyboardInterrupt("mine")
+def hangs_with_children(prompt, response, label, metadata):
+    if response == "fine": return 1
+    sleep = [sys.executable, "-c", "import time; time.sleep(3600)", metadata["mark"]]
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sleep[0], sleep)
+        os._exit(0)
+    if response == "die": os.kill(os.getpid(), 9)
+    if response == "exit": os._exit(3)
+    time.sleep(3600)
+def one_argument(sample, **more): return 1
+def positional(prompt, response, label, metadata, /): return 1
+def too_many(prompt, response, label, metadata, tokenizer): return 1
+async def later(prompt, response, label, metadata): return 1
+def keywords(**sample): return len(sample)
+class Judge:
+    def __call__(self, response, **rest): return len(response)
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    (tmp_path / "busy_rewards.py").write_text(PROCESSES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["forks", "forks_past_python", "forked_child_exits", "writes_everywhere", "child_writes", "reads_tasks"],
+)
+def test_no_reward_becomes_that_of_another_sample(processes, function):
+    samples = [sample(f"{n / 4}", number=n) for n in range(12)]
+    rewards, failures = score(f"busy_rewards:{function}", samples, workers=1, timeout_seconds=5)
+    assert not failures
+    assert rewards == [n / 4 for n in range(12)]
+
+
+def test_a_reward_that_closes_all_files_fails_and_the_next_is_judged(processes):
+    samples = [sample(text, number=i) for i, text in enumerate(["fine", "close", "fine"])]
+    rewards, failures = score("busy_rewards:closes_all", samples, workers=1)
+    assert rewards == [1, 0, 1] and failures == ["r1: the reward's process ended with exit code 1"]
+
+
+def test_an_interrupt_raised_by_a_reward_is_an_answer(processes, capfd):
+    assert score("busy_rewards:interrupts", [sample("")], workers=1)[1] == ["r0: KeyboardInterrupt: mine"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def marked(mark: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("ending", ["hang", "die", "exit"])
+def test_a_reward_is_ended_with_everything_that_it_started(processes, ending):
+    mark = f"mark-{ending}-{time.monotonic_ns()}"
+    samples = [sample(text, number=i, mark=mark) for i, text in enumerate([ending, "fine"])]
+    with Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=1, timeout_seconds=1.5)) as scorer:
+        failures = scorer.score(samples)
+        assert marked(mark) == []
+    assert len(failures) == 1 and samples[1].reward == 1
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(processes):
+    mark = f"mark-trainer-{time.monotonic_ns()}"
+    code = f"""
+from megatron_rlspec.config import RewardConfig
+from megatron_rlspec.rl.rewards import Scorer
+import sys; sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
+from test_rewards import sample
+Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=2)).score([sample("hang", mark={mark!r})])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: len(marked(mark)) == 3)
+    children = psutil.Process(trainer.pid).children(recursive=True)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not marked(mark) and not any(p.is_running() for p in children))
+
+
+def wait_until(done, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            "one_argument",
+            "one_argument(sample, **more): missing a required argument: 'sample'; expected one_argument(p",
+        ),
+        ("positional", "positional(prompt, response, label, metadata, /): "),
+        ("too_many", "missing a required argument: 'tokenizer'; expected too_many(prompt: str, response: str, label:"),
+        ("later", "is async; expected a plain function later(prompt: str"),
+    ],
+)
+def test_a_wrong_signature_is_told_before_the_first_sample(processes, function, expected):
+    with pytest.raises(ConfigError) as told:
+        Scorer(RewardConfig(kind=f"busy_rewards:{function}", workers=1))
+    assert expected in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("function", "reward"), [("keywords", 4), ("judge", 3)])
+def test_other_ways_to_take_the_four_arguments(processes, function, reward):
+    assert score(f"busy_rewards:{function}", [sample("abc")], workers=1) == ([reward], [])
