@@ -37,7 +37,7 @@ setup(
         "sglang": ["sglang>=0.5.23"],
         # NVIDIA's Apex is not on PyPI (the package of that name there is another project), and nothing here needs it.
         "gpu": [*TRAIN, "sglang>=0.5.23", "transformer-engine[pytorch]>=2"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },
     entry_points={
         "console_scripts": ["rlspec = megatron_rlspec.cli:main"],

@@ -1,11 +1,15 @@
-"""The Protocol between the loop and whatever generates: SGLang over HTTP, or the embedded engine."""
+"""The Protocol of a rollout engine: everything that the loop, the pool and the health contract call on one.
+
+`rollout/sglang/client/engine.py` (SGLang over HTTP) and `rollout/embedded/engine.py` (this process) implement it;
+`tests/test_type_check.py` has mypy prove that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +19,27 @@ class EngineError(RuntimeError):
     """The engine refused, failed or is gone. The message is one line: which engine, what was asked, what it said."""
 
 
+class EngineDescription(TypedDict):
+    """What an engine says of itself.
+
+    configs  the speculative configurations that it can switch between, each (num_steps, topk, num_draft_tokens)
+    held     why speculation is held off; "" if it is not
+    """
+
+    verifier: Verifier
+    configs: list[list[int]]
+    speculative: bool
+    tensor_parallel: int
+    max_total_tokens: int
+    max_running_requests: int
+    held: str
+
+
 class RolloutEngine(Protocol):
-    """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines."""
+    """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines.
+
+    Every method raises EngineError if the engine refuses, fails or is gone; `alive` and `close` never do.
+    """
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
@@ -25,29 +48,51 @@ class RolloutEngine(Protocol):
 
         Every sample carries log-probs, acceptance histogram and policy versions; aborted ones keep what they have.
         `on_sample` is called once per sample, at the latest before this returns, perhaps from another thread.
+        Raises ValueError if two requests have one id.
         """
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         """Replace weights by full, unsharded tensors under Hugging Face checkpoint names, as one versioned session.
 
-        On error the engine raises `EngineError` and serves nothing until a later update succeeds.
+        After an error the engine serves nothing until a later update succeeds.
         """
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Choose the speculative configuration of every later decode round by this schedule."""
 
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        """Choose the configuration of every later decode round by `speculation.rule.SpecRule.from_json(rule)`."""
+
+    def spec_rule_report(self) -> dict[str, Any]:
+        """Return and reset `SpecRule.report`; {} under a schedule and without speculation."""
+
+    def hold(self, reason: str) -> None:
+        """Disable speculation until `release`; schedules and rules set meanwhile are stored. Repeatable."""
+
+    def release(self) -> None:
+        """Enable speculation again under the latest schedule or rule. Does nothing if speculation is not held."""
+
     def pause(self) -> None:
         """Stop decoding; running samples are kept and recomputed on `resume` (SGLang: retract)."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Continue decoding after `pause`."""
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the named samples, or all of them: their `generate` returns what they have, `status = "aborted"`."""
+        """End the named samples, or all: their `generate` returns what they have, with status "aborted"."""
 
     def stats(self) -> list[RoundStats]:
-        """Drain what was observed since the last call, aggregated by (config, batch)."""
+        """Return and reset what decode rounds showed, aggregated by (config, batch)."""
 
     def fingerprints(self) -> dict[str, int]:
-        """`weights.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
+        """Compute `weights.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
 
-    def close(self) -> None: ...
+    def describe(self) -> EngineDescription:
+        """Return what the engine can run, and its sizes."""
+
+    @property
+    def alive(self) -> bool:
+        """False if the engine is known to have ended. An engine started elsewhere is alive until a call fails."""
+
+    def close(self) -> None:
+        """End the engine if this process started it; otherwise drop the connection. Repeatable."""

@@ -255,7 +255,7 @@ class Rollouts:
             report = self.health.push(version, source, predicted=self._expected_of_canary())
         except HealthError:
             for engine in self.engines.engines:
-                if getattr(engine, "ended", False):
+                if not engine.alive:
                     self.engines.drop(engine, EngineError(f"{engine}: it ended during a push"))
             raise
         for name in set(report.pushes[0].engines) - set(report.serving):

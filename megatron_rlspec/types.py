@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "truncated", "aborted"]
 Scope = Literal["all", "target", "drafter"]
+Verifier = Literal["position_keyed", "target_only", "rejection"]
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import Count, Positive, Section
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig, Verifier
 
 
 class SpecSection(Section):
@@ -19,7 +19,7 @@ class SpecSection(Section):
         "none", description="verify what pays: one number a round for every sample, or one for the whole batch"
     )
     candidate_steps: tuple[int, ...] = Field((0, 1, 2, 3, 5), description="what the adaptive policy may choose from")
-    verifier: Literal["position_keyed", "target_only", "rejection"] = Field(
+    verifier: Verifier = Field(
         "position_keyed", description="position_keyed: the text does not depend on what was drafted"
     )
     cost_table: str = Field("", description="JSON written by `rlspec profile`; empty: a simple acceptance rule")

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.types import RoundStats, SpecConfig
-
-Verifier = Literal["position_keyed", "target_only", "rejection"]
+from megatron_rlspec.types import RoundStats, SpecConfig, Verifier
 
 
 def target_probabilities(

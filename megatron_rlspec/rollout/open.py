@@ -101,7 +101,7 @@ def _embedded(config: Config) -> EmbeddedEngine:
 
 def _arguments(config: Config) -> list[str]:
     """Options of `rlspec serve` for this run."""
-    options = {
+    options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
         "spec": config.spec.mode,
         "num-steps": config.spec.num_steps,

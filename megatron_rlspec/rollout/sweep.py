@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from megatron_rlspec.engine import EngineDescription
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
@@ -29,7 +30,7 @@ class Engine(Protocol):
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]: ...
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> EngineDescription: ...
 
 
 class SweepError(RuntimeError):

@@ -92,7 +92,8 @@ def cell_json(cell: RoundCost) -> dict[str, Any]:
 def cell(row: Mapping[str, Any]) -> RoundCost:
     axes = dict(row)
     config = SpecConfig(axes.pop("num_steps"), axes.pop("topk"), axes.pop("num_draft_tokens"))
-    return record(RoundCost, {**axes, "config": config})
+    found: RoundCost = record(RoundCost, {**axes, "config": config})
+    return found
 
 
 def record(kind: type, row: Mapping[str, Any]) -> Any:

@@ -151,5 +151,8 @@ class Roofline:
             for j, b in enumerate(batches)
             for k, n in enumerate(lengths)
         ]
-        prefill = [PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(n, n))) for n in sorted(set(lengths))]
+        prefill = []
+        for n in sorted(set(lengths)):
+            tokens = np.array(float(n))
+            prefill.append(PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(tokens, tokens))))
         return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms, catch_up_ms=self.catch_up_ms)

@@ -55,7 +55,7 @@ def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             active &= w > 1e-12
             w[~active] = 0.0
         w = trial
-    return w / scale
+    return np.asarray(w / scale)
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_rlspec.speculation.surface import fit_nonnegative, isotonic
 
@@ -42,7 +43,7 @@ class AcceptanceMap:
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
         """F of the scores, any shape."""
-        return np.interp(scores, self.at, self.rate)
+        return np.asarray(np.interp(scores, self.at, self.rate))
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
         """Candidates that were verified, [N] each; all of them, whether or not their parents were accepted."""
@@ -76,7 +77,7 @@ class VerifyCost:
     as the hardware fills up. Answers are kept per bucket of the two token counts, each a quarter octave wide.
     """
 
-    def __init__(self, knees: Sequence[float], weights: Sequence[float]) -> None:
+    def __init__(self, knees: ArrayLike, weights: ArrayLike) -> None:
         self.knees, self.weights = np.asarray(knees, float), np.asarray(weights, float)
         self._known: dict[tuple[int, int, int], float] = {}
 
@@ -94,7 +95,8 @@ class VerifyCost:
     def __call__(self, samples: int, context_tokens: int, verified: int) -> float:
         key = (samples, bucket(context_tokens), bucket(verified))
         if key not in self._known:
-            at = _features(*(np.array([float(v)]) for v in key), self.knees)
+            samples_at, context_at, verified_at = (np.array([float(v)]) for v in key)
+            at = _features(samples_at, context_at, verified_at, self.knees)
             self._known[key] = float((at @ self.weights)[0])
         return self._known[key]
 
@@ -158,15 +160,17 @@ class TreeBudget:
 
         A child must score no higher than its parent and come after it; then the mask is closed under parents.
         """
-        if self.cost is None:
+        cost = self.cost
+        if cost is None:
+            assert self._learned is not None  # a budget without a cost learns one
             return top(scores, self._learned.trial(limit))
         weights = self.acceptance(scores)
         if self.share == "sample":
-            n = self._search_layers(weights, depth, context_tokens, limit)
+            n = self._search_layers(cost, weights, depth, context_tokens, limit)
             return top(scores, n)
         allowed = top(scores, limit)
         order = np.argsort(np.where(allowed, -scores, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
-        count = self._search_batch(weights.ravel()[order], len(scores), context_tokens)
+        count = self._search_batch(cost, weights.ravel()[order], len(scores), context_tokens)
         keep = np.zeros(scores.size, bool)
         keep[order[:count]] = True
         return keep.reshape(scores.shape)
@@ -180,13 +184,13 @@ class TreeBudget:
             self._learned.observe(samples, context_tokens, verified, ms)
             self.cost = self._learned.cost
 
-    def _search_layers(self, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
+    def _search_layers(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
         """RLHFSpec section 5.3: n grows through the tree layer by layer until tokens per ms keep falling.
 
         With layers 1..l in the pool, the n best are final while each weighs at least what layer l + 1 could add.
         """
         samples, al = len(weights), float(len(weights))
-        best, best_n, falling = samples / self.cost(samples, context, samples), 0, 0
+        best, best_n, falling = samples / cost(samples, context, samples), 0, 0
         n = 0
         for layer in range(1, int(depth.max()) + 1):
             ranked = -np.sort(-weights[:, depth <= layer], axis=1)
@@ -196,7 +200,7 @@ class TreeBudget:
             while n < final:
                 al += float(ranked[:, n].sum())
                 n += 1
-                value = al / self.cost(samples, context, samples * (n + 1))
+                value = al / cost(samples, context, samples * (n + 1))
                 if value > best:
                     best, best_n, falling = value, n, 0
                 else:
@@ -205,12 +209,12 @@ class TreeBudget:
                         return best_n
         return best_n
 
-    def _search_batch(self, weights: np.ndarray, samples: int, context: int) -> int:
+    def _search_batch(self, cost: Cost, weights: np.ndarray, samples: int, context: int) -> int:
         """How many of the batch's candidates, best first, to verify. Only the last of each cost bucket can be best."""
         al = np.concatenate([[0.0], np.cumsum(weights)]) + samples
         best, best_count, falling, count = 0.0, 0, 0, 0
         while True:
-            value = al[count] / self.cost(samples, context, samples + count)
+            value = al[count] / cost(samples, context, samples + count)
             if value > best:
                 best, best_count, falling = value, count, 0
             else:

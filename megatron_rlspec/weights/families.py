@@ -273,9 +273,11 @@ def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row
     q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
     to, frm = f"{megatron}self_attention.", f"{hf}linear_attn."
     if config["architectures"][0].startswith("Qwen3Next"):
-        parts, layout = ("qkvz", "ba"), gated_delta_net(*shape)
+        parts: tuple[str, ...] = ("qkvz", "ba")
+        layout = gated_delta_net(*shape)
     else:
-        parts, layout = ("qkv", "z", "b", "a"), stacked(q + k + v, z, b, a)
+        parts = ("qkv", "z", "b", "a")
+        layout = stacked(q + k + v, z, b, a)
     sources = tuple(f"{frm}in_proj_{part}.weight" for part in parts)
     yield Row(f"{to}in_proj.weight", sources, layout, Cut(0, sizes))
     yield Row(f"{to}conv1d.weight", (f"{frm}conv1d.weight",), cut=Cut(0, (q, k, v)))

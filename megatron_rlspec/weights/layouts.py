@@ -19,10 +19,14 @@ class Layout:
     split: Callable[[Tensor], Sequence[Tensor]]
 
 
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
 COPY = Layout(lambda parts: parts[0], lambda full: (full,))
 
 # SwiGLU: Megatron's linear_fc1 is [gate; up] on dim 0.
-GATE_UP = Layout(torch.cat, lambda full: full.chunk(2))
+GATE_UP = Layout(_cat, lambda full: full.chunk(2))
 
 
 def _swap(full: Tensor) -> Tensor:
@@ -41,7 +45,7 @@ ZERO_CENTERED = Layout(lambda parts: parts[0] - 1, lambda full: (full + 1,))
 
 def stacked(*sizes: int) -> Layout:
     """Parts of these sizes, one after the other on dim 0."""
-    return Layout(torch.cat, lambda full: full.split(sizes))
+    return Layout(_cat, lambda full: full.split(sizes))
 
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:

@@ -57,6 +57,25 @@ def test_logits_are_transformers(model):
     np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked.numpy(), atol=1e-6)
 
 
+def test_held_engine_does_not_speculate_and_keeps_what_is_set_meanwhile(model):
+    engine = oracle.engine_of(*model, SpecConfig(3))
+    asked = oracle.requests([p for p in PROMPTS if len(p) > 1])
+    drafted = texts(engine.generate(asked, FREE))
+    engine.hold("fingerprint: another drafter")
+    assert engine.describe()["held"] == "fingerprint: another drafter"
+    engine.set_schedule(SpecSchedule.fixed(SpecConfig(2)))
+    engine.stats()
+    assert texts(engine.generate(asked, FREE)) == drafted
+    assert {s.config for s in engine.stats()} == {OFF}
+    engine.release()
+    engine.release()
+    assert engine.describe()["held"] == "" and engine.alive
+    assert texts(engine.generate(asked, FREE)) == drafted
+    assert {s.config for s in engine.stats()} == {SpecConfig(2)}
+    engine.close()
+    assert not engine.alive
+
+
 @pytest.mark.parametrize("catch_up", [False, True])
 def test_draft_logits_are_the_naive_drafters_at_every_depth(model, monkeypatch, catch_up):
     """Also after rounds without speculation: the catch-up leaves the drafter where it would have been."""

@@ -165,7 +165,7 @@ def _heard_singly(tensors: Callable) -> Callable:
 
 def _order(order: dict[str, Any] | None) -> dict[str, Any]:
     """Rank 0's, on every rank."""
-    box = [order]
+    box: list[Any] = [order]
     dist.broadcast_object_list(box, src=0, group=get_gloo_group())
     return box[0]
 

@@ -12,21 +12,33 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, Verifier, scratch
+from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, scratch
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+from megatron_rlspec.types import (
+    OFF,
+    Request,
+    RoundStats,
+    Sample,
+    Sampling,
+    Scope,
+    SpecConfig,
+    SpecSchedule,
+    Status,
+    Verifier,
+)
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # for a rule that names none
+_CLOSED = "closed"
 
 
 @dataclass(eq=False)
@@ -119,8 +131,8 @@ class EmbeddedEngine:
             )
         if budget is not None and verifier == "rejection":
             raise ValueError("a tree budget is not lossless with verifier=rejection; take position_keyed")
-        if verifier not in ("position_keyed", "target_only", "rejection"):
-            raise ValueError(f"verifier={verifier!r}; known: position_keyed, target_only, rejection")
+        if verifier not in get_args(Verifier):
+            raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         comm = TensorParallel(group) if group is not None else Solo()
         self.arch = Architecture.from_hf(hf_config)
         self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
@@ -128,6 +140,7 @@ class EmbeddedEngine:
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
         self.rounds = Rounds(self.cache, verifier, budget, prefill_chunk)
         self.max_length, self.max_draft_tokens = max_length, max_draft_tokens
+        self.max_running_requests = max_running_requests
         self.running: list[Run] = []
         self.waiting: list[Run] = []
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
@@ -135,6 +148,7 @@ class EmbeddedEngine:
         self._active, self._pausing, self._paused = 0, False, False
         self._broken, self._doubtful = "no weights", set(self.model.tensors)
         self.candidates = tuple(candidates)
+        self._held = ""
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
         self.update_weights(version, tensors)
 
@@ -159,8 +173,9 @@ class EmbeddedEngine:
                 time.sleep(0)  # locks are not fair: let whoever waits between two rounds in
                 done = [run for run in open_runs if run.sample is not None]
                 open_runs = [run for run in open_runs if run.sample is None]
-                for run in done if on_sample is not None else ():
-                    on_sample(run.sample)
+                if on_sample is not None:
+                    for sample in [run.sample for run in done if run.sample is not None]:
+                        on_sample(sample)
         finally:
             with self._lock:
                 self._active -= 1
@@ -217,6 +232,29 @@ class EmbeddedEngine:
         with self._lock:
             return self.schedule.report() if isinstance(self.schedule, SpecRule) else {}
 
+    def hold(self, reason: str) -> None:
+        with self._lock:
+            self._held = reason or "held"
+
+    def release(self) -> None:
+        with self._lock:
+            self._held = ""
+
+    def describe(self) -> EngineDescription:
+        return {
+            "verifier": self.rounds.verifier,
+            "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates],
+            "speculative": self.arch.mtp,
+            "tensor_parallel": self.model.comm.size,
+            "max_total_tokens": self.cache.total,
+            "max_running_requests": self.max_running_requests,
+            "held": self._held,
+        }
+
+    @property
+    def alive(self) -> bool:
+        return self._broken != _CLOSED
+
     def pause(self) -> None:
         with self._lock:
             self._pausing = True
@@ -252,7 +290,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         self.abort()
         with self._lock:
-            self._broken = "closed"
+            self._broken = _CLOSED
 
     # -- between rounds -----------------------------------------------------------------------------------------------
 
@@ -313,11 +351,12 @@ class EmbeddedEngine:
         began = time.perf_counter()
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
-        config, columns = self.rounds.config_for(self.schedule.choose(len(runs), context), rows)
+        wanted = OFF if self._held else self.schedule.choose(len(runs), context)
+        config, columns = self.rounds.config_for(wanted, rows)
         runs = self._back(runs, columns)
         verified = self.rounds.verified
         committed = self.rounds.round(np.array([run.row for run in runs]), config)
-        if isinstance(self.schedule, SpecRule):
+        if isinstance(self.schedule, SpecRule) and not self._held:
             self.schedule.observe(config, [new.accepted for new in committed])
         counts = [0] * (config.num_steps + 1)
         for run, new in zip(runs, committed, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -10,9 +10,7 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.speculation.tree import top
-from megatron_rlspec.types import OFF, Sampling, SpecConfig
-
-Verifier = Literal["position_keyed", "target_only", "rejection"]
+from megatron_rlspec.types import OFF, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):

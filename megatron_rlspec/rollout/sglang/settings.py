@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
+
+from megatron_rlspec.types import Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
 SCRATCH_PREFIX = "rlspec-engine-"  # of the temporary directory that the launcher gives every server
 MIXED_CHUNK = "rounds that mix prefill and decode lose count of what the drafter missed while off"
-Verifier = Literal["position_keyed", "target_only", "rejection"]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import requests
 import torch
 from urllib3.exceptions import ReadTimeoutError
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
@@ -108,7 +108,7 @@ class SGLangEngine:
     def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
         if self._shapes is None:
             self._shapes = self._post("control/shapes")["shapes"]
-        buckets = _buckets(self._checked(tensors))
+        buckets = _buckets(self._checked(tensors, self._shapes))
         try:
             self._post("weights/begin", params={"scope": scope})
         except EngineError as error:
@@ -126,12 +126,14 @@ class SGLangEngine:
             bucket = following
         self._post("weights/end")
 
-    def _checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _checked(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, list[int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """SGLang's loaders skip some unknown names silently, and a wrong shape ends the scheduler."""
         for name, tensor in tensors:
-            expected = self._shapes.get(name)
+            expected = shapes.get(name)
             if expected is None:
-                near = difflib.get_close_matches(name, self._shapes, n=1)
+                near = difflib.get_close_matches(name, shapes, n=1)
                 raise EngineError(
                     f"{self.url}: it has no tensor {name}" + (f"; did you mean {near[0]}?" if near else "")
                 )
@@ -187,14 +189,13 @@ class SGLangEngine:
         """Fingerprints of what pushes last gave to the loaders of `target` and `drafter`, where they are remembered."""
         return self._post("control/delivered")
 
-    def describe(self) -> dict[str, Any]:
-        """What the engine says of itself: verifier, configurations it can run, sizes."""
-        return self._post("control/describe")
+    def describe(self) -> EngineDescription:
+        """Also has `sglang`, its version, and `controller`, the class that switches configurations there."""
+        return cast(EngineDescription, self._post("control/describe"))
 
     @property
-    def ended(self) -> bool:
-        """Whether this client started the engine's process, and that is gone."""
-        return self._process is not None and self._process.ended
+    def alive(self) -> bool:
+        return self._process is None or not self._process.ended
 
     def close(self) -> None:
         if self._process is not None:
@@ -207,7 +208,7 @@ class SGLangEngine:
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._send(path, json=body, stream=True) as answer:
             try:
-                for line in answer.iter_lines(chunk_size=None):
+                for line in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
                     if line:
                         yield json.loads(line)
             except requests.RequestException as error:

@@ -79,7 +79,8 @@ def install() -> list[str]:
     if "sgl_kernel" in names:
         sys.meta_path.append(_Finder("sgl_kernel", dict(cpu_ops.FUNCTIONS)))
         for name, function in cpu_ops.OPERATORS.items():
-            function.default = function  # SGLang asks some operators for their `.default` overload.
+            # SGLang asks some operators for their `.default` overload.
+            function.default = function  # type: ignore[attr-defined]
             setattr(torch.ops.sgl_kernel, name, function)
     if "torchvision" in names:
         sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))

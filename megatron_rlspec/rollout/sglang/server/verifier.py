@@ -54,8 +54,8 @@ def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
     """Outside its deterministic mode, which also changes kernels, SGLang drops the requests' seeds: put them back."""
     if info.sampling_seed is None:
         seeds = [r.sampling_params.sampling_seed for r in batch.reqs]
-        seeds = torch.tensor([42 if s is None else s for s in seeds], dtype=torch.int64)
-        info.sampling_seed = seeds.to(batch.device, non_blocking=True)
+        filled = torch.tensor([42 if s is None else s for s in seeds], dtype=torch.int64)
+        info.sampling_seed = filled.to(batch.device, non_blocking=True)
     return info
 
 
