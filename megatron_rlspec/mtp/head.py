@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Head:
+class VocabParallelHead:
     """This rank's rows of the output layer, token ids start, start + 1, ..., below `total` over all ranks.
 
     `weight [width, H]` is detached. Methods take one chunk of C rows; results are the same on every rank of `group`
@@ -25,7 +25,7 @@ class Head:
     @classmethod
     def of(
         cls, weight: torch.Tensor, temperature: float, group: dist.ProcessGroup | None, vocab_size: int | None
-    ) -> Head:
+    ) -> VocabParallelHead:
         """`weight [V/tp, H]` of this rank; rows of ids from `vocab_size` on are padding and take no part."""
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}, but a loss needs a distribution: temperature > 0")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.mtp.head import Head, accumulate_in
+from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
@@ -113,7 +113,7 @@ def policy_logprobs(
     `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits over
     temperature `[C, V/tp]`, their log-sum-exp `[C]` (see `Student.observe`).
     """
-    head = Head.of(weight, temperature, tp_group, vocab_size)
+    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     rows = _rows(torch.ones_like(labels) if mask is None else mask, labels, head)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
@@ -136,7 +136,7 @@ def top_k_teacher(
     vocab_size: int | None = None,
 ) -> TeacherTopK:
     """The k likeliest tokens of each row of `hidden [N, H]`, for a buffer or for `drafter_loss`; no gradient."""
-    head = Head.of(weight, temperature, tp_group, vocab_size)
+    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     parts = []
     for rows in hidden.detach().split(chunk):
         scores = head.scores(rows)
@@ -176,7 +176,7 @@ class Student:
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}, but a drafter's loss is one of {', '.join(KINDS)}")
         self._kind, self._chunk = kind, chunk
-        self._head = Head.of(weight, temperature, tp_group, vocab_size)
+        self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
         rows = _rows(token_weight, labels, self._head)
         # In the teacher's order, the students of any run of teacher rows are one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -195,7 +195,7 @@ class Student:
         names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
-        # What became of single rows `[N]`, for who asks (`mtp/predict.py`); rows without a weight stay 0.
+        # Results of single rows `[N]` for `mtp/predict.py`; rows without a weight stay 0.
         self.rows: dict[str, torch.Tensor] | None = {} if keep_rows else None
 
     def learn_labels(self) -> None:
@@ -249,6 +249,13 @@ class Student:
         if not self._taught:
             metrics = {name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")}
         return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
+
+    def kept_rows(self) -> dict[str, torch.Tensor]:
+        """What `keep_rows` kept of single rows, `[N]` by name; zeros where no row had a weight."""
+        if self.rows:
+            return self.rows
+        zeros = self._weight.new_zeros(len(self._source))
+        return dict.fromkeys(("match", "overlap", "label_ratio", "argmax_prob"), zeros)
 
     @torch.no_grad()
     def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
@@ -377,7 +384,7 @@ def _divergence(
 
 
 def _cut_divergence(
-    kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: Head
+    kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: VocabParallelHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same between distributions over k tokens and "any other": the rest shares its gradient in proportion to q."""
     tiny = torch.finfo(logq.dtype).tiny
@@ -391,7 +398,7 @@ def _cut_divergence(
     return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))
 
 
-def _rows(mask: torch.Tensor, labels: torch.Tensor, head: Head) -> torch.Tensor:
+def _rows(mask: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
     rows = mask.nonzero().squeeze(1)
     used = labels.index_select(0, rows)
     if bool(((used < 0) | (used >= head.total)).any()):

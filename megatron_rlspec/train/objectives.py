@@ -22,7 +22,7 @@ Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputLayer:
     """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read."""
 
     weight: Tensor
@@ -49,20 +49,20 @@ class Head:
 
 
 def sft(
-    head: Head, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+    layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
 ) -> tuple[Tensor, Sums]:
     """Cross-entropy on the trained tokens."""
-    logprobs, _ = head.logprobs(batch, hidden, observe=observe)
+    logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
     weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
     loss = -(logprobs * weight).sum() / batch.counts["policy"]
     return loss, {"policy/loss": loss.detach(), "policy/tokens": (weight != 0).sum()}
 
 
 def grpo(
-    head: Head, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
+    layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
 ) -> tuple[Tensor, Sums]:
     """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
-    logprobs, entropy = head.logprobs(batch, hidden, with_entropy=True, observe=observe)
+    logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
     if algorithm.old_logprobs == "recompute":
         # A rollout is trained on in one step, so the policy that drew it is the policy here: nothing to run again.
         batch = replace(batch, old_logprobs=logprobs.detach())
@@ -80,7 +80,7 @@ def grpo(
     return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}
 
 
-Objective = Callable[[Head, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
+Objective = Callable[[OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
 OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
 PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
 WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # divided already, or a count
@@ -97,16 +97,18 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
     return metrics
 
 
+def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
+    """Sum over micro-batches, then over data- and context-parallel ranks; every rank of these must call it."""
+    shapes = {name: value.shape for name, value in sums[0].items()}
+    flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
+    dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
+    parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
+    return {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}
+
+
 def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
-    """Micro-batches, then data- and context-parallel ranks, summed on the last stage and told to the other stages."""
-    totals: dict[str, list[float]] = {}
-    if ps.is_pipeline_last_stage():
-        shapes = {name: value.shape for name, value in sums[0].items()}
-        flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
-        dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
-        parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
-        totals = {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}
-    box = [totals]
+    """`sum_over_replicas` on the last pipeline stage, broadcast to the other stages."""
+    box = [sum_over_replicas(sums) if ps.is_pipeline_last_stage() else {}]
     if ps.get_pipeline_model_parallel_world_size() > 1:
         group = ps.get_pipeline_model_parallel_group()
         dist.broadcast_object_list(box, src=ps.get_pipeline_model_parallel_last_rank(), group=group)

@@ -23,14 +23,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.loss import Student
-from megatron_rlspec.mtp.predict import Prediction, deepen, of_rows, walk
-from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
+from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
+from megatron_rlspec.train.drafter_step import (
+    DrafterObjective,
+    DrafterStep,
+    DrafterTargets,
+    prediction_of,
+    training_temperature,
+    unfiltered,
+)
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
-from megatron_rlspec.train.objectives import OBJECTIVES, Head, Sums, means, reduce_sums
+from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
 
@@ -51,6 +57,7 @@ class Trainer:
         self.learner = Learner(self.policy, _policy_adam(config), pipelined=True)
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
+        self.drafter_step: DrafterStep | None = None
         options = config.drafter
         self.table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
         if options.train and self.last_stage:
@@ -63,12 +70,12 @@ class Trainer:
                 seed=config.train.seed + 1,
             ).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
+            self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
         # Last: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
-        self._steps = _predicted_steps(config)
-        # Greedy rollouts are trained at temperature 1: the distribution that they are the mode of.
-        self.temperature = config.rollout.temperature or 1.0
+        self._steps = _predicted_steps(config) if options.train else ()
+        self.temperature = training_temperature(config.rollout.temperature)
         self.reference: list[Tensor] = []
         self.embedding: Tensor | None = None
         self.refresh_embedding()
@@ -121,15 +128,13 @@ class Trainer:
             tokens, sequence = sum(len(batch.tokens) for batch in batches), self.config.parallel.sequence
             each = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
             self.model_config.moe_aux_loss_coeff = each
-        if self.drafter_learner is not None:
+        if self.drafter_step is not None:
             self.drafter.train()
-            self.drafter_learner.zero_grad()
+            self.drafter_step.begin()
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
         totals = reduce_sums(sums)
-        found = [totals.pop(f"prediction/{name}", None) for name in ("reached", "accepted")]
+        self.prediction = prediction_of(totals, self._steps)
         metrics = means(totals)
-        told = found[0] is not None and math.isfinite(metrics["drafter/objective"])  # else its matches say nothing
-        self.prediction = Prediction.of_sums(self._steps, *found) if told else None
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
@@ -226,90 +231,46 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Sums]:
         """Policy loss (its backward is the schedule's), and the drafter's forward and backward."""
         hidden = hidden[:, 0]
-        head = self._head(1.0 if objective == "sft" else self.temperature)
+        layer = self._output_layer(1.0 if objective == "sft" else self.temperature)
         loss, sums = hidden.new_zeros(()), {}
-        predict = objective == "grpo" and bool(self._steps)
-        student = None if self.drafter is None else self._student(head, batch, packed, hidden, predict)
-        # A teacher row is a row of the policy's own loss: where no other rank holds it, its logits are computed once.
-        shared = student is not None and self.config.drafter.loss != "ce" and ps.get_context_parallel_world_size() == 1
+        step, student = self.drafter_step, None
+        if step is not None:
+            targets = _drafter_targets(batch)
+            predict = objective == "grpo" and bool(step.objective.predicted_steps)
+            student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
+        shared = step is not None and step.shares_policy_logits and train_policy
         if train_policy:
             observe = student.observe if shared else None
-            loss, sums = OBJECTIVES[objective](head, batch, hidden, self.config.algorithm, observe)
-        if student is not None:
-            if self.config.drafter.loss == "ce":
-                student.learn_labels()
-            elif not (shared and train_policy):
-                student.learn_from(_of_all_ranks(hidden.detach(), batch))
-            drafter, metrics = student.finish()
-            if student.rows is not None:
-                sums |= self._predict(student.rows, batch)
-            sums |= {f"drafter/{name}": value for name, value in metrics.items()}
-            sums["drafter/objective"] = drafter.detach()
+            loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
+        if step is not None:
+            drafter, drafter_sums = step.learn(student, targets, None if shared else hidden)
+            sums |= drafter_sums
             if self.config.drafter.mtp_detach_heads:
                 drafter.backward()
             else:
                 loss = loss + drafter
         return loss, torch.zeros((), dtype=torch.int), sums
 
-    def _student(
-        self, head: Head, batch: PackedBatch, packed: PackedSequences, hidden: Tensor, predict: bool
-    ) -> Student:
-        """The drafter's forward at all depths, in one batch of rows, ready to learn."""
-        options, T = self.config.drafter, len(batch.tokens)
+    def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
+        """The drafter's forward: what the output layer reads, `[T, H]` per depth."""
         assert self.drafter_learner is not None and self.embedding is not None
-        outputs = self.drafter_learner.ddp(
-            hidden.detach() if options.mtp_detach_heads else hidden,
+        return self.drafter_learner.ddp(
+            hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
             [tokens.to(self.device) for tokens in batch.drafter_tokens],
             self.embedding,
             batch.position_ids.to(self.device),
             packed,
         )
-        scale = [options.depth_decay**d / batch.counts["drafter"][d] for d in range(options.depth)]
-        weight = torch.cat([mask * batch.drafter_weight * s for mask, s in zip(batch.drafter_mask, scale, strict=True)])
-        # Depth d at position t learns what the policy says at t + d; rows without a loss may point anywhere.
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
-        position = cp_index(batch.cu_seqlens_padded, rank, size).to(self.device)
-        teacher = torch.cat([(position + d).clamp(max=size * T - 1) for d in range(1, options.depth + 1)])
-        return Student(
-            torch.cat(outputs),
-            head.weight.detach(),
-            torch.cat(batch.drafter_labels).to(self.device),
-            weight.to(self.device),
-            options.loss,
-            teacher_index=teacher,
-            groups=torch.arange(options.depth, device=self.device).repeat_interleave(T),
-            num_groups=options.depth,
-            temperature=head.temperature,
-            tp_group=head.tensor_group,
-            keep_rows=predict,
-        )
-
-    def _predict(self, rows: Mapping[str, Tensor], batch: PackedBatch) -> Sums:
-        """Sums over round starts (`mtp/predict.py`) of this micro-batch; a context-parallel group counts once."""
-        options, depth, rollout = self.config.spec, self.config.drafter.depth, self.config.rollout
-        sampled = rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k < 0
-        if not rows:  # nothing is trained in this share of a batch; the record and the other ranks want its zeros
-            exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
-            zeros = torch.zeros(depth * len(batch.tokens), dtype=exact, device=self.device)
-            rows = dict.fromkeys(("match", "overlap", "label_ratio"), zeros)
-        accept, reach = of_rows(rows, depth, options.verifier, sampled=sampled)
-        mask = torch.stack([m * (batch.drafter_weight != 0) for m in batch.drafter_mask], 1).to(accept)
-        table = _of_all_ranks(torch.cat([accept, reach, mask], 1), batch)
-        if ps.get_context_parallel_rank():
-            table = table[:0]
-        deep = (deepen(part, max(self._steps)) for part in table.split(depth, 1))
-        found = walk(*deep, self._steps)
-        return {f"prediction/{n}": torch.from_numpy(getattr(found, n)).to(accept) for n in ("reached", "accepted")}
 
     def _report_logprobs(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            rows, _ = self._head(self.temperature).logprobs(batch, hidden[:, 0])
+            rows, _ = self._output_layer(self.temperature).logprobs(batch, hidden[:, 0])
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
 
-    def _head(self, temperature: float) -> Head:
-        return Head(self.policy.head_weight(), temperature)
+    def _output_layer(self, temperature: float) -> OutputLayer:
+        return OutputLayer(self.policy.head_weight(), temperature)
 
     def _from_last_stage(self, x: Tensor) -> Tensor:
         if ps.get_pipeline_model_parallel_world_size() == 1:
@@ -320,34 +281,44 @@ class Trainer:
 
     def _drafter_step(self) -> dict[str, float]:
         result = [0.0, 0.0]
-        if self.drafter_learner is not None:
-            self.drafter_learner.finalize()
-            norm, updated = self.drafter_learner.step()
+        if self.drafter_step is not None:
+            norm, updated = self.drafter_step.update()
             result = [norm, float(not updated)]
         norm, skipped = self._from_last_stage(torch.tensor(result, dtype=torch.float64)).tolist()
         return {"drafter/grad_norm": norm, "drafter/skipped": skipped}
 
 
+def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
+    return DrafterTargets(
+        labels=batch.drafter_labels,
+        weight=[mask * batch.drafter_weight for mask in batch.drafter_mask],
+        counts=batch.counts["drafter"],
+        cu_seqlens_padded=batch.cu_seqlens_padded,
+    )
+
+
+def _drafter_objective(config: Config) -> DrafterObjective:
+    drafter, rollout = config.drafter, config.rollout
+    return DrafterObjective(
+        depth=drafter.depth,
+        loss=drafter.loss,
+        depth_decay=drafter.depth_decay,
+        predicted_steps=_predicted_steps(config),
+        verifier=config.spec.verifier,
+        sampled=unfiltered(rollout.temperature, rollout.top_p, rollout.top_k),
+    )
+
+
 def _predicted_steps(config: Config) -> tuple[int, ...]:
     """The step counts that rollouts may run, ascending; none where this training step cannot predict acceptance."""
     spec, rollout = config.spec, config.rollout
-    if spec.mode == "off" or not config.drafter.train:
+    if spec.mode == "off":
         return ()
-    unfiltered = rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k < 0
-    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not unfiltered):
+    whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
+    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not whole):
         return ()
     steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
     return tuple(sorted({k for k in steps if k > 0}))
-
-
-def _of_all_ranks(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """`[T, H]` of this rank to that of all context-parallel ranks, in the order of the packed batch."""
-    group = ps.get_context_parallel_group()
-    if group.size() == 1:
-        return hidden
-    everyone = [torch.empty_like(hidden) for _ in range(group.size())]
-    dist.all_gather(everyone, hidden.contiguous(), group=group)
-    return join_from_cp(everyone, batch.cu_seqlens_padded, dim=0)
 
 
 def _policy_adam(config: Config) -> AdamW:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_ranks import Ranks, group_of
 
-from megatron_rlspec.mtp.head import Head
+from megatron_rlspec.mtp.head import VocabParallelHead
 from megatron_rlspec.mtp.loss import KINDS, Student, TeacherTopK, drafter_loss, policy_logprobs, top_k_teacher
 
 N, H, V = 23, 8, 31
@@ -188,8 +188,10 @@ def test_nothing_to_train_is_exactly_zero(kind):
 
 
 def test_only_trained_rows_reach_the_head_and_each_teacher_once(monkeypatch):
-    case, seen, original = Case(), [], Head.scores
-    monkeypatch.setattr(Head, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden))
+    case, seen, original = Case(), [], VocabParallelHead.scores
+    monkeypatch.setattr(
+        VocabParallelHead, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden)
+    )
     drafter_loss(
         case.hidden,
         case.weight,
@@ -361,8 +363,10 @@ def test_student_learns_within_the_policys_own_pass(kind, monkeypatch):
     expected.backward()
     gradient, case.hidden.grad = case.hidden.grad, None
 
-    seen, original = [], Head.scores
-    monkeypatch.setattr(Head, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden))
+    seen, original = [], VocabParallelHead.scores
+    monkeypatch.setattr(
+        VocabParallelHead, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden)
+    )
     student = Student(case.hidden, *arguments, **options)
     logprobs, _ = policy_logprobs(
         policy, case.weight, labels, 0.8, mask=policy_mask, chunk=chunk, observe=student.observe
@@ -440,7 +444,7 @@ def test_two_ranks_equal_one(ranks, kind, k, vocab_size):
 
 def ties_in_worker(rank):
     scores = torch.tensor([[1.0, 3.0, 3.0], [0.0, 1.0, 2.0]]) if rank == 0 else torch.tensor([[3.0, 0, 0], [2.0, 2, 0]])
-    head = Head(torch.zeros(3, H), 1.0, 3 * rank, 6, group_of(2))
+    head = VocabParallelHead(torch.zeros(3, H), 1.0, 3 * rank, 6, group_of(2))
     return head.argmax(scores).tolist()
 
 

@@ -26,11 +26,18 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rlspec.integrations.slime.batch import DrafterFields
-from megatron_rlspec.mtp.loss import Student
-from megatron_rlspec.mtp.predict import Prediction, deepen, of_rows, walk
-from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
+from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.drafter_step import (
+    DrafterObjective,
+    DrafterStep,
+    DrafterTargets,
+    prediction_of,
+    training_temperature,
+    unfiltered,
+)
+from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import AdamW, Learner
 
 
@@ -45,19 +52,31 @@ class Options:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     zero_first_embedding: bool = False
-    candidate_steps: tuple[int, ...] = ()  # of the engines, whose acceptance is predicted for each but 0
+    candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0
+    temperature: float = 1.0  # of slime's rollouts
     sampled: bool = True  # rollouts draw from the unfiltered softmax
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
+        """Read `args.rlspec_*` and slime's own rollout flags."""
         given = {f.name: getattr(args, f"rlspec_{f.name}") for f in fields(cls) if hasattr(args, f"rlspec_{f.name}")}
         given["candidate_steps"] = tuple(given.get("candidate_steps", ()))
-        given["sampled"] = getattr(args, "rollout_top_p", 1.0) >= 1 and getattr(args, "rollout_top_k", -1) < 0
+        temperature = getattr(args, "rollout_temperature", 1.0)
+        top_p, top_k = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
+        given["temperature"] = temperature
+        given["sampled"] = unfiltered(temperature, top_p, top_k)
         return cls(**given)
 
     @property
-    def predicted_steps(self) -> tuple[int, ...]:
-        return tuple(sorted({k for k in self.candidate_steps if k > 0}))
+    def objective(self) -> DrafterObjective:
+        """What `DrafterStep` needs; inside slime engines verify with target-only sampling."""
+        return DrafterObjective(
+            depth=self.depth,
+            loss=self.loss,
+            depth_decay=self.depth_decay,
+            predicted_steps=tuple(sorted({k for k in self.candidate_steps if k > 0})),
+            sampled=self.sampled,
+        )
 
 
 class Adopted(Drafter):
@@ -76,8 +95,8 @@ class Adopted(Drafter):
 class SlimeDrafter:
     """The drafter of one rank of the last pipeline stage.
 
-    `take_over` at construction, before DDP; `thaw` after the checkpoint is loaded; then per step `begin`, the policy's
-    forwards, and `step`.
+    Construction freezes the MTP layers, before slime wraps the model into DDP. `thaw` follows once the checkpoint is
+    loaded. Then each step calls `begin`, runs the policy's forwards, and calls `step`.
     """
 
     def __init__(self, model: GPTModel, options: Options) -> None:
@@ -92,9 +111,9 @@ class SlimeDrafter:
         self.model, self.options = model, options
         self.learner: Learner | None = None
         self.denominators: list[float] = []
-        self.sums: dict[str, Tensor] = {}
+        self.sums: list[Sums] = []  # of the step's micro-batches
         self.fields: DrafterFields | None = None
-        self.predicted: Prediction | None = None  # this step's rounds, of all ranks once `step` is over
+        self.predicted: Prediction | None = None  # by the last step, over the samples of all ranks
         for parameter in model.mtp.parameters():
             parameter.requires_grad_(False)
         model._postprocess = partial(self._postprocess, model._postprocess)
@@ -111,35 +130,34 @@ class SlimeDrafter:
         adam = AdamW(lr=options.lr, weight_decay=options.weight_decay, clip_grad=options.clip_grad)
         with self._trainable():
             self.learner = Learner(self.block, adam, pipelined=False)
+        self.drafter_step = DrafterStep(self.learner, options.objective)
 
     def begin(self, own_counts: list[float]) -> None:
         """Start a step: `own_counts [depth]` predictions are trained by this data-parallel rank, CP ranks together."""
         assert self.learner is not None, "thaw() comes first"
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
-        self.denominators, self.sums, self.predicted = [max(1.0, n) for n in counts.tolist()], {}, None
-        self.learner.zero_grad()
+        self.denominators = [max(1.0, n) for n in counts.tolist()]
+        self.sums, self.predicted = [], None
+        self.drafter_step.begin()
 
     def step(self) -> dict[str, float]:
         """Reduce, clip and update; means over the step's trained predictions, per depth."""
-        assert self.learner is not None
+        assert self.learner is not None, "thaw() comes first"
         with self._trainable():
-            self.learner.finalize()
-        norm, updated = self.learner.step()
+            norm, updated = self.drafter_step.update()
         self.learner.zero_grad()
         metrics = {"drafter_grad_norm": norm, "drafter_skipped": float(not updated)}
         if not self.sums:
             return metrics
-        if not updated:
-            self.predicted = None  # a forward that was not finite foresees nothing
-        if self.predicted is not None:
-            metrics |= self._share_prediction()
-        flat = torch.stack([self.sums[name].double() for name in sorted(self.sums)])
-        dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
-        for name, row in zip(sorted(self.sums), flat.tolist(), strict=True):
-            for depth, (value, count) in enumerate(zip(row, self.denominators, strict=True), 1):
-                if name != "tokens":
-                    metrics[f"drafter_{name}_{depth}"] = value / count
+        totals = sum_over_replicas(self.sums)
+        predicted = prediction_of(totals, self.drafter_step.objective.predicted_steps)
+        if updated and predicted is not None:
+            self.predicted = predicted
+            metrics |= {f"drafter_tokens_k{k}": predicted.tokens_per_round(k) for k in predicted.steps}
+        for name, value in means(totals).items():
+            if name != "drafter/objective" and not name.startswith("drafter/tokens_"):
+                metrics[name.replace("/", "_")] = value
         return metrics
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -153,36 +171,16 @@ class SlimeDrafter:
     def _learn(self, hidden: Tensor, given: Mapping[str, Any]) -> None:
         if self.fields is None:
             raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
-        here, options = self.fields, self.options
+        here, step = self.fields, self.drafter_step
+        targets = DrafterTargets(here.labels, here.mask, self.denominators, here.cu_seqlens_padded, here.layout)
+        layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         with self._trainable(), torch.enable_grad():
             outputs = self._unroll(hidden, here, given)
-            scale = [options.depth_decay**d / n for d, n in enumerate(self.denominators)]
-            weight = torch.cat([mask * s for mask, s in zip(here.mask, scale, strict=True)])
-            teacher, index = (None, None) if options.loss == "ce" else self._teacher(hidden, here)
-            tensor = ps.get_tensor_model_parallel_world_size() > 1
-            student = Student(
-                torch.cat(outputs),
-                self._head(),
-                torch.cat(here.labels),
-                weight,
-                options.loss,
-                teacher_index=index,
-                groups=torch.arange(options.depth, device=weight.device).repeat_interleave(len(here.mask[0])),
-                num_groups=options.depth,
-                tp_group=ps.get_tensor_model_parallel_group() if tensor else None,
-                keep_rows=bool(options.predicted_steps),
-            )
-            if teacher is None:
-                student.learn_labels()
-            else:
-                student.learn_from(teacher)
-            loss, sums = student.finish()
+            student = step.student(outputs, targets, layer, predict=bool(step.objective.predicted_steps))
+            teacher = None if self.options.loss == "ce" else self._gather(hidden)[:, 0]
+            loss, sums = step.learn(student, targets, teacher)
             loss.backward()
-        if student.rows is not None:
-            found = self._predict(student.rows, here)
-            self.predicted = found if self.predicted is None else self.predicted + found
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach()
+        self.sums.append(sums)
         self.fields = None
 
     def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
@@ -213,44 +211,7 @@ class SlimeDrafter:
         )
         return [self._gather(out)[:, 0]]
 
-    def _predict(self, rows: Mapping[str, Tensor], here: DrafterFields) -> Prediction:
-        """Of this micro-batch's rounds (`mtp/predict.py`); ranks of a context-parallel group count them once."""
-        depth, steps = self.options.depth, self.options.predicted_steps
-        if not rows:  # nothing is trained in this share of the micro-batch, but the other ranks want its zeros
-            nothing = torch.zeros(depth * len(here.mask[0]), device=here.mask[0].device)
-            rows = dict.fromkeys(("match", "argmax_prob"), nothing)
-        accept, reach = of_rows(rows, depth, "target_only", sampled=self.options.sampled)
-        table = torch.cat([accept, reach, torch.stack(here.mask, 1).to(accept)], 1)
-        if ps.get_context_parallel_world_size() > 1:
-            everyone = [torch.empty_like(table) for _ in range(ps.get_context_parallel_world_size())]
-            dist.all_gather(everyone, table.contiguous(), group=ps.get_context_parallel_group())
-            table = join_from_cp(everyone, here.cu_seqlens_padded.cpu(), here.layout, dim=0)
-        if ps.get_context_parallel_rank():
-            table = table[:0]
-        return walk(*(deepen(part, max(steps)) for part in table.split(depth, 1)), steps)
-
-    def _share_prediction(self) -> dict[str, float]:
-        """Summed over data- and context-parallel ranks; tokens per round that training saw coming, by step count."""
-        assert self.predicted is not None
-        sums = torch.stack([torch.from_numpy(x) for x in (self.predicted.reached, self.predicted.accepted)])
-        sums = sums.to(next(self.model.parameters()).device)
-        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
-        self.predicted = Prediction(self.predicted.steps, *sums.cpu().numpy())
-        return {f"drafter_tokens_k{k}": self.predicted.tokens_per_round(k) for k in self.predicted.steps}
-
-    def _teacher(self, hidden: Tensor, here: DrafterFields) -> tuple[Tensor, Tensor]:
-        """All ranks' hidden states in the order of the batch, and the row t + d that teaches depth d at t."""
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
-        cu, rows = here.cu_seqlens_padded.cpu(), self._gather(hidden)[:, 0].detach()
-        position = cp_index(cu, rank, size, here.layout).to(hidden.device)
-        if size > 1:
-            everyone = [torch.empty_like(rows) for _ in range(size)]
-            dist.all_gather(everyone, rows.contiguous(), group=ps.get_context_parallel_group())
-            rows = join_from_cp(everyone, cu, here.layout, dim=0)
-        depths = range(1, self.options.depth + 1)
-        return rows, torch.cat([(position + d).clamp(max=len(rows) - 1) for d in depths])
-
-    def _head(self) -> Tensor:
+    def _head_weight(self) -> Tensor:
         tied = self.model.share_embeddings_and_output_weights
         return (self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight).detach()
 

@@ -1,0 +1,169 @@
+"""The drafter's part of an optimizer step, shared by our own loop and the integration with slime.
+
+The caller runs the drafter's forward pass over a micro-batch and hands over the hidden states that the output layer
+reads. `DrafterStep` does the rest: student, teacher, loss and gradient, the prediction of what the next rollout will
+accept, and the optimizer's update after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from megatron_rlspec.mtp.loss import Kind, Student
+from megatron_rlspec.mtp.predict import Prediction, Verifier, deepen, of_rows, walk
+from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
+from megatron_rlspec.train.objectives import OutputLayer, Sums
+from megatron_rlspec.train.optimizer import Learner
+
+
+@dataclass(frozen=True)
+class DrafterObjective:
+    """What the drafter learns, and which acceptance its training forward predicts.
+
+    depth            D, unrolled drafter steps
+    loss             objective of one row, see `mtp/loss.py`
+    depth_decay      depth d has weight depth_decay ** (d - 1)
+    predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
+    verifier         of the engines
+    sampled          rollouts draw from the policy's unfiltered softmax: temperature > 0, no top-p, no top-k
+    """
+
+    depth: int
+    loss: Kind
+    depth_decay: float
+    predicted_steps: tuple[int, ...] = ()
+    verifier: Verifier = "target_only"
+    sampled: bool = True
+
+
+@dataclass(frozen=True)
+class DrafterTargets:
+    """What one micro-batch trains the drafter on; `[t]` of this context-parallel rank, lists run over depths 1..D.
+
+    labels             token t + 1 + d
+    weight             of that prediction, not negative; 0 where nothing is trained
+    counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
+    cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
+    layout             of that split
+    """
+
+    labels: Sequence[Tensor]
+    weight: Sequence[Tensor]
+    counts: Sequence[float]
+    cu_seqlens_padded: Tensor
+    layout: Layout = "zigzag"
+
+
+class DrafterStep:
+    """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`."""
+
+    def __init__(self, learner: Learner, objective: DrafterObjective) -> None:
+        self.learner, self.objective = learner, objective
+
+    @property
+    def shares_policy_logits(self) -> bool:
+        """Whether every teacher row is a row of the policy's own loss on this rank, so one logits pass serves both."""
+        return self.objective.loss != "ce" and ps.get_context_parallel_world_size() == 1
+
+    def begin(self) -> None:
+        self.learner.zero_grad()
+
+    def student(
+        self, outputs: Sequence[Tensor], targets: DrafterTargets, layer: OutputLayer, *, predict: bool
+    ) -> Student:
+        """The rows of all depths, ready to learn; `outputs`: `[t, H]` after the drafter's final norm, per depth.
+
+        `predict`: keep what `learn` needs for the prediction of acceptance.
+        """
+        goal, device, t = self.objective, outputs[0].device, len(targets.labels[0])
+        scale = [goal.depth_decay**d / targets.counts[d] for d in range(goal.depth)]
+        weight = torch.cat([w * s for w, s in zip(targets.weight, scale, strict=True)])
+        # Depth d at position t learns what the policy says at t + d; rows of weight 0 may point anywhere.
+        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
+        teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
+        return Student(
+            torch.cat(list(outputs)),
+            layer.weight.detach(),
+            torch.cat(list(targets.labels)).to(device),
+            weight.to(device),
+            goal.loss,
+            teacher_index=teacher,
+            groups=torch.arange(goal.depth, device=device).repeat_interleave(t),
+            num_groups=goal.depth,
+            temperature=layer.temperature,
+            tp_group=layer.tensor_group,
+            keep_rows=predict,
+        )
+
+    def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
+        """Loss of the micro-batch, ready for `backward`, and sums for `means` and `prediction_of`.
+
+        hidden  the policy's after its final norm, `[t, H]`, the teacher's; None if `student.observe` saw every row
+        """
+        if self.objective.loss == "ce":
+            student.learn_labels()
+        elif hidden is not None:
+            student.learn_from(_of_all_context_ranks(hidden.detach(), targets))
+        loss, metrics = student.finish()
+        sums: Sums = {}
+        if student.rows is not None:
+            sums |= self._predict(student, targets)
+        sums |= {f"drafter/{name}": value for name, value in metrics.items()}
+        sums["drafter/objective"] = loss.detach()
+        return loss, sums
+
+    def update(self) -> tuple[float, bool]:
+        """Reduce gradients, clip, update: (gradient norm before clipping, updated?)."""
+        self.learner.finalize()
+        return self.learner.step()
+
+    def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
+        """Sums over the round starts of this micro-batch (`mtp/predict.py`); a context-parallel group counts once."""
+        goal = self.objective
+        accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
+        mask = torch.stack([w != 0 for w in targets.weight], 1).to(accept)
+        table = _of_all_context_ranks(torch.cat([accept, reach, mask], 1), targets)
+        if ps.get_context_parallel_rank():
+            table = table[:0]
+        deep = (deepen(part, max(goal.predicted_steps)) for part in table.split(goal.depth, 1))
+        found = walk(*deep, goal.predicted_steps)
+        return {f"prediction/{n}": torch.from_numpy(getattr(found, n)).to(accept) for n in ("reached", "accepted")}
+
+
+def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
+    """Take the prediction for `steps` out of the step's reduced sums; None without one, or if the loss was not finite.
+
+    Every pipeline stage may call it, with a drafter or without.
+    """
+    found = [totals.pop(f"prediction/{name}", None) for name in ("reached", "accepted")]
+    if found[0] is None or not math.isfinite(totals["drafter/objective"][0]):
+        return None
+    return Prediction.of_sums(steps, *found)
+
+
+def training_temperature(rollout_temperature: float) -> float:
+    """The temperature at which policy and drafter are trained; 1 for greedy rollouts, which are that policy's mode."""
+    return rollout_temperature or 1.0
+
+
+def unfiltered(temperature: float, top_p: float, top_k: int) -> bool:
+    """Whether rollouts draw from the whole softmax of the logits over the temperature."""
+    return temperature > 0 and top_p >= 1 and top_k < 0
+
+
+def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
+    """`[t, ...]` of this rank to that of all context-parallel ranks, in the order of the packed batch."""
+    group = ps.get_context_parallel_group()
+    if group.size() == 1:
+        return x
+    everyone = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(everyone, x.contiguous(), group=group)
+    return join_from_cp(everyone, targets.cu_seqlens_padded.cpu(), targets.layout, dim=0)
