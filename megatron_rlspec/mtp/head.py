@@ -41,6 +41,15 @@ class VocabParallelHead:
     def width(self) -> int:
         return self.weight.shape[0]
 
+    def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Indices of the non-zero entries of `mask [N]`. Raises ValueError if one's label is outside the vocabulary."""
+        rows = mask.nonzero().squeeze(1)
+        used = labels.index_select(0, rows)
+        if bool(((used < 0) | (used >= self.total)).any()):
+            first, last = int(used.min()), int(used.max())
+            raise ValueError(f"labels lie outside the vocabulary of {self.total}: {first} to {last}")
+        return rows
+
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over temperature `[C, width]` of this rank's tokens, in float32 or wider."""
         return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)

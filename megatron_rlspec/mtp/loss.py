@@ -22,7 +22,6 @@ from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
 Metrics = dict[str, torch.Tensor]
-Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class TeacherTopK(NamedTuple):
@@ -94,37 +93,6 @@ def drafter_loss(
     return student.finish()
 
 
-def policy_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    with_entropy: bool = False,
-    *,
-    mask: torch.Tensor | None = None,
-    chunk: int = 1024,
-    vocab_size: int | None = None,
-    observe: Observer | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of `labels [N]` and, if asked, the entropy, both `[N]`; differentiable in hidden and weight.
-
-    Rows where `mask [N]` is 0 give 0 and never reach the head. The backward recomputes the logits chunk by chunk.
-    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits over
-    temperature `[C, V/tp]`, their log-sum-exp `[C]` (see `Student.observe`).
-    """
-    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
-    rows = _rows(torch.ones_like(labels) if mask is None else mask, labels, head)
-    picked, entropy = _LogProbs.apply(
-        hidden.index_select(0, rows),
-        weight if head.width == len(weight) else weight[: head.width],
-        labels.index_select(0, rows),
-        (head, chunk, with_entropy, observe, rows),
-    )
-    zeros = picked.new_zeros(len(labels))
-    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None
-
-
 def top_k_teacher(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -177,7 +145,7 @@ class Student:
             raise ValueError(f"kind={kind!r}, but a drafter's loss is one of {', '.join(KINDS)}")
         self._kind, self._chunk = kind, chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
-        rows = _rows(token_weight, labels, self._head)
+        rows = self._head.rows_of(token_weight, labels)
         # In the teacher's order, the students of any run of teacher rows are one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
         self._teacher, order = teacher.sort(stable=True)
@@ -299,51 +267,6 @@ class Student:
             kept.index_copy_(0, self._rows[part], x)
 
 
-class _LogProbs(torch.autograd.Function):
-    """log p(label) and the entropy per row; the backward computes each chunk's logits once more."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, options):
-        head, chunk, with_entropy, observe, rows = options
-        picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
-        lses, entropy = torch.zeros_like(picked), torch.zeros_like(picked)
-        for first in range(0, len(labels), chunk):
-            part = slice(first, first + chunk)
-            scores = head.scores(hidden[part])
-            lse = lses[part] = head.log_sum_exp(scores)
-            picked[part] = head.sum(head.pick(scores, labels[part])) - lse
-            if with_entropy:
-                entropy[part] = lse - head.sum(((scores - lse[:, None]).exp_() * scores).sum(-1))
-            if observe is not None:
-                observe(rows[part], scores, lse)
-        ctx.save_for_backward(hidden, weight, labels, lses, entropy)
-        ctx.options = options
-        return picked, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_picked, grad_entropy):
-        hidden, weight, labels, lses, entropy = ctx.saved_tensors  # saved, so that an overwritten weight is noticed
-        head, chunk, with_entropy, *_ = ctx.options
-        grad_hidden = torch.zeros_like(hidden)
-        # Summed over chunks in at least float32: bfloat16 would lose the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
-        for first in range(0, len(labels), chunk):
-            part = slice(first, first + chunk)
-            logp = head.scores(hidden[part]).sub_(lses[part, None])
-            p = logp.exp()
-            if with_entropy:
-                grad = p.mul_(logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None]) - grad_picked[part, None])
-            else:
-                grad = p.mul_(-grad_picked[part, None])
-            grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ head.weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-        head.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
-
-
 class _Precomputed(torch.autograd.Function):
     """A scalar whose gradient with respect to some rows of `source` is known already."""
 
@@ -396,11 +319,3 @@ def _cut_divergence(
     overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
     grad = q * (cut_grad[:, -1] / q_rest)[:, None]
     return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))
-
-
-def _rows(mask: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
-    rows = mask.nonzero().squeeze(1)
-    used = labels.index_select(0, rows)
-    if bool(((used < 0) | (used >= head.total)).any()):
-        raise ValueError(f"labels lie outside the vocabulary of {head.total}: {int(used.min())} to {int(used.max())}")
-    return rows

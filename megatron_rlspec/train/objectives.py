@@ -14,7 +14,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from megatron_rlspec.config import AlgorithmConfig
-from megatron_rlspec.mtp.loss import Observer, policy_logprobs
+from megatron_rlspec.mtp.logprobs import Observer, policy_logprobs
 from megatron_rlspec.rl.grpo import policy_loss
 from megatron_rlspec.types import PackedBatch
 

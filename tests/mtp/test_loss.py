@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mtp_ranks import Ranks, group_of
 
 from megatron_rlspec.mtp.head import VocabParallelHead
-from megatron_rlspec.mtp.loss import KINDS, Student, TeacherTopK, drafter_loss, policy_logprobs, top_k_teacher
+from megatron_rlspec.mtp.logprobs import policy_logprobs
+from megatron_rlspec.mtp.loss import KINDS, Student, TeacherTopK, drafter_loss, top_k_teacher
 
 N, H, V = 23, 8, 31
 

@@ -1,0 +1,92 @@
+"""Log-probabilities of labels under the policy, and its entropy: chunked over rows, vocab-parallel.
+
+Shapes as in `mtp/loss.py`: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in
+
+Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def policy_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    *,
+    mask: torch.Tensor | None = None,
+    chunk: int = 1024,
+    vocab_size: int | None = None,
+    observe: Observer | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of `labels [N]` and, if asked, the entropy, both `[N]`; differentiable in hidden and weight.
+
+    Rows where `mask [N]` is 0 give 0 and never reach the head. The backward recomputes the logits chunk by chunk.
+    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits over
+    temperature `[C, V/tp]`, their log-sum-exp `[C]` (see `Student.observe`).
+    """
+    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
+    rows = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
+    picked, entropy = _LogProbs.apply(
+        hidden.index_select(0, rows),
+        weight if head.width == len(weight) else weight[: head.width],
+        labels.index_select(0, rows),
+        (head, chunk, with_entropy, observe, rows),
+    )
+    zeros = picked.new_zeros(len(labels))
+    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p(label) and the entropy per row; the backward computes each chunk's logits once more."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, options):
+        head, chunk, with_entropy, observe, rows = options
+        picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
+        lses, entropy = torch.zeros_like(picked), torch.zeros_like(picked)
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            scores = head.scores(hidden[part])
+            lse = lses[part] = head.log_sum_exp(scores)
+            picked[part] = head.sum(head.pick(scores, labels[part])) - lse
+            if with_entropy:
+                entropy[part] = lse - head.sum(((scores - lse[:, None]).exp_() * scores).sum(-1))
+            if observe is not None:
+                observe(rows[part], scores, lse)
+        ctx.save_for_backward(hidden, weight, labels, lses, entropy)
+        ctx.options = options
+        return picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_picked, grad_entropy):
+        hidden, weight, labels, lses, entropy = ctx.saved_tensors  # saved, so that an overwritten weight is noticed
+        head, chunk, with_entropy, *_ = ctx.options
+        grad_hidden = torch.zeros_like(hidden)
+        # Summed over chunks in at least float32: bfloat16 would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            logp = head.scores(hidden[part]).sub_(lses[part, None])
+            p = logp.exp()
+            if with_entropy:
+                grad = p.mul_(logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None]) - grad_picked[part, None])
+            else:
+                grad = p.mul_(-grad_picked[part, None])
+            grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ head.weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        head.sum(grad_hidden)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
