@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -13,20 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec import files
 from megatron_rlspec.types import Sample
 
 
 class RecordError(ValueError):
     """A run's records that cannot be read, told in one line with file and line number."""
-
-
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """All of the file or nothing of it: a reader never sees half."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
 
 
 class Clock:
@@ -61,7 +52,7 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = self.run_dir / "metrics.jsonl"
         kept = [line for line in read_records(self._metrics) if line["step"] < first_step]
-        write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        files.write(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.latest: deque[str] = deque(maxlen=4)  # events, for whoever shows them
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
 

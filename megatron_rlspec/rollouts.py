@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec import data
+from megatron_rlspec import data, files
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.metrics import Recorder, write_atomically
+from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.open import StartingEngines
@@ -325,7 +325,7 @@ class Rollouts:
         found = self.adapter.observe(seen, reports) | self.forecast.score(seen) | self.forecast.expect(prediction)
         if adaptive:
             found |= self.adapter.expect(self.forecast.rates())
-        write_atomically(self.run_dir / "spec_rule.json", json.dumps(self.adapter.rule()))
+        files.write(self.run_dir / "spec_rule.json", json.dumps(self.adapter.rule()))
         return found
 
 

@@ -19,11 +19,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import data, wire
+from megatron_rlspec import data, files, wire
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.live import View
-from megatron_rlspec.metrics import Clock, Recorder, write_atomically
+from megatron_rlspec.metrics import Clock, Recorder
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollouts import Rollouts, rollout_metrics
@@ -87,7 +87,7 @@ class Session:
         if self.main:
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
-            write_atomically(self.run_dir / "config.json", config.model_dump_json(indent=1))
+            files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
                 self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
 
@@ -258,9 +258,9 @@ class Session:
             if self.generates:
                 state |= self.rollouts.state()
                 if pending := self.rollouts.pending():
-                    write_atomically(whole.with_suffix(".groups"), wire.encode_groups(pending))
+                    files.write(whole.with_suffix(".groups"), wire.encode_groups(pending))
                     state["pending"] = len(pending)
-            write_atomically(whole.with_suffix(".json"), json.dumps(state))
+            files.write(whole.with_suffix(".json"), json.dumps(state))
         self.trainer.save(whole)
         if self.main:
             for old in sorted(folder.glob("step-*/"))[: -self.config.train.keep]:

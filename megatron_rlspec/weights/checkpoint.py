@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rlspec import files
+from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.names import Family
+from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Everything but weights that a reader of the new checkpoint needs from the old one.
@@ -31,19 +33,16 @@ _COMPANIONS = (
 )
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, told in one line: which file, what is wrong, what was expected."""
-
-
 class LazyTensors(Mapping[str, Tensor]):
-    """name -> tensor of a safetensors checkpoint, read from disk each time it is asked for."""
+    """name -> tensor of a safetensors checkpoint, read from disk, and checked, each time it is asked for."""
 
-    def __init__(self, directory: Path, files: Mapping[str, str]) -> None:
-        self.directory, self._file_of = directory, dict(files)
-        self._open: tuple[str, Any] = ("", None)
+    def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
+        self.directory = directory
+        self._file_of = dict(file_of)
+        self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._handle(name).get_tensor(name)
+        return self._file(name)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -53,18 +52,18 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape, without reading the tensor."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return self._file(name).shape(name)
 
     def bytes(self) -> int:
         """Size of all files together."""
         return sum((self.directory / file).stat().st_size for file in set(self._file_of.values()))
 
-    def _handle(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         # One file is mapped at a time: closing the last one gives its pages back.
-        file = self._file_of[name]
-        if self._open[0] != file:
-            self._open = (file, _open(self.directory / file))
-        return self._open[1]
+        path = self.directory / self._file_of[name]
+        if self._open is None or self._open.path != path:
+            self._open = TensorFile(path)
+        return self._open
 
 
 def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
@@ -78,18 +77,33 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     config = read_json(directory / "config.json")
     if (directory / _INDEX).exists():
         index = read_json(directory / _INDEX)
-        files = index.get("weight_map")
-        if not isinstance(files, dict):
-            raise CheckpointError(f"{directory / _INDEX}: no weight_map")
-        for file in sorted(set(files.values())):
-            lost = {name for name, where in files.items() if where == file} - set(_names(directory / file))
-            if lost:
-                raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {_INDEX} places there")
+        file_of = _weight_map(directory, index)
     elif (directory / _SINGLE).exists():
-        files = dict.fromkeys(_names(directory / _SINGLE), _SINGLE)
+        with TensorFile(directory / _SINGLE) as file:
+            file_of = dict.fromkeys(file, _SINGLE)
     else:
         raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX}; other formats are not read")
-    return config, LazyTensors(directory, files)
+    return config, LazyTensors(directory, file_of)
+
+
+def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    """tensor -> file of an index, after looking into every file for what the index places there."""
+    file_of = index.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointError(f"{directory / _INDEX}: expected weight_map, an object of tensor name and file name")
+    names_in: dict[str, set[str]] = {}
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{directory / _INDEX}: weight_map places {name} in {file!r}, expected a file name")
+        names_in.setdefault(file, set()).add(name)
+    for file, names in sorted(names_in.items()):
+        if not (directory / file).exists():
+            raise CheckpointError(f"{directory / file}: no such file, though {_INDEX} names it")
+        with TensorFile(directory / file) as opened:
+            lost = names - set(opened)
+        if lost:
+            raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {_INDEX} places there")
+    return file_of
 
 
 def check(family: Family, tensors: LazyTensors, *, drafter: bool = True) -> None:
@@ -174,7 +188,7 @@ class ShardWriter:
         if self._held:
             self._count += 1
             file = f"shard-{self._count:05d}.safetensors"
-            save_file(self._held, self.directory / file, metadata={"format": "pt"})
+            tensor_file.save(self._held, self.directory / file)
             self._files |= dict.fromkeys(self._held, file)
             self._held, self._bytes = {}, 0
 
@@ -214,42 +228,27 @@ def copy_companions(source: Path, target: Path) -> None:
 def publish(partial: Path, target: Path) -> None:
     """Give a finished directory its name, once all of it is on the disk."""
     for path in sorted(partial.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(partial)
+        files.sync(path)
+    files.sync(partial)
     os.rename(partial, target)
-    _sync(target.parent)
+    with contextlib.suppress(PermissionError):  # a directory that may be written to but not read
+        files.sync(target.parent)
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a small file. Raises CheckpointError."""
     try:
-        data = json.loads(file.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+        data = files.read_json(file)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: expected a JSON object")
     return data
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file, though {_INDEX} names it") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: truncated or not safetensors ({error})") from None
-
-
-def _names(file: Path) -> list[str]:
-    return list(_open(file).keys())
+    """Write a JSON file, whole or not at all. Raises OSError."""
+    files.write(file, json.dumps(data, indent=2) + "\n")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -260,11 +259,3 @@ def _some(names: Iterable[str]) -> str:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

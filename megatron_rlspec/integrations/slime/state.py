@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.metrics import write_atomically
+from megatron_rlspec import files
 from megatron_rlspec.mtp.predict import Prediction
 
 PREDICTION, ROLLOUTS = "prediction.json", "rollouts.json"
@@ -26,7 +26,7 @@ def folder(args: Any) -> Path | None:
 def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
     if folder is not None:
         sums = [list(prediction.steps), prediction.reached.tolist(), prediction.accepted.tolist()]
-        write_atomically(folder / PREDICTION, json.dumps({"after_rollout": rollout_id, "sums": sums}))
+        files.write(folder / PREDICTION, json.dumps({"after_rollout": rollout_id, "sums": sums}))
 
 
 def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
@@ -36,7 +36,7 @@ def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
 
 
 def write_sent(args: Any, version: int, sent: dict[str, int]) -> None:
-    write_atomically(Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent}))
+    files.write(Path(args.update_weight_disk_dir, SENT), json.dumps({"version": version, "sent": sent}))
 
 
 def read_sent(args: Any) -> dict[str, Any] | None:
@@ -45,7 +45,7 @@ def read_sent(args: Any) -> dict[str, Any] | None:
 
 def write_rollouts(folder: Path | None, state: dict[str, Any]) -> None:
     if folder is not None:
-        write_atomically(folder / ROLLOUTS, json.dumps(state))
+        files.write(folder / ROLLOUTS, json.dumps(state))
 
 
 def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ def hand_on(source: Path | None, target: Path | None) -> None:
     if target is None:
         return
     if source is not None and (source / ROLLOUTS).exists():
-        write_atomically(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
+        files.write(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
     else:
         (target / ROLLOUTS).unlink(missing_ok=True)
 

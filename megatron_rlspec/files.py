@@ -1,0 +1,218 @@
+"""Small files: read with limits, written whole or not at all. Standard library only.
+
+A file is replaced atomically only where a regular file stands or will stand. Devices, pipes and sockets are written
+through, because replacing `/dev/stdout` or `/dev/full` by a file would destroy them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+READ_MOST = 1 << 28  # bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
+_STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
+
+
+class FileError(ValueError):
+    """A file that cannot be read or written. One line: which file, what is wrong, what was expected."""
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
+    """Read a regular file of at most `most` bytes. Raises FileError, also for a directory, a pipe or a device."""
+    path = Path(path)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not block
+        with open(handle, "rb") as file:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                raise FileError(f"{path}: expected a regular file, found a {kind(about.st_mode)}")
+            if about.st_size > most:
+                raise FileError(f"{path}: {about.st_size} bytes, expected at most {most}")
+            return file.read(most + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{shown(path)}: {reason(error)}") from None
+
+
+def read_text(path: str | Path, most: int = READ_MOST) -> str:
+    """Read a regular UTF-8 file; a byte order mark is dropped. Raises FileError."""
+    content = read_bytes(path, most)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text (byte {error.start}: {content[error.start]:#04x})") from None
+
+
+def read_json(path: str | Path, most: int = READ_MOST) -> Any:
+    """Read one JSON value from a file, as `parse_json`. Raises FileError."""
+    return parse_json(read_text(path, most), str(path))
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Parse standard JSON. Raises FileError for NaN, infinities, keys that appear twice, and deep nesting."""
+
+    def refuse(word: str) -> NoReturn:
+        raise FileError(f"{source}: not valid JSON: {word} is no JSON number")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            raise FileError(f"{source}: the key {repeated[:60]!r} appears twice in one object")
+        return found
+
+    try:
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except FileError:
+        raise
+    except RecursionError:
+        raise FileError(f"{source}: not valid JSON: nested too deeply") from None
+    except json.JSONDecodeError as error:
+        what = "the file is empty" if not text.strip() else str(error)
+        raise FileError(f"{source}: not valid JSON: {what}") from None
+    except ValueError:  # an integer of more than 4,300 digits
+        raise FileError(f"{source}: not valid JSON: a number has too many digits") from None
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a whole file or none of it; missing directories are made. Raises OSError, which names `path`."""
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    with _naming(path):
+        special = _is_special(path)
+        if special:
+            _write_through(path, data)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if not special:
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to. At the end it takes the name `path`; after an error it is removed.
+
+    For libraries that write by themselves. Raises OSError, which names `path`.
+    """
+    path = Path(path)
+    with _naming(path):
+        real = path.resolve()  # a symbolic link stays one
+        partial = real.with_name(f".{real.name[-200:]}.{os.getpid()}.partial")
+        try:
+            yield partial
+            sync(partial)
+            os.replace(partial, real)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_output(path: str | Path) -> None:
+    """Raise FileError if a file that was named on a command line cannot be written: asked before the work begins."""
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{shown(path)}: cannot be written: {reason(error)}") from None
+    if mode is not None and stat.S_ISDIR(mode):
+        raise FileError(f"{path}: cannot be written: it is a directory; expected a file name")
+    if mode is not None and not stat.S_ISREG(mode):
+        return
+    parent = path.resolve().parent if path.is_symlink() else path.parent
+    if not parent.is_dir():
+        raise FileError(f"{path}: cannot be written: there is no directory {parent}")
+    if not os.access(parent, os.W_OK):
+        raise FileError(f"{path}: cannot be written: no permission to write into {parent}")
+
+
+def write_output(path: str | Path, content: str | bytes) -> None:
+    """Write a file that was named on a command line, as `write`. Raises FileError; makes no directory."""
+    check_output(path)
+    try:
+        write(path, content)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {reason(error)}") from None
+
+
+def kind(mode: int) -> str:
+    """What a file of this `st_mode` is, in one or two words."""
+    kinds: Sequence[tuple[Any, str]] = (
+        (stat.S_ISDIR, "directory"),
+        (stat.S_ISFIFO, "pipe"),
+        (stat.S_ISCHR, "device"),
+        (stat.S_ISBLK, "disk device"),
+        (stat.S_ISSOCK, "socket"),
+    )
+    return next((name for test, name in kinds if test(mode)), "file")
+
+
+def reason(error: Exception) -> str:
+    """What an OSError says, without its number and path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
+
+
+def shown(path: str | Path) -> str:
+    """A path for a message: long ones are cut in the middle, control characters are escaped."""
+    text = str(path)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 240 else f"{text[:100]}...{text[-100:]}"
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError name `path` instead of a file beside it, or none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _is_special(path: Path) -> bool:
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a null byte in the name")
+    return str(path) in _STREAMS or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    """Write into a device, pipe or standard stream. Raises OSError; a disk is refused."""
+    stream = _STREAMS.get(str(path))
+    if stream is not None:
+        file = getattr(sys, stream)
+        file.write(data.decode())
+        file.flush()
+        return
+    if stat.S_ISBLK(path.stat().st_mode):
+        raise OSError(errno.EPERM, "a disk device is not written to")
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a reader must not block
+    os.set_blocking(handle, True)
+    with open(handle, "wb") as file:
+        file.write(data)

@@ -1,0 +1,131 @@
+"""Reading with limits, and writing whole or not at all."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_rlspec import files
+from megatron_rlspec.files import FileError
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "the file is empty"),
+        (b"{", "Expecting property name"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b"[-Infinity]", "-Infinity is no JSON number"),
+        (b"9" * 5000, "too many digits"),
+        (b'{"a": 1, "b": 2, "a": 1}', "'a' appears twice"),
+        (b"\xff\xfe{}", "not UTF-8 text (byte 0: 0xff)"),
+    ],
+)
+def test_text_that_is_not_json(tmp_path, content, part):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(FileError) as told:
+        files.read_json(path)
+    assert str(told.value).startswith(f"{path}: ") and part in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert files.read_json(tmp_path / "x.json") == {"a": 1}
+
+
+def test_only_regular_files_of_a_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "big").write_bytes(b"x" * 11)
+    for name, part in (("pipe", "found a pipe"), (".", "directory"), ("no", "No such file"), ("a\0b", "null")):
+        with pytest.raises(FileError, match=part):
+            files.read_text(tmp_path / name)
+    with pytest.raises(FileError, match="found a device"):
+        files.read_text("/dev/zero")
+    with pytest.raises(FileError, match="11 bytes, expected at most 10"):
+        files.read_text(tmp_path / "big", most=10)
+
+
+def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "x"
+    files.write(path, "one")
+    files.write(path, b"two")
+    assert path.read_bytes() == b"two"
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left") as told:
+        files.write(path, "three")
+    assert told.value.filename == str(path) and told.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    files.write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+def test_devices_are_written_to_and_not_replaced():
+    before = os.stat("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        files.write("/dev/full", "x")
+    with pytest.raises(FileError, match="/dev/full: cannot be written: No space left on device"):
+        files.write_output("/dev/full", "x")
+    files.write("/dev/null", "x")
+    assert os.stat("/dev/full").st_rdev == before.st_rdev and os.stat("/dev/full").st_ino == before.st_ino
+
+
+def test_a_pipe_with_a_reader_gets_everything_and_one_without_is_told(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileError, match="No such device or address"):
+        files.write_output(pipe, "x")
+    found = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    for _ in range(1000):
+        try:
+            files.write(pipe, b"y" * 300_000)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # the reader is not there yet
+            time.sleep(0.005)
+    reader.join(10)
+    assert found == [b"y" * 300_000] and pipe.is_fifo()
+
+
+def test_standard_output_keeps_what_was_printed(tmp_path):
+    code = "from megatron_rlspec import files; print('a'); files.write('/dev/stdout', 'b\\n'); print('c')"
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "a\nb\nc\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("no/x", "there is no directory"),
+        (".", "it is a directory"),
+        ("file/x", "cannot be written"),
+        ("x" * 300, "File name too long"),
+        ("loop", "Too many levels of symbolic links"),
+        ("a\0b", "null"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_told_before_and_when(tmp_path, name, part):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for act in (files.check_output, lambda path: files.write_output(path, "x")):
+        with pytest.raises(FileError, match="cannot be written") as told:
+            act(tmp_path / name)
+        assert part in str(told.value) and "\n" not in str(told.value)
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
