@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.metrics import read_records, write_atomically
+from megatron_rlspec import files
+from megatron_rlspec.metrics import read_records
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     if not records:
         parser.error(f"{options.run_dir}: no metrics.jsonl with at least one step; expected a run directory")
     out = options.out or options.run_dir / "report.html"
-    write_atomically(out, render(options.run_dir, records))
+    files.write_output(out, render(options.run_dir, records))
     print(out)
     return 0
 

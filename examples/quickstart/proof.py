@@ -23,8 +23,8 @@ from rich.table import Table
 from scipy import stats
 
 from megatron_rlspec import config as configuration
-from megatron_rlspec import data
-from megatron_rlspec.metrics import read_records, write_atomically
+from megatron_rlspec import data, files
+from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
@@ -63,7 +63,7 @@ def main() -> None:
             summary |= speeds("rollout", engines, batch, sampling, args.repeats)
             longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:2]
             summary |= speeds("long_tail", engines, longest, sampling, args.repeats)
-    write_atomically(run / "summary.json", json.dumps(summary, indent=1) + "\n")
+    files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
     show(summary)
     plot(run, summary)
     CONSOLE.print(f"written: {run / 'summary.json'}, {run / 'report.png'}")
