@@ -3,4 +3,4 @@
 The package imports nothing heavy here: torch, Megatron-core and SGLang are loaded by the rooms that need them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

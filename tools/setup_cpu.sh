@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=requirements/cpu.txt
 python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null || { echo "setup: $python not found; Python 3.11 is needed (set PYTHON=/path/to/it)" >&2; exit 2; }
-stamp=.venv/installed-$(sha256sum "$lock" setup.py | sha256sum | cut -c1-16)
+stamp=.venv/installed-$(sha256sum "$lock" pyproject.toml setup.py | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && exit 0
 echo "setup: installing $(grep -c == "$lock") pinned packages into .venv (once, a few minutes)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv

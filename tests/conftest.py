@@ -1,0 +1,34 @@
+"""How pytest-xdist's workers share the tests: a file at a time, those that take longest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
+LONGEST = (
+    "rollout/test_sglang_engine.py",
+    "train/test_parallel_equality.py",
+    "test_lost_engines.py",
+    "test_run.py",
+    "rollout_embedded/test_lossless_statistical.py",
+    "test_killed.py",
+    "train/test_probes.py",
+    "train/test_resume.py",
+    "rollout/test_sglang_probes.py",
+    "test_parallel_run.py",
+    "train/test_dry_run.py",
+    "parity/test_draft_logits.py",
+    "weights/test_convert.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests by file, since module-scoped fixtures start engines and jobs, and put the longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    names = {item: item.path.relative_to(TESTS).as_posix() for item in items}
+    items.sort(key=lambda item: places.get(names[item], len(LONGEST)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(names[item]))
