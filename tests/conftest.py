@@ -1,10 +1,11 @@
-"""How pytest-xdist's workers share the tests: a file at a time, those that take longest first."""
+"""What whole runs start from, and how pytest-xdist's workers share the tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import short_run
 
 TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
@@ -23,6 +24,12 @@ LONGEST = (
     "parity/test_draft_logits.py",
     "weights/test_convert.py",
 )
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task and a small random model, which the tests of whole runs start from and do not change."""
+    return short_run.make_start(tmp_path_factory.mktemp("start"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,16 @@
 """Runs of `rlspec train` that take seconds, as processes of their own: what the test_*.py here start, kill and read."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
-EXAMPLES = Path(__file__).parent.parent / "examples/quickstart"
+import forked
+
+TESTS = Path(__file__).parent
+EXAMPLES = TESTS.parent / "examples/quickstart"
 SMALL = {
     "model.dtype": "float32",
     "model.max_length": "256",
@@ -25,38 +30,48 @@ SMALL = {
 
 def make_start(folder: Path) -> Path:
     """`folder`, with the quickstart's task and a small random model."""
-    python(EXAMPLES / "make_task.py", "--out", folder / "task", "--train", 32, "--rl", 64, "--eval", 8)
+    script(EXAMPLES / "make_task.py", "--out", folder / "task", "--train", 32, "--rl", 64, "--eval", 8)
     shape = ("--layers", 4, "--hidden", 32, "--ffn", 64)
-    python(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)
+    script(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)
     return folder
 
 
-def python(script: Path, *arguments: object) -> None:
-    subprocess.run([sys.executable, script, *map(str, arguments)], check=True, capture_output=True, text=True)
+def script(path: Path, *arguments: object) -> None:
+    """Run a script in this process."""
+    with mock.patch.object(sys, "argv", [str(path), *map(str, arguments)]):
+        runpy.run_path(str(path), run_name="__main__")
 
 
-def train(
-    start: Path,
-    run_dir: Path,
-    script: Path | None = None,
-    ranks: int = 1,
-    command: str = "train",
-    **options: object,
-) -> subprocess.Popen:
-    """`rlspec train` of a tiny model, or another command; `script` runs instead of `megatron_rlspec.cli`."""
+def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) -> list[str]:
+    """The arguments of `rlspec` for a run of a tiny model. `rollout__engine` stands for `rollout.engine`."""
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
     values |= {name.replace("__", "."): value for name, value in options.items()}
+    return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+
+
+def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", **options: object) -> str:
+    """Run `rlspec train`, or another command, to its end. Returns what it printed."""
+    arguments = words(start, run_dir, command, options)
+    ended = forked.run_module("megatron_rlspec.cli", arguments, folder=TESTS, ranks=ranks)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+    return ended.stdout + ended.stderr
+
+
+def train(
+    start: Path, run_dir: Path, program: Path | None = None, ranks: int = 1, **options: object
+) -> subprocess.Popen:
+    """Start `rlspec train` as a user does, under torchrun if it has several ranks; or `program` in its place."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    program = [str(script)] if script else ["-m", "megatron_rlspec.cli"]
-    words = [sys.executable, *launcher, *program, command]
-    words += [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    started = [str(program)] if program else ["-m", "megatron_rlspec.cli"]
+    command = [sys.executable, *launcher, *started, *words(start, run_dir, "train", options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(words, env=environment, cwd=Path(__file__).parent, **pipes)
+    return subprocess.Popen(command, env=environment, cwd=TESTS, **pipes)
 
 
 def finish(process: subprocess.Popen) -> str:
+    """Wait for a run that `train` started. Returns what it printed."""
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-3000:]
     return output

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from short_run import finish, make_start, train
+from short_run import run, train
 
 from megatron_rlspec.metrics import read_records
 
@@ -17,11 +17,6 @@ FIXED = {"spec__mode": "fixed", "rollout__staleness": 0}
 AHEAD = {"spec__mode": "fixed", "rollout__staleness": 1, "algorithm__kl_coef": 0.1}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0, "rollout__staleness": 0}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 def kill(start: Path, run_dir: Path, steps: int, seconds: float, **options: object) -> int:
@@ -56,14 +51,14 @@ def files(run_dir: Path, steps: int) -> dict[str, bytes]:
 )
 def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tmp_path, settings, steps, kills):
     options = OPTIONS | settings | {"train__steps": steps}
-    finish(train(start, tmp_path / "whole", **options))
+    run(start, tmp_path / "whole", **options)
     moments = random.Random(steps)
     reached = [
         kill(start, tmp_path / "killed", moments.randint(0, 3), moments.uniform(0.0, 0.4), **options)
         for _ in range(kills)
     ]
     assert max(reached) > 0 and reached[-1] < steps, reached
-    finish(train(start, tmp_path / "killed", train__resume="true", **options))
+    run(start, tmp_path / "killed", train__resume="true", **options)
     expected, found = files(tmp_path / "whole", steps), files(tmp_path / "killed", steps)
     assert len(expected) >= 4 and found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []

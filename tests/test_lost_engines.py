@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from short_run import finish, make_start, train
+from short_run import finish, run, train
 
 from megatron_rlspec.metrics import read_records
 
@@ -15,11 +15,6 @@ LOSING = Path(__file__).parent / "losing_run.py"
 WATCHED = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
 SGLANG = {"rollout__max_new_tokens": 96, "rollout__timeout_seconds": 10, "train__steps": 4, "train__eval_prompts": 1}
 NO_RESTARTS = {"rollout__restarts": 0}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 def drawn(run_dir: Path) -> list[list[float]]:
@@ -38,15 +33,15 @@ def stopped(process: subprocess.Popen) -> str:
 @pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ranks, staleness):
     options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
-    finish(train(start, tmp_path / "whole", **options))
-    line = stopped(train(start, tmp_path / "lost", script=LOSING, train__save_every=0, **options))
+    run(start, tmp_path / "whole", **options)
+    line = stopped(train(start, tmp_path / "lost", program=LOSING, train__save_every=0, **options))
     # Ahead of training, the third step's samples are drawn beside the second step, which is finished before the stop.
     assert line.startswith(
         "rlspec: no engine is left; the last one failed with: embedded engine: closed; the last good "
     )
     assert line.endswith("lost/checkpoints/step-000002") and Path(line.split()[-1]).is_dir()
     assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")[:2]
-    finish(train(start, tmp_path / "lost", train__resume="true", **options))
+    run(start, tmp_path / "lost", train__resume="true", **options)
     if not staleness:  # else the third step is drawn anew, by weights that are not older
         assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
     # The step that was training when the last engine was lost has its record, but for the push that never was.
@@ -60,9 +55,9 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
 def test_the_only_engine_is_started_again_and_the_run_goes_on(start, tmp_path, monkeypatch, ranks, staleness):
     """It starts with the weights of model.path: what it draws shows that it was pushed to before."""
     options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
-    finish(train(start, tmp_path / "whole", **options))
+    run(start, tmp_path / "whole", **options)
     monkeypatch.setenv("BACK", "1")
-    finish(train(start, tmp_path / "lost", script=LOSING, **options))
+    finish(train(start, tmp_path / "lost", program=LOSING, **options))
     whole, lost = (read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "lost"))
     assert [record["step"] for record in lost] == [0, 1, 2, 3]
     if not staleness:  # else the third step is drawn anew, by weights that are not older

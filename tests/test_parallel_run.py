@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from short_run import finish, make_start, train
+from short_run import finish, run, train
 
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.weights.checkpoint import read_hf
@@ -30,14 +30,9 @@ FOUR = [
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
-
-
-@pytest.fixture(scope="module")
 def alone(start, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("alone")
-    finish(train(start, run_dir, **OPTIONS))
+    run(start, run_dir, **OPTIONS)
     return run_dir
 
 

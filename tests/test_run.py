@@ -4,16 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from short_run import finish, make_start, train
+from short_run import finish, run, train
 
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.weights.checkpoint import read_hf
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +42,8 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
 def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
     """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}
-    finish(train(start, tmp_path / "chains", **embedded))
-    finish(train(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch"))
+    run(start, tmp_path / "chains", **embedded)
+    run(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch")
     chains, trees, theirs = (
         read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "chains", tmp_path / "trees", whole)
     )
@@ -63,7 +58,7 @@ def test_a_warm_start_on_two_ranks_is_judged_and_ends_early(start, tmp_path):
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}
     options |= {"sft__steps": 9, "sft__samples_per_step": 4, "sft__eval_every": 2, "sft__eval_prompts": 4}
     options |= {"sft__stop_reward": -1, "sft__plateau": 2.0}
-    finish(train(start, tmp_path, ranks=2, command="sft", **options))
+    run(start, tmp_path, ranks=2, command="sft", **options)
     names = [e["name"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "evaluation"]
     assert names and names == [f"step-{2 * (i + 1):06d}" for i in range(len(names))] and len(names) < 4
     assert len(read_records(tmp_path / "metrics.jsonl")) == 2 * len(names)

@@ -1,19 +1,15 @@
-"""Run a function on several gloo ranks, and what the tests of this room train on.
-
-Ranks are forked from a server that has imported megatron but never joins a job: a test process that has once joined one
-(or whose libraries started threads) must not be forked itself.
-"""
+"""Run a function on several gloo ranks, and what the tests of this room train on."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import numpy as np
 import torch
 
@@ -45,8 +41,7 @@ HF_CONFIG = {
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
     port = runtime.free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_rlspec.train.step"])
+    context = forked.context()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     payload = _pack(args)
     ranks = [
@@ -83,8 +78,7 @@ def _unpack(x: bytes) -> Any:
 
 
 def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], args: bytes) -> None:
-    alone = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in alone.items()})
+    os.environ.update(forked.rank_environment(rank, size, port))
     torch.set_num_threads(1)
     try:
         pipe.send((True, _pack(function(*_unpack(args)))))
