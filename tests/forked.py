@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from megatron_rlspec.train import runtime
 
 PRELOADED = ["megatron_rlspec.loop", "megatron_rlspec.rollout.embedded.engine"]
 
@@ -28,6 +27,12 @@ def context() -> Any:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -49,7 +54,7 @@ def run_module(
 
     The exit code is the first one that is not 0. Raises TimeoutError after `timeout` seconds.
     """
-    given, port = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, runtime.free_port()
+    given, port = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, free_port()
     with tempfile.TemporaryDirectory() as logs:
         outputs = [(f"{logs}/{rank}.out", f"{logs}/{rank}.err") for rank in range(ranks)]
         processes = []

@@ -15,7 +15,6 @@ import torch
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.train import runtime
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 HF_CONFIG = {
@@ -40,7 +39,7 @@ HF_CONFIG = {
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
-    port = runtime.free_port()
+    port = forked.free_port()
     context = forked.context()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     payload = _pack(args)
