@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "profile": ("megatron_rlspec.rollout.profile:main", "measure an engine's cost table"),
     "plan": ("megatron_rlspec.speculation.plan:main", "the best speculative config per batch, from a cost table"),
-    "convert": ("megatron_rlspec.weights.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
+    "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
     "slime": ("megatron_rlspec.integrations.slime.launch:main", "run a slime command line with a drafter that learns"),
     "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed engines have"),

@@ -1,4 +1,4 @@
-"""`rlspec convert`: Hugging Face <-> Megatron checkpoints, the drafter included, tensor by tensor.
+"""Hugging Face <-> Megatron checkpoints, the drafter included, tensor by tensor.
 
 Both directions, and the making of a fresh drafter, are one stream: a source maps canonical Megatron names to full
 tensors, and a sink writes them layer by layer. Memory holds one layer towards Hugging Face and one tensor towards
@@ -8,20 +8,15 @@ appears only when it is whole.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,7 +28,6 @@ from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDi
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
-_CHECKED = ("MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what `check.py` can compute on both sides
 # Families whose norms multiply by 1 + w: what does nothing is 0 there, and 1 elsewhere.
 _GEMMA = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
@@ -121,7 +115,7 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """What an interrupted conversion must share with this one to be continued."""
-        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(_weight_files(self.source))}
+        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
         shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
         return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
 
@@ -252,84 +246,7 @@ def _has_drafter(kind: Kind, source: Path, family: Family) -> bool:
     return any(map(family.is_drafter, TorchDistReader(source, family)))
 
 
-def _weight_files(source: Path) -> list[Path]:
+def weight_files(source: Path) -> list[Path]:
+    """The files of a checkpoint, of either kind, that hold tensors."""
     directory = source if (source / "config.json").exists() else checkpoint_directory(source)
     return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]
-
-
-# ---- command ----------------------------------------------------------------------------------------------------
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="rlspec convert",
-        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included. Any TP/PP/EP may have "
-        "written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
-        epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
-        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
-    )
-    p.add_argument("source", help="Hugging Face directory, or Megatron directory (with its tracker file, or one step)")
-    p.add_argument("target", help="directory to write; it must not exist")
-    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source")
-    p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
-    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
-    p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
-    p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
-    p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 2 for what was asked wrongly or cannot be read, 1 for logits that `--check` finds different."""
-    options = parser().parse_args(argv)
-    try:
-        work = plan(
-            options.source,
-            options.target,
-            to=options.to,
-            hf=options.hf,
-            add_mtp=options.add_mtp,
-            spec=options.spec,
-        )
-        if options.check and work.family.name not in _CHECKED:
-            raise ValueError(f"--check: computes logits of {', '.join(_CHECKED)} only, not of {work.family.name}")
-        if options.dry_run:
-            _show(work)
-            return 0
-        _convert_visibly(work, options.quiet)
-    except (CheckpointError, ValueError) as error:
-        print(f"rlspec convert: {error}", file=sys.stderr)
-        return 2
-    if options.check:
-        from megatron_rlspec.weights.check import compare_logits
-
-        try:
-            print(compare_logits(work.source, work.target))
-        except ValueError as error:
-            print(f"rlspec convert: {error}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _convert_visibly(work: Plan, quiet: bool) -> None:
-    columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=sum(file.stat().st_size for file in _weight_files(work.source)))
-
-        def advance(label: str, size: int) -> None:
-            progress.update(task, description=label, advance=size)
-
-        convert(work, advance)
-
-
-def _show(work: Plan) -> None:
-    table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
-    for label, names in work.groups:
-        fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
-        table.add_row(label + fresh, str(len(names)), names[0])
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

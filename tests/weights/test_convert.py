@@ -10,9 +10,10 @@ import torch
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, checkpoint
 from weight_oracles import mimo_checkpoint, one_rank
 
+from megatron_rlspec.convert import main
 from megatron_rlspec.weights import convert as module
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, write_hf
-from megatron_rlspec.weights.convert import convert, main, plan
+from megatron_rlspec.weights.convert import convert, plan
 from megatron_rlspec.weights.families import Row
 
 

@@ -3,8 +3,6 @@
 Policy and drafter of the Megatron side run in Megatron's modules, those of the Hugging Face side in Transformers' own
 classes. The drafter around its block is written here after SGLang's `mimo_mtp.py`; no name table is read for that side,
 since a table that is wrong both ways would agree with itself.
-
-The one place of this room that looks into `train`: a check without the modules that train is no check.
 """
 
 from __future__ import annotations
@@ -18,6 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.config import load
+from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
+from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.convert import HfSource
 from megatron_rlspec.weights.names import family_of
@@ -53,10 +54,6 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
 @torch.no_grad()
 def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same two of the modules that train, filled from a checkpoint by canonical name; on one rank."""
-    from megatron_rlspec.train import runtime, shards
-    from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
-    from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
-
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
     runtime.init_distributed(options.parallel)
     family, device = family_of(config), runtime.device()

@@ -1,0 +1,91 @@
+"""`rlspec convert`: what a conversion is asked, shown and, with --check, proven by logits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from megatron_rlspec.weights.checkpoint import CheckpointError
+from megatron_rlspec.weights.convert import Plan, convert, plan, weight_files
+
+CHECKED = ("MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what --check can compute on both sides
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="rlspec convert",
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included. Any TP/PP/EP may have "
+        "written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
+        epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
+        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
+    )
+    p.add_argument("source", help="Hugging Face directory, or Megatron directory (with its tracker file, or one step)")
+    p.add_argument("target", help="directory to write; it must not exist")
+    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source")
+    p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
+    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
+    p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
+    p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
+    p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 2 for what was asked wrongly or cannot be read, 1 for logits that `--check` finds different."""
+    options = parser().parse_args(argv)
+    try:
+        work = plan(
+            options.source,
+            options.target,
+            to=options.to,
+            hf=options.hf,
+            add_mtp=options.add_mtp,
+            spec=options.spec,
+        )
+        if options.check and work.family.name not in CHECKED:
+            raise ValueError(f"--check: computes logits of {', '.join(CHECKED)} only, not of {work.family.name}")
+        if options.dry_run:
+            _show(work)
+            return 0
+        _convert_visibly(work, options.quiet)
+    except (CheckpointError, ValueError) as error:
+        print(f"rlspec convert: {error}", file=sys.stderr)
+        return 2
+    if options.check:
+        from megatron_rlspec.train.check_conversion import compare_logits
+
+        try:
+            print(compare_logits(work.source, work.target))
+        except ValueError as error:
+            print(f"rlspec convert: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _convert_visibly(work: Plan, quiet: bool) -> None:
+    columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=sum(file.stat().st_size for file in weight_files(work.source)))
+
+        def advance(label: str, size: int) -> None:
+            progress.update(task, description=label, advance=size)
+
+        convert(work, advance)
+
+
+def _show(work: Plan) -> None:
+    table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
+    for label, names in work.groups:
+        fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
+        table.add_row(label + fresh, str(len(names)), names[0])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
