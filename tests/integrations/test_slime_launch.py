@@ -47,6 +47,8 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
+        ("--num-experts 8 --expert-model-parallel-size 8", {"depth": 1}, "--expert-model-parallel-size 8: .*set 1"),
+        ("--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4", {}, "set them equal"),
     ],
 )
 def test_contradictions_are_refused_in_one_line(command, drafter, message):
@@ -56,6 +58,7 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
 
 
 def test_harmless_values_are_not_refused():
+    planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
     planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
     planned("--allgather-cp", depth=1)
 

@@ -28,6 +28,7 @@ from slime.utils.misc import load_function
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
+from megatron_rlspec.integrations.slime.launch import split_experts
 from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING
@@ -54,13 +55,16 @@ def init(args: Namespace) -> None:
 
 
 def refuse(args: Namespace) -> None:
-    """Raise ValueError, in one line, for what would not be right."""
+    """Raise ValueError, in one line, for flags under which the drafter would be trained wrongly."""
     if not args.enable_mtp_training:
         raise ValueError("--enable-mtp-training is not set: there is no drafter to train; run slime without rlspec")
     if args.mtp_num_layers != 1:
         raise ValueError(f"--mtp-num-layers {args.mtp_num_layers}, but rlspec repeats one layer: set 1")
     if args.num_experts and (args.use_rollout_routing_replay or args.use_routing_replay):
         raise ValueError("routing replay registers the MTP layer's router, which no rollout records; switch it off")
+    sizes = (args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size)
+    if args.num_experts and (problem := split_experts(*sizes)):
+        raise ValueError(problem)
     if (args.virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError("virtual pipeline stages are not supported with a drafter; set none")
     Options.from_args(args)

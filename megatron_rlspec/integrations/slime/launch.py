@@ -84,6 +84,10 @@ def plan(
         raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
     if given.get("--mtp-num-layers", "1") != "1":
         raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
+    sizes = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
+    expert, expert_tensor, tensor = (_whole(given.get(flag)) for flag in sizes)
+    if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
+        raise ConfigError(problem)
     if "--allgather-cp" in given and drafter["depth"] > 1:
         raise ConfigError(f"--allgather-cp with depth={drafter['depth']}: only depth 1 knows that layout; set 1")
     if start not in steps:
@@ -118,6 +122,25 @@ def plan(
     chosen = rule(cost_table, steps) if cost_table else None
     out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
     return out
+
+
+def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | None) -> str:
+    """Why these parallel sizes of a model with experts are refused, or ""; None means Megatron's default.
+
+    The drafter's optimizer has one group of ranks for its norm and one file for all data-parallel ranks. Ranks that
+    hold different experts would clip differently and, after `--load`, all continue with the experts of rank 0.
+    """
+    if (expert or 1) > 1:
+        return f"--expert-model-parallel-size {expert}: the drafter's experts are not trained split over ranks; set 1"
+    if expert_tensor is not None and expert_tensor != (tensor or 1):
+        sizes = f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor or 1}"
+        return f"{sizes}: the drafter's experts are split as its other layers are; set them equal"
+    return ""
+
+
+def _whole(value: str | None) -> int | None:
+    """A flag's whole number; None for anything else, which slime's own parser refuses."""
+    return int(value) if value and value.isdigit() else None
 
 
 def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
