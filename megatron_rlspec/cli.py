@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
 from megatron_rlspec import doctor
@@ -150,13 +150,14 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, _, default, text in options():
-        section = name.partition(".")[0]
+    for option in options():
+        section = option.name.partition(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        help_text = f"{text} (default {shown!s})" if shown != "" else text
-        group.add_argument(f"--{name}", metavar="…", default=argparse.SUPPRESS, help=help_text.replace("%", "%%"))
-    known, unknown = parser.parse_known_args(argv)
+        text = f"{option.help} (default {option.shown})" if option.shown else option.help
+        group.add_argument(
+            f"--{option.name}", metavar=option.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        )
+    known, unknown = parser.parse_known_args(list(_joined(argv)))
     overrides = {name: value for name, value in vars(known).items() if name != "config"}
     if unknown:
         dotted = unknown[0].removeprefix("--").partition("=")[0]
@@ -171,6 +172,23 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
     else:
         config.check_run(command, 1, "this is one process, which torchrun did not start")
     return config
+
+
+def _joined(argv: Sequence[str]) -> Iterator[str]:
+    """`--name -1e-4` as `--name=-1e-4`: argparse takes what begins with a minus sign for an option."""
+    waiting = ""
+    for part in argv:
+        if waiting and part.startswith("-") and not part.startswith("--"):
+            yield f"{waiting}={part}"
+            waiting = ""
+            continue
+        if waiting:
+            yield waiting
+        waiting = part if part.startswith("--") and "=" not in part else ""
+        if not waiting:
+            yield part
+    if waiting:
+        yield waiting
 
 
 def _complain(message: str, code: int) -> int:

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Section
+from megatron_rlspec.config.base import Section, Weight
+from megatron_rlspec.config.model import LONGEST
 
 
 class AlgorithmConfig(Section):
-    ratio: Literal["token", "sequence", "cispo"] = Field("token", description="token: GRPO; sequence: GSPO; cispo")
-    normalise_std: bool = Field(True, description="divide a group's advantages by its standard deviation")
-    clip_low: float = Field(0.2, ge=0, description="lower clip of the ratio is 1 - clip_low")
-    clip_high: float = Field(0.28, ge=0, description="upper clip of the ratio is 1 + clip_high")
-    dual_clip: float = Field(0.0, ge=0, description="bound on the loss of negative advantages; 0: none, else > 1")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference policy")
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    aggregation: Literal["token", "sample", "constant"] = Field("token", description="how token losses are averaged")
-    old_logprobs: Literal["recompute", "engine"] = Field("recompute", description="denominator of the ratio")
-    tis_clip: float = Field(2.0, ge=0, description="cap on the train/engine importance weight; 0: none")
-    stale_clip: float = Field(2.0, gt=0, description="cap on that weight for tokens drawn by an older policy")
-    dynamic_sampling: bool = Field(False, description="drop groups whose rewards are all equal, and refill")
-    overlong_tokens: Count = Field(0, description="length of the soft penalty zone before max_new_tokens; 0: none")
+    ratio: Literal["token", "sequence", "cispo"] = Field(
+        "token", description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo)"
+    )
+    normalise_std: bool = Field(True, description="divide a group's advantages by the deviation of its rewards")
+    clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: Weight = Field(0.28, description="the ratio is clipped above at 1 + clip_high")
+    dual_clip: Weight = Field(
+        0.0, description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none"
+    )
+    kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)"
+    )
+    entropy_coef: float = Field(0.0, ge=-1e6, le=1e6, description="weight of the entropy bonus")
+    aggregation: Literal["token", "sample", "constant"] = Field(
+        "token",
+        description="mean over all tokens (token), of each sample's mean (sample), or each sample's sum divided by "
+        "rollout.max_new_tokens (constant)",
+    )
+    old_logprobs: Literal["recompute", "engine"] = Field(
+        "recompute", description="denominator of the ratio: computed by the trainer, or as the engine reported it"
+    )
+    tis_clip: Weight = Field(
+        2.0, description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight"
+    )
+    stale_clip: float = Field(
+        2.0, gt=0, le=1e6, description="upper bound of that weight for tokens of an older policy (rollout.staleness=1)"
+    )
+    dynamic_sampling: bool = Field(
+        False, description="drop groups whose rewards are all equal, and sample other prompts in their place (DAPO)"
+    )
+    overlong_tokens: Annotated[int, Field(ge=0, le=LONGEST)] = Field(
+        0,
+        description="the reward falls linearly by up to 1 over the last so many tokens before rollout.max_new_tokens "
+        "(DAPO); 0: it does not",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:

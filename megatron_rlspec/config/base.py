@@ -1,18 +1,61 @@
-"""What every section shares: strict field types, and the error of a wrong option."""
+"""What every section shares: field types with bounds, and the error that names a wrong option.
+
+Every number is finite and has both bounds: a value outside of them is a typing error, not a setting. A boolean is not a
+number, and a quoted number is not one either (on the command line, where everything is text, `load` converts first).
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+MOST_STEPS = 1_000_000_000
+MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
+MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 
 
 class ConfigError(ValueError):
     """A user's mistake in the configuration, told in one line."""
 
 
+def _clean(text: str) -> str:
+    """Text that can be a path, an address or a column's name, and can be written as JSON."""
+    for character in text:
+        if character < " " or character == "\x7f":
+            raise ValueError(f"expected text without control characters (got {text[:80]!r})")
+        if "\ud800" <= character <= "\udfff":
+            raise ValueError(f"expected text in UTF-8 (got {text[:80]!r})")
+    return text
+
+
+Text = Annotated[str, Field(max_length=4096), AfterValidator(_clean)]
+Name = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_clean)]
+Positive = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=MONTH)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+    """A frozen table of options. An unknown name, a wrong type or a value out of bounds raises `ValidationError`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, given: Any) -> Any:
+        """TOML and JSON have lists only."""
+        if not isinstance(given, dict):
+            return given
+        fields = cls.model_fields
+        return {
+            key: tuple(value)
+            if isinstance(value, list) and key in fields and isinstance(fields[key].default, tuple)
+            else value
+            for key, value in given.items()
+        }

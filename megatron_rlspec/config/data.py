@@ -1,17 +1,17 @@
-"""[data]: prompts."""
+"""[data]: prompts to train and to evaluate on."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Section
+from megatron_rlspec.config.base import Name, Section, Text
 
 
 class DataConfig(Section):
-    path: str = Field("", description="training prompts: .jsonl or .parquet in slime's format")
-    eval_path: str = Field("", description="held-out prompts, same format")
-    prompt_key: str = Field("prompt", description="column with the text or the chat messages")
-    label_key: str = Field("label", description="column with the answer the reward compares with")
-    metadata_key: str = Field("metadata", description="optional column with anything else the reward needs")
-    apply_chat_template: bool = Field(False, description="render messages with the tokenizer's chat template")
-    shuffle: bool = Field(True, description="reshuffle every epoch, from train.seed")
+    path: Text = Field("", description="training prompts: a .jsonl or .parquet file in slime's format")
+    eval_path: Text = Field("", description="held-out prompts in the same format; empty: no evaluation")
+    prompt_key: Name = Field("prompt", description="column of the prompt: text, or chat messages")
+    label_key: Text = Field("label", description="column of the right answer, which the reward gets; empty: no labels")
+    metadata_key: Text = Field("metadata", description="optional column with an object, which the reward gets too")
+    apply_chat_template: bool = Field(False, description="format prompts with the tokenizer's chat template")
+    shuffle: bool = Field(True, description="draw prompts in a new random order every epoch, seeded by train.seed")

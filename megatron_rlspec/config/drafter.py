@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Positive, Section
+from megatron_rlspec.config.base import LearningRate, Section, Weight
 
 
 class DrafterConfig(Section):
-    train: bool = Field(True, description="co-train the drafter with the policy")
-    depth: Positive = Field(3, description="unrolled drafter steps trained")
-    repeated_layer: bool = Field(True, description="one MTP layer unrolled exactly as the engine drafts")
-    mtp_detach_heads: bool = Field(True, description="false: classic joint training, which moves the policy")
-    loss: Literal["ce", "forward_kl", "reverse_kl", "tv"] = Field("ce", description="training objective")
+    train: bool = Field(True, description="train the drafter together with the policy")
+    depth: Annotated[int, Field(gt=0, le=64)] = Field(3, description="drafted tokens per position that are trained")
+    repeated_layer: bool = Field(
+        True, description="true: one MTP layer for all depths, as the engine drafts; false: a layer for each depth"
+    )
+    mtp_detach_heads: bool = Field(
+        True, description="true: the drafter's loss does not reach the policy; false: it trains the policy too"
+    )
+    loss: Literal["ce", "forward_kl", "reverse_kl", "tv"] = Field(
+        "ce",
+        description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); reverse_kl: "
+        "KL(q, p); tv: total variation, 1 - acceptance rate",
+    )
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
-    lr: float = Field(1e-4, gt=0, description="learning rate of the drafter")
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, ge=0, description="its own gradient norm; 0: none")
+    lr: LearningRate = Field(1e-4, description="learning rate of the drafter")
+    weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay of the drafter")
+    clip_grad: Weight = Field(1.0, description="largest norm of the drafter's gradient; 0: not clipped")

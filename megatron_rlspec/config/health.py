@@ -1,18 +1,31 @@
-"""[health]: checks of a push and of a step."""
+"""[health]: checks of a weight push and of a training step."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Positive, Section
+from megatron_rlspec.config.base import Section
 
 
 class HealthConfig(Section):
-    on_failure: Literal["plain", "stop"] = Field("plain", description="if a second push does not help: off, or stop")
-    canary_prompts: Count = Field(16, description="prompts that every engine answers after a push; 0: no canary")
-    canary_tokens: Positive = Field(8, description="longest of these answers")
-    canary_share: float = Field(0.02, gt=0, le=1, description="of a run's time; pushes go without a canary beyond it")
-    floor_share: float = Field(0.5, gt=0, le=1, description="share of the expected accepted drafts they must reach")
-    logprob_gap: float = Field(0.5, gt=0, description="a step is skipped if engine and trainer differ by more nats")
+    on_failure: Literal["plain", "stop"] = Field(
+        "plain", description="if a repeated push fails too: decode without drafts (plain), or end the run (stop)"
+    )
+    canary_prompts: Annotated[int, Field(ge=0, le=65536)] = Field(
+        16, description="fixed prompts that every engine answers after a push, to measure acceptance; 0: no such check"
+    )
+    canary_tokens: Annotated[int, Field(gt=0, le=65536)] = Field(8, description="longest of these answers in tokens")
+    canary_share: float = Field(
+        0.02, gt=0, le=1, description="share of the run's time for these checks; a push past it is not checked so"
+    )
+    floor_share: float = Field(
+        0.5, gt=0, le=1, description="drafting goes on if at least this share of the expected drafts is accepted"
+    )
+    logprob_gap: float = Field(
+        0.5,
+        gt=0,
+        le=1e6,
+        description="skip a step if log-probabilities of engine and trainer differ by more, on average, in nats",
+    )

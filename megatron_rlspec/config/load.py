@@ -3,65 +3,240 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import stat
 import tomllib
+import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
+from megatron_rlspec.config import upstream
 from megatron_rlspec.config.base import ConfigError
 from megatron_rlspec.config.run import Config
 
+LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its dotted name, its default, what it means, and what it accepts in words and in short."""
+
+    name: str
+    default: Any
+    help: str
+    expected: str
+    metavar: str
+
+    @property
+    def shown(self) -> str:
+        """The default as it stands on a command line."""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
 
 def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Defaults, then the TOML file, then overrides like `{"optimizer.lr": "1e-5"}`."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
-    for dotted, value in (overrides or {}).items():
+    """Defaults, then the TOML file, then overrides like `{"optimizer.lr": "1e-5"}`.
+
+    Raises ConfigError: one line with the file, the option, its value and what was expected.
+    """
+    tree = _read(Path(path)) if path is not None else {}
+    fields = dict(_fields())
+    for dotted, text in (overrides or {}).items():
         section, _, key = dotted.partition(".")
         table = tree.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} is {table!r}, expected a table [{section}]")
-        table[key] = _list_or_scalar(value, section, key)
+            raise ConfigError(f"{path}: {section}: expected a table [{section}] (got {_shown(table)})")
+        table[key] = _converted(text, fields[dotted]) if dotted in fields else text
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, path)) from None
+        where = f"{path}: " if path else ""
+        raise ConfigError(where + _one_line(error)) from None
 
 
-def options() -> Iterator[tuple[str, Any, Any, str]]:
-    """(dotted name, annotation, default, help) of every option, in order: what `--help` shows."""
+def options() -> Iterator[Option]:
+    """Every option, in order: what `--help` and docs/configuration.md show."""
+    for name, field in _fields():
+        yield Option(name, field.default, field.description or "", _expected(field), _metavar(field))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a byte order mark, which some editors write, is skipped. Raises ConfigError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+        with open(handle, "rb") as file:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                raise ConfigError(f"{path}: not a file; expected a TOML file")
+            if about.st_size > LARGEST_FILE:
+                raise ConfigError(f"{path}: {about.st_size} bytes; expected a TOML file of at most {LARGEST_FILE}")
+            return tomllib.loads(file.read().decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; expected a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {_short(str(error))}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than Python converts, a date that does not exist
+        raise ConfigError(f"{path}: not valid TOML: {_short(str(error))}") from None
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
     for section, outer in Config.model_fields.items():
-        for key, inner in type(outer.default).model_fields.items():
-            yield f"{section}.{key}", inner.annotation, inner.default, inner.description or ""
+        for key, field in type(outer.default).model_fields.items():
+            yield f"{section}.{key}", field
 
 
-def _list_or_scalar(value: str, section: str, key: str) -> Any:
-    default = getattr(getattr(Config(), section, None), key, None)
-    if isinstance(default, tuple):
-        return [part for part in value.split(",") if part]
-    return value
+def _converted(text: str, field: FieldInfo) -> Any:
+    """What a command-line text means for this field; the text itself if it means nothing, for the message."""
+    kind = field.annotation
+    if kind is bool:
+        return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
+    if get_origin(kind) is tuple:
+        return [_number(part, int) if _of_integers(field) else part for part in text.split(",") if part]
+    return _number(text, kind) if kind in (int, float) else text
 
 
-def _one_line(error: ValidationError, path: str | Path | None) -> str:
+def _number(text: str, kind: Any) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _of_integers(field: FieldInfo) -> bool:
+    return any(isinstance(value, int) for value in field.default)
+
+
+# ---- what an option accepts -----------------------------------------------------------------------------------------
+
+
+def _metavar(field: FieldInfo) -> str:
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    if get_origin(kind) is tuple:
+        return "INTEGER,..." if _of_integers(field) else "TEXT,..."
+    return {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")
+
+
+def _expected(field: FieldInfo) -> str:
+    """In words: `an integer from 1 to 64`."""
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        *first, last = (repr(choice) for choice in get_args(kind))
+        return f"{', '.join(first)} or {last}"
+    if get_origin(kind) is tuple:
+        return f"a list of {'integers' if _of_integers(field) else 'texts'}"
+    if kind is bool:
+        return "true or false"
+    noun = {int: "an integer", float: "a number"}.get(kind, "text")
+    return f"{noun}{_bounds(field, kind is int)}"
+
+
+def _bounds(field: FieldInfo, whole: bool) -> str:
+    found: dict[type, float] = {}
+    for rule in field.metadata:
+        if isinstance(rule, (Gt, Ge, Lt, Le)):
+            found[type(rule)] = getattr(rule, type(rule).__name__.lower())
+    low = found.get(Ge, found[Gt] + 1 if whole and Gt in found else None)
+    high = found.get(Le)
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}" if not whole else f" from {low} to {high}"
+    words = ((Gt, "greater than"), (Ge, "at least"), (Lt, "less than"), (Le, "at most"))
+    parts = [f"{word} {found[rule]:g}" for rule, word in words if rule in found]
+    return " " + " and ".join(parts) if parts else ""
+
+
+# ---- the message ----------------------------------------------------------------------------------------------------
+
+
+def _one_line(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
-    where = f"{path}: " if path else ""
+    loc = first["loc"]
+    dotted = ".".join(str(part) for part in loc if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        known = [name for name, *_ in options()] + list(Config.model_fields)
-        near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
-        return f"{where}unknown option {dotted}" + (f"; did you mean {near[0]}?" if near else "")
-    message = first["msg"].removeprefix("Value error, ")
+        return _unknown(dotted, first["input"])
+    got = f" (got {_shown(first['input'])})"
     if first["type"] == "model_type":
-        message = f"expected a table [{dotted}]"
-    got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
-    return f"{where}{dotted}: {message}{got}" if dotted else f"{where}{message}"
+        return f"{dotted}: expected a table [{dotted}]{got}"
+    if first["type"] == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        if not dotted:
+            return message
+        about_a_key = re.match(r"(\w+)=", message) and f"{dotted}.{message.partition('=')[0]}" in dict(_fields())
+        return f"{dotted}.{message}" if about_a_key else f"{dotted}: {message}"
+    field = dict(_fields()).get(dotted)
+    if field is None:
+        return f"{dotted}: {first['msg']}{got}"
+    return f"{dotted}: {_wanted(first, field)}{got}"
+
+
+def _wanted(first: Mapping[str, Any], field: FieldInfo) -> str:
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "string_too_short":
+        return "must not be empty; expected text"
+    if kind == "string_unicode":
+        return "expected text in UTF-8"
+    if kind == "string_too_long":
+        return f"expected text of at most {context['max_length']} characters"
+    if kind == "finite_number":
+        return f"not finite; expected {_expected(field)}"
+    inside_a_list = any(isinstance(part, int) for part in first["loc"])
+    if inside_a_list and "int" in kind:
+        return f"expected {_expected(field)}"
+    if inside_a_list and {"ge", "le", "gt", "lt"} & context.keys():
+        bound, value = next(iter(context.items()))
+        word = {"ge": "at least", "le": "at most", "gt": "greater than", "lt": "less than"}[bound]
+        return f"expected {_expected(field)}, each {word} {value}"
+    return f"expected {_expected(field)}"
+
+
+def _unknown(dotted: str, value: Any) -> str:
+    """`unknown option x; here it is y`, for names that others give to our options; else the nearest name of ours."""
+    ours: dict[str, str] = {}
+    names = [name for name, _ in _fields()]
+    written = (dotted, *upstream.leaves(value, dotted))
+    for name in written:
+        if said := upstream.answer(name):
+            return f"unknown option {_short(name)}; {said}"
+    sections = difflib.get_close_matches(dotted, Config.model_fields, n=1, cutoff=0.8)
+    if sections and "." not in dotted:
+        return f"unknown option {dotted}; did you mean {sections[0]}?"
+    for name in names:
+        leaf = name.rpartition(".")[2]
+        ours[leaf] = f"{ours[leaf]} or {name}" if leaf in ours else name
+    for name in written:
+        leaf = upstream.plain(name).rpartition(".")[2]
+        if leaf in ours:
+            return f"unknown option {_short(name)}; here it is {ours[leaf]}"
+    near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.5)
+    return f"unknown option {_short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; see --help for all")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple, types.GeneratorType)):
+        return "a table" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        return _short(repr(value))
+    except ValueError:  # an integer of more digits than Python converts
+        return "a huge integer"
+
+
+def _short(text: str) -> str:
+    plain = re.sub(r"\s+", " ", text).encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+    return plain if len(plain) <= 80 else f"{plain[:77]}..."

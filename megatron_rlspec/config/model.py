@@ -1,17 +1,23 @@
-"""[model]: the policy."""
+"""[model]: the model that is trained."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Positive, Section
+from megatron_rlspec.config.base import Section, Text, Weight
+
+LONGEST = 2**24  # tokens of one sample
 
 
 class ModelConfig(Section):
-    path: str = Field("", description="Hugging Face directory of the policy, with its MTP tensors")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="parameter and activation type")
-    max_length: Positive = Field(4096, description="longest sample, prompt and response, in tokens")
-    moe_router_bias_update_rate: float = Field(0.0, ge=0, description="step of the routers' biases towards balance")
-    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="weight of the loss that balances experts; 0: none")
+    path: Text = Field("", description="Hugging Face directory of the model, with tokenizer and MTP layer")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="type of parameters, activations")
+    max_length: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
+        4096, description="longest sample in tokens: prompt and response together"
+    )
+    moe_router_bias_update_rate: float = Field(
+        0.0, ge=0, le=1, description="step by which a router's expert biases move towards equal load; 0: fixed biases"
+    )
+    moe_aux_loss_coeff: Weight = Field(0.0, description="weight of the load-balancing loss of experts; 0: none")

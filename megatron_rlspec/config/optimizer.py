@@ -1,22 +1,24 @@
-"""[optimizer]: Adam and its learning rate."""
+"""[optimizer]: Adam for the policy."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Section
+from megatron_rlspec.config.base import Count, LearningRate, Section, Weight
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0, description="learning rate of the policy")
-    warmup_steps: Count = Field(0, description="linear warm-up")
-    decay_steps: Count = Field(0, description="linear decay to a tenth over so many steps, drafter too; 0: none")
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: none")
-    distributed: bool = Field(False, description="Megatron's distributed optimizer (ZeRO-1)")
+    lr: LearningRate = Field(1e-6, description="learning rate of the policy")
+    warmup_steps: Count = Field(0, description="steps over which the learning rate rises linearly from 0")
+    decay_steps: Count = Field(
+        0, description="steps until both learning rates, also drafter.lr, have fallen linearly to a tenth; 0: no fall"
+    )
+    weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean gradient, drafter too")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the mean squared gradient, drafter too")
+    eps: float = Field(1e-8, gt=0, le=1, description="Adam's term in the denominator, drafter too")
+    clip_grad: Weight = Field(1.0, description="largest norm of the policy's gradient; 0: not clipped")
+    distributed: bool = Field(False, description="split Adam's state over data-parallel ranks (Megatron's, ZeRO-1)")
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:

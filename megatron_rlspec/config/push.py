@@ -1,4 +1,4 @@
-"""[push]: how weights travel to the engines."""
+"""[push]: how weights travel to SGLang engines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Section
+from megatron_rlspec.config.base import Name, Section
 
 
 class PushConfig(Section):
-    transport: Literal["http", "files", "group"] = Field("http", description="how weights travel to SGLang engines")
-    directory: str = Field("/dev/shm", description="of transport=files: seen by the trainer and by every engine")
-    address: str = Field("127.0.0.1", description="of transport=group: this machine, as engines reach it")
+    transport: Literal["http", "files", "group"] = Field(
+        "http", description="http: in requests; files: in a shared directory; group: over NCCL, or gloo without a GPU"
+    )
+    directory: Name = Field("/dev/shm", description="transport=files: a directory that trainer and engines both see")
+    address: Name = Field("127.0.0.1", description="transport=group: address at which engines reach this machine")

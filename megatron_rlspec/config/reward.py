@@ -1,20 +1,55 @@
-"""[reward]: how answers are judged."""
+"""[reward]: how a response is scored."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
 
-from megatron_rlspec.config.base import Count, Positive, Section
+from pydantic import Field, model_validator
+
+from megatron_rlspec.config.base import Count, Name, Seconds, Section
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+KINDS = "exact, math, module:function or an http(s) address"
+SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float"
 
 
 class RewardConfig(Section):
-    kind: str = Field(
+    kind: Name = Field(
         "exact",
-        description="exact, math, an http(s) address, or module:function, which is called as "
-        "function(prompt=str, response=str, label=str, metadata=dict) and returns a finite number",
+        description="exact: response (or what follows its last #) equals the label; math: equal as mathematics; "
+        f"module:function, called as {SIGNATURE}; or an http(s) address that gets the four as JSON by POST and "
+        'answers a number or {"reward": number}',
     )
-    timeout_seconds: float = Field(10.0, gt=0, description="per sample; a reward that takes longer counts as failed")
-    workers: Positive = Field(4, description="rewards computed at the same time")
+    timeout_seconds: Seconds = Field(10.0, description="time limit for one sample; past it the reward has failed")
+    workers: Annotated[int, Field(gt=0, le=1024)] = Field(4, description="processes that compute rewards")
     max_failed_steps: Count = Field(
         1, description="stop after so many steps in a row in which every reward failed; 0: never"
     )
+
+    @model_validator(mode="after")
+    def _known_kind(self) -> RewardConfig:
+        kind = self.kind
+        if kind in ("exact", "math") or FUNCTION.fullmatch(kind):
+            return self
+        if "://" not in kind:
+            raise ValueError(f"kind={kind}: unknown reward; expected {KINDS}")
+        problem = address_problem(kind)
+        if problem:
+            raise ValueError(f"kind={kind}: {problem}; expected {KINDS}")
+        return self
+
+
+def address_problem(url: str) -> str:
+    """What is wrong with an http(s) address; empty if nothing is."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"not an address ({error})"
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme or 'no'}:// is not http:// or https://"
+    if not parts.hostname or re.search(r"\s", url):
+        return "no host name in it"
+    return "port 0 cannot be reached" if port == 0 else ""

@@ -1,47 +1,70 @@
-"""[rollout]: engines and sampling."""
+"""[rollout]: the engines that generate, and how they sample."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Positive, Section
+from megatron_rlspec.config.base import Count, Name, Seconds, Section, Tokens
+from megatron_rlspec.config.model import LONGEST
+from megatron_rlspec.config.reward import address_problem
+
+MOST_SAMPLES = 2**20  # of one step
 
 
 class RolloutConfig(Section):
-    engine: Literal["sglang", "embedded"] = Field("sglang", description="which engine generates")
-    urls: tuple[str, ...] = Field(
-        (),
-        description="attach to these running engines instead of launching; their key: the environment's RLSPEC_API_KEY",
+    engine: Literal["sglang", "embedded"] = Field(
+        "sglang", description="sglang: servers of their own; embedded: in the trainer's process, for small models"
     )
-    engines: Positive = Field(1, description="engines to launch when no url is given")
-    prompts_per_step: Positive = Field(32, description="prompts of one RL step")
-    samples_per_prompt: Positive = Field(8, description="GRPO group size")
-    temperature: float = Field(1.0, ge=0, description="sampling temperature of the rollouts")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1 filters nothing")
-    top_k: int = Field(-1, description="-1 filters nothing")
-    max_new_tokens: Positive = Field(1024, description="longest response")
-    max_running_requests: Positive = Field(256, description="decode batch limit of one engine")
-    max_total_tokens: Positive = Field(65536, description="KV cache of one engine, in tokens")
-    mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
-    timeout_seconds: float = Field(1800.0, gt=0, description="a longer silence counts as an engine failure")
-    restarts: Count = Field(3, description="times a run starts an engine of its own again that died or fell silent")
-    staleness: int = Field(
-        0, ge=0, le=1, description="1: the next step's samples are drawn while this one trains, by weights a step older"
+    urls: tuple[Name, ...] = Field(
+        (),
+        description="use these running `rlspec serve` engines, such as http://127.0.0.1:30000, and launch none; their "
+        "key is read from the environment variable RLSPEC_API_KEY",
+    )
+    engines: Annotated[int, Field(gt=0, le=1024)] = Field(1, description="engines to launch if urls is empty")
+    prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(32, description="prompts of one RL step")
+    samples_per_prompt: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
+        8, description="responses to each prompt: the GRPO group size"
+    )
+    temperature: float = Field(1.0, ge=0, le=100, description="sampling temperature; 0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this probability; 1: from all")
+    top_k: Annotated[int, Field(ge=-1, le=MOST_SAMPLES)] = Field(
+        -1, description="sample from so many most probable tokens; -1: from all"
+    )
+    max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(1024, description="longest response in tokens")
+    max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
+        256, description="most requests that one engine decodes together"
+    )
+    max_total_tokens: Tokens = Field(65536, description="size of one engine's KV cache in tokens")
+    mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for an engine's weights and KV cache")
+    timeout_seconds: Seconds = Field(1800.0, description="an engine that sends nothing for so long has failed")
+    restarts: Count = Field(3, description="how often a run restarts engines it launched, if they fail")
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        if self.top_k < -1 or self.top_k == 0:
-            raise ValueError(f"top_k={self.top_k} leaves no token; expected 1 or more, or -1 to filter nothing")
+        if self.top_k == 0:
+            raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
+        if 0 < self.temperature < 0.001:
+            raise ValueError(f"temperature={self.temperature}: expected 0 (greedy), or a number from 0.001 to 100")
+        if self.prompts_per_step * self.samples_per_prompt > MOST_SAMPLES:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} x samples_per_prompt={self.samples_per_prompt}: "
+                f"expected at most {MOST_SAMPLES} samples a step"
+            )
         if self.urls and self.engines > 1:
             raise ValueError(
-                f"engines={self.engines} asks to launch, but urls={','.join(self.urls)} to attach; take one"
+                f"engines={self.engines} launches engines, but urls={','.join(self.urls)} uses running ones; "
+                "expected one of the two"
             )
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls={url}, expected http://HOST:PORT")
+            if problem := address_problem(url):
+                raise ValueError(f"urls={url}: {problem}; expected http://HOST:PORT")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls={','.join(self.urls)}: one engine twice; expected each once")
         if self.engine == "embedded" and (self.urls or self.engines > 1):
             asked = f"urls={','.join(self.urls)}" if self.urls else f"engines={self.engines}"
             raise ValueError(f"engine=embedded runs once, inside this process, but {asked}")

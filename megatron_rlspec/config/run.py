@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -74,16 +76,15 @@ class Config(Section):
         return self
 
     def check_run(self, command: Literal["train", "sft"], world_size: int, because: str = "") -> None:
-        """What a run of this command needs beyond a consistent file. Raises ConfigError; nothing heavy is imported.
+        """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
 
-        `because` says where the number of ranks is from, in the words of a refusal.
+        because  where the number of ranks comes from, for the message
         """
         source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
         evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
         parallel, longest = self.parallel, self.model.max_length
         shards = parallel.tensor * parallel.pipeline * parallel.context
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
-        spoilt = "hf/ is there already, the result of an ended run; take another directory"
         run_dir = Path(self.train.run_dir)
         problems = (
             (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
@@ -103,9 +104,33 @@ class Config(Section):
                 f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
                 f"model.max_length={longest}",
             ),
-            (run_dir.exists() and not run_dir.is_dir(), f"train.run_dir={run_dir}: a file; expected a directory"),
-            ((run_dir / "hf").exists(), f"train.run_dir={run_dir}: {spoilt}"),
         )
         for wrong, message in problems:
             if wrong:
                 raise ConfigError(message)
+        check_writable(run_dir)
+        if (run_dir / "hf").exists():
+            raise ConfigError(
+                f"train.run_dir={run_dir}: holds hf/, the result of a finished run; expected another directory"
+            )
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise ConfigError if the run cannot write there. A missing directory is made, and removed again."""
+    missing = run_dir.absolute()
+    try:
+        if missing.is_dir():
+            if not os.access(missing, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"train.run_dir={run_dir}: not writable; expected a directory that the run can write to"
+                )
+            return
+        while not os.path.lexists(missing.parent):
+            missing = missing.parent
+        missing.mkdir(exist_ok=True)
+        with suppress(OSError):  # another rank's check has made or removed it, or the run has begun
+            missing.rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir={str(run_dir)[:200]}: {error.strerror}; expected a directory that the run can write to"
+        ) from None

@@ -2,56 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Positive, Section
+from megatron_rlspec.config.base import Section, Text
 from megatron_rlspec.types import OFF, SpecConfig, Verifier
+
+MOST_DRAFTS = 64  # drafter passes of one round; SGLang's buffers grow with them
+
+DraftSteps = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
 
 
 class SpecSection(Section):
-    mode: Literal["adaptive", "fixed", "off"] = Field("adaptive", description="how the speculative config is chosen")
-    num_steps: Count = Field(3, description="drafter passes per round (fixed), or at the start (adaptive)")
-    topk: Positive = Field(1, description="mode=fixed, embedded engine: children of a drafted node; 1 drafts a chain")
-    num_draft_tokens: Count = Field(0, description="most tokens of a sample that a round verifies; 0: all drafted")
+    mode: Literal["adaptive", "fixed", "off"] = Field(
+        "adaptive", description="adaptive: num_steps is chosen while the engines run; fixed: num_steps; off: no drafts"
+    )
+    num_steps: DraftSteps = Field(3, description="drafter passes per round (fixed), or at the start (adaptive)")
+    topk: Annotated[int, Field(gt=0, le=MOST_DRAFTS)] = Field(
+        1, description="children of a drafted node; 1: a chain; more: a tree, with mode=fixed and the embedded engine"
+    )
+    num_draft_tokens: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
+    )
     tree_budget: Literal["none", "sample", "batch"] = Field(
-        "none", description="verify what pays: one number a round for every sample, or one for the whole batch"
+        "none",
+        description="verify the number of drafts that maximises tokens per second: one number for every sample "
+        "(sample), or one sum for the whole batch (batch); needs mode=fixed and the embedded engine",
     )
-    candidate_steps: tuple[int, ...] = Field((0, 1, 2, 3, 5), description="what the adaptive policy may choose from")
+    candidate_steps: tuple[DraftSteps, ...] = Field(
+        (0, 1, 2, 3, 5), description="values of num_steps that mode=adaptive chooses from; 0: no drafts"
+    )
     verifier: Verifier = Field(
-        "position_keyed", description="position_keyed: the text does not depend on what was drafted"
+        "position_keyed",
+        description="position_keyed: the text depends on seed, prompt and weights only, not on the drafts; "
+        "target_only: the same rule with ordinary random numbers; rejection: rejection sampling, on GPUs only",
     )
-    cost_table: str = Field("", description="JSON written by `rlspec profile`; empty: a simple acceptance rule")
+    cost_table: Text = Field("", description="JSON file of `rlspec profile` to choose by; empty: a rule of thumb")
     ridge_tokens: float = Field(
-        128.0, gt=0, description="without a table: tokens a pass computes while it reads the weights; hardware sets it"
+        128.0,
+        gt=0,
+        le=1e9,
+        description="without a cost table: tokens of a forward pass below which it costs the same as one token, as it "
+        "waits for the weights; about 300 on an H100 in bf16 (989 TFLOP/s / 3.35 TB/s)",
     )
-    switching_margin: float = Field(0.01, ge=0, description="a gain of this share that lasts 16 rounds makes a switch")
-    probe_share: float = Field(0.01, ge=0, le=0.2, description="bound on probing's share of time")
+    switching_margin: float = Field(
+        0.01,
+        ge=0,
+        le=10,
+        description="change num_steps if that gains this share in 16 rounds in a row; 0.01: one percent",
+    )
+    probe_share: float = Field(
+        0.01, ge=0, le=0.2, description="share of the time that rounds may lose by trying other values of num_steps"
+    )
     catch_up_share: float = Field(
-        0.0, ge=0, le=0.2, description="of the time off, what probes may spend besides on the drafter's catching up"
+        0.0,
+        ge=0,
+        le=0.2,
+        description="share of the time without drafts that may go into filling the drafter's KV cache for a trial, on "
+        "top of probe_share; 0: such trials use probe_share only",
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> SpecSection:
-        if not self.candidate_steps or min(self.candidate_steps) < 0:
-            raise ValueError(f"candidate_steps={list(self.candidate_steps)}, expected numbers of steps from 0 on")
-        trees = f"topk={self.topk}" if self.topk > 1 else f"tree_budget={self.tree_budget}"
+        steps = self.candidate_steps
+        if not steps or len(set(steps)) < len(steps):
+            raise ValueError(f"candidate_steps={list(steps)}: expected different numbers from 0 to {MOST_DRAFTS}")
         if self.topk > 1 or self.tree_budget != "none":
+            trees = f"topk={self.topk}" if self.topk > 1 else f"tree_budget={self.tree_budget}"
             if self.mode != "fixed":
                 raise ValueError(f"{trees} is for mode=fixed, but mode={self.mode}")
             if self.verifier == "rejection":
-                raise ValueError(f"{trees} is not lossless with verifier=rejection; take position_keyed")
+                raise ValueError(f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed")
         if self.mode == "fixed":
-            self.config()  # refuses numbers that do not fit together
+            self.config()  # raises ValueError for numbers that do not fit together
         if self.cost_table and self.mode != "adaptive":
-            raise ValueError(f"cost_table={self.cost_table} is what mode=adaptive decides by, but mode={self.mode}")
-        if self.mode == "adaptive" and self.num_steps not in self.candidate_steps:
-            raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(self.candidate_steps)}")
+            raise ValueError(f"cost_table={self.cost_table} is for mode=adaptive, but mode={self.mode}")
+        if self.mode == "adaptive" and self.num_steps not in steps:
+            raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}")
         return self
 
     def config(self) -> SpecConfig:
-        """What mode=fixed runs, and other modes start with."""
+        """What mode=fixed runs, and what other modes start with. Raises ValueError."""
         if self.mode != "fixed" or self.num_steps == 0:
             return OFF
         return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens or -1)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Positive, Section
+from megatron_rlspec.config.base import Count, Name, Positive, Section, Tokens
+
+MOST_SEED = 2**31 - 1  # ranks and parts add small numbers to it, and some generators take 32 bits
 
 
 class TrainConfig(Section):
     steps: Positive = Field(100, description="RL steps")
-    tokens_per_micro_batch: Positive = Field(8192, description="packing budget of one data-parallel rank")
-    seed: int = Field(1, description="of data order, sampling and initialisation")
-    run_dir: str = Field("runs/run", description="everything the run writes")
+    tokens_per_micro_batch: Tokens = Field(
+        8192, description="most tokens that a data-parallel rank packs into one micro-batch"
+    )
+    seed: Annotated[int, Field(ge=0, le=MOST_SEED)] = Field(
+        1, description="seed of the data's order, of sampling and of fresh parameters"
+    )
+    run_dir: Name = Field("runs/run", description="directory that the run writes to")
     save_every: Count = Field(0, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
-    keep: Positive = Field(2, description="checkpoints kept")
+    keep: Positive = Field(2, description="how many checkpoints stay")
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
-    eval_every: Count = Field(0, description="steps between evaluations; 0: first and last only")
-    eval_prompts: Positive = Field(128, description="held-out prompts of one evaluation")
-    max_bad_steps: Count = Field(3, description="stop after so many steps in a row with a non-finite loss")
+    eval_every: Count = Field(0, description="steps between evaluations; 0: only before the first and after the last")
+    eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
+    max_bad_steps: Count = Field(
+        3, description="stop after so many steps in a row whose loss or gradient is not finite; 0: never"
+    )

@@ -12,7 +12,6 @@ A surface has a file `test_<surface>.py` with a table CASES and
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib
 import os
@@ -155,7 +154,6 @@ def _run(case: Case, here: Path) -> int:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-        gc.collect()
 
 
 def _act(case: Case, here: Path) -> int:

@@ -174,8 +174,6 @@ def test_nobody_listening_is_a_failure_of_the_samples():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("exakt", "reward.kind=exakt: expected one of exact, math, module:function"),
-        ("ftp://host/reward", "reward.kind=ftp://host/reward: expected one of exact, math, module:function"),
         ("my_rewards:missing", "reward.kind=my_rewards:missing: AttributeError: module 'my_rewards' has no"),
         ("no_such_module:f", "reward.kind=no_such_module:f: ModuleNotFoundError: No module named"),
         ("my_rewards:not_callable", "TypeError: my_rewards:not_callable is not a function"),

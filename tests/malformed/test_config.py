@@ -1,0 +1,280 @@
+"""Configurations: a TOML file, and options on the command line."""
+
+import json
+import os
+
+import pytest
+from harness import Case, check, ids
+
+NAMED = "train --model.path m --data.path d.jsonl "  # what stands before an option that only `check_run` looks at
+
+
+def option(text: str, *expects: str, command: str = "train") -> Case:
+    return Case(f"{command} {text}", f"{command} {text}", expects)
+
+
+def toml(text: str | bytes, *expects: str, name: str = "") -> Case:
+    return Case(name or f"toml {text!r}"[:70], "train --config run.toml", ("run.toml", *expects), {"run.toml": text})
+
+
+NUMBERS = [
+    option(f"--{name} {value}", name, expected)
+    for name, value, expected in (
+        ("optimizer.lr", "inf", "not finite"),
+        ("optimizer.lr", "1e400", "not finite"),
+        ("optimizer.lr", "nan", "not finite"),
+        ("optimizer.lr", "-inf", "not finite"),
+        ("optimizer.lr", "2", "at most 1"),
+        ("optimizer.lr", "0", "greater than 0"),
+        ("optimizer.lr", "true", "a number"),
+        ("optimizer.lr", "1,5", "a number"),
+        ("optimizer.lr", "''", "a number"),
+        ("optimizer.eps", "nan", "not finite"),
+        ("optimizer.beta1", "1", "less than 1"),
+        ("optimizer.beta2", "nan", "not finite"),
+        ("optimizer.weight_decay", "-0.1", "from 0 to"),
+        ("optimizer.clip_grad", "inf", "not finite"),
+        ("optimizer.warmup_steps", "-1", "an integer from 0"),
+        ("optimizer.distributed", "2", "true or false"),
+        ("algorithm.entropy_coef", "nan", "not finite"),
+        ("algorithm.entropy_coef", "inf", "not finite"),
+        ("algorithm.entropy_coef", "1e300", "from -1e+06 to 1e+06"),
+        ("algorithm.kl_coef", "inf", "not finite"),
+        ("algorithm.kl_coef", "-0.1", "from 0 to"),
+        ("algorithm.clip_low", "5.0", "from 0 to 1"),
+        ("algorithm.clip_high", "nan", "not finite"),
+        ("algorithm.tis_clip", "-1", "from 0"),
+        ("algorithm.stale_clip", "0", "greater than 0"),
+        ("algorithm.dual_clip", "1", "must be above 1"),
+        ("algorithm.overlong_tokens", "1e3", "an integer"),
+        ("rollout.temperature", "inf", "not finite"),
+        ("rollout.temperature", "1e-300", "0 (greedy)"),
+        ("rollout.temperature", "-1", "from 0 to 100"),
+        ("rollout.temperature", "1e9", "from 0 to 100"),
+        ("rollout.top_p", "nan", "not finite"),
+        ("rollout.top_k", "-2", "from -1"),
+        ("rollout.top_k", "0", "leaves no token"),
+        ("rollout.mem_fraction", "nan", "not finite"),
+        ("rollout.prompts_per_step", "100000000", "from 1 to 1048576"),
+        ("rollout.prompts_per_step", "1e8", "an integer"),
+        ("rollout.prompts_per_step", "200000", "at most 1048576 samples a step"),
+        ("rollout.samples_per_prompt", "-8", "from 1"),
+        ("rollout.max_new_tokens", "99999999999", "from 1 to 16777216"),
+        ("rollout.max_total_tokens", "1e12", "an integer"),
+        ("rollout.max_running_requests", "0", "from 1"),
+        ("rollout.engines", "5000", "from 1 to 1024"),
+        ("rollout.timeout_seconds", "1e300", "at most 2.592e+06"),
+        ("rollout.restarts", "-1", "from 0"),
+        ("rollout.staleness", "0.5", "an integer from 0 to 1"),
+        ("reward.timeout_seconds", "nan", "not finite"),
+        ("reward.timeout_seconds", "1e18", "at most"),
+        ("reward.workers", "100000", "from 1 to 1024"),
+        ("train.seed", "-5", "from 0 to 2147483647"),
+        ("train.seed", "18446744073709551616", "from 0 to 2147483647"),
+        ("train.seed", "9" * 5000, "from 0 to 2147483647"),
+        ("train.seed", "1.0", "an integer"),
+        ("train.steps", "true", "an integer"),
+        ("train.steps", "10000000000000000000000", "from 1 to 1000000000"),
+        ("train.steps", "1e22", "an integer"),
+        ("train.steps", "ten", "an integer"),
+        ("train.keep", "0", "from 1"),
+        ("train.save_every", "-1", "from 0"),
+        ("train.eval_prompts", "99999999", "from 1"),
+        ("train.tokens_per_micro_batch", "1e6", "an integer"),
+        ("model.max_length", "4294967296", "from 1 to 16777216"),
+        ("model.moe_router_bias_update_rate", "nan", "not finite"),
+        ("model.moe_aux_loss_coeff", "-1", "from 0"),
+        ("health.canary_share", "0", "greater than 0"),
+        ("health.logprob_gap", "nan", "not finite"),
+        ("health.canary_prompts", "1e6", "an integer"),
+        ("spec.num_steps", "1000000", "from 0 to 64"),
+        ("spec.ridge_tokens", "inf", "not finite"),
+        ("spec.probe_share", "nan", "not finite"),
+        ("spec.candidate_steps", "1,x", "a list of integers"),
+        ("spec.candidate_steps", "1,999", "each at most 64"),
+        ("spec.candidate_steps", "3,3", "different numbers"),
+        ("spec.candidate_steps", "3.0", "a list of integers"),
+        ("drafter.depth", "1000", "from 1 to 64"),
+        ("drafter.depth_decay", "nan", "not finite"),
+        ("drafter.lr", "-1e-4", "greater than 0"),
+        ("sft.stop_reward", "nan", "not finite"),
+        ("sft.plateau", "inf", "not finite"),
+        ("parallel.tensor", "1000000", "from 1 to 65536"),
+    )
+]
+
+CHOICES = [
+    option("--drafter.loss mse", "drafter.loss", "'ce', 'forward_kl', 'reverse_kl' or 'tv'", "'mse'"),
+    option("--model.dtype float8", "model.dtype", "'float32', 'bfloat16' or 'float64'"),
+    option("--spec.verifier Rejection", "spec.verifier", "'target_only' or 'rejection'"),
+    option("--push.transport carrier", "push.transport", "'http', 'files' or 'group'"),
+    option("--algorithm.kl_kind k4", "algorithm.kl_kind", "'k1', 'k2' or 'k3'"),
+    option("--rollout.engine vllm", "rollout.engine", "'sglang' or 'embedded'"),
+    option("--data.shuffle perhaps", "data.shuffle", "true or false", "'perhaps'"),
+]
+
+REWARDS = [
+    option("--reward.kind ftp://x", "reward.kind=ftp://x", "http://"),
+    option("--reward.kind file:///etc/passwd", "reward.kind=file:///etc/passwd", "http://"),
+    option("--reward.kind http://", "reward.kind=http://", "no host name"),
+    option("--reward.kind http://a:99999", "reward.kind=http://a:99999", "Port out of range"),
+    option("--reward.kind http://a:0/x", "reward.kind=http://a:0/x", "port 0"),
+    option("--reward.kind exactly", "reward.kind=exactly", "module:function"),
+    option("--reward.kind os.path", "reward.kind=os.path", "module:function"),
+    option("--reward.kind module:", "reward.kind=module:", "module:function"),
+    option("--reward.kind :f", "reward.kind=:f", "module:function"),
+    option("--reward.kind a:b:c", "reward.kind=a:b:c", "module:function"),
+    option("--reward.kind rewards/mine.py:f", "reward.kind=rewards/mine.py:f", "module:function"),
+    option("--reward.kind=", "reward.kind", "not be empty"),
+]
+
+PATHS = [
+    option("--train.run_dir=", "train.run_dir", "not be empty"),
+    option("--data.prompt_key=", "data.prompt_key", "not be empty"),
+    Case("run_dir in /proc", NAMED + "--train.run_dir /proc/x", ("train.run_dir=/proc/x", "a directory that the run")),
+    Case("run_dir is a file", NAMED + "--train.run_dir f", ("train.run_dir=f", "a directory that the run"), {"f": ""}),
+    Case("run_dir below a file", NAMED + "--train.run_dir f/x/y", ("train.run_dir=f/x/y", "Not a dir"), {"f": ""}),
+    Case("run_dir of a long name", NAMED + "--train.run_dir " + "x" * 300, ("train.run_dir=xxx", "too long")),
+    Case(
+        "run_dir in a loop",
+        NAMED + "--train.run_dir loop/x",
+        ("train.run_dir=loop/x", "a directory that the run"),
+        lambda here: os.symlink("loop", here / "loop"),
+    ),
+    Case(
+        "run_dir is a loop", NAMED + "--train.run_dir loop", ("loop",), lambda here: os.symlink("loop", here / "loop")
+    ),
+    Case("run_dir holds results", NAMED + "--train.run_dir r", ("train.run_dir=r", "holds hf/"), {"r/hf/x": ""}),
+    Case("a surrogate", ["train", "--model.path", "m\udc80"], ("model.path", "UTF-8")),
+    Case("a long path", ["train", "--model.path", "m" * 5000], ("model.path", "at most 4096 characters")),
+    option("--rollout.urls localhost:30000", "rollout.urls=localhost:30000", "http://HOST:PORT"),
+    option("--rollout.urls http://:30000", "rollout.urls=http://:30000", "no host name"),
+    option("--rollout.urls http://a:x", "rollout.urls=http://a:x", "not an address"),
+    option("--rollout.urls http://[::1", "rollout.urls=http://[::1", "not an address"),
+    option("--rollout.urls http://a:1,http://a:1", "rollout.urls=http://a:1,http://a:1", "each once"),
+    option("--rollout.urls http://a:1,,ftp://b:1", "rollout.urls=ftp://b:1", "http://HOST:PORT"),
+]
+
+OTHERS = [  # names of Megatron, slime, verl and SGLang
+    option(f"--{name} 8", f"unknown option {name}", f"here it is {ours}")
+    for name, ours in (
+        ("rollout_batch_size", "rollout.prompts_per_step"),
+        ("rollout-batch-size", "rollout.prompts_per_step"),
+        ("rollout.rollout_batch_size", "rollout.prompts_per_step"),
+        ("n-samples-per-prompt", "rollout.samples_per_prompt"),
+        ("rollout.n_samples_per_prompt", "rollout.samples_per_prompt"),
+        ("tensor-model-parallel-size", "parallel.tensor"),
+        ("parallel.pipeline_model_parallel_size", "parallel.pipeline"),
+        ("max-tokens-per-gpu", "train.tokens_per_micro_batch"),
+        ("sglang-mem-fraction-static", "rollout.mem_fraction"),
+        ("mem_fraction_static", "rollout.mem_fraction"),
+        ("actor_rollout_ref.actor.use_kl_loss", "algorithm.kl_coef"),
+        ("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
+        ("data.train_batch_size", "rollout.prompts_per_step"),
+        ("eps-clip-high", "algorithm.clip_high"),
+        ("speculative-num-steps", "spec.num_steps"),
+        ("sglang-speculative-eagle-topk", "spec.topk"),
+        ("num-rollout", "train.steps"),
+        ("hf-checkpoint", "model.path"),
+        ("learning_rate", "optimizer.lr"),
+        ("Rollout-Temperature", "rollout.temperature"),
+        ("algorithm.normalize_std", "algorithm.normalise_std"),
+        ("seed", "train.seed"),
+        ("optimizer.seed", "train.seed"),
+        ("lr", "optimizer.lr or drafter.lr"),
+    )
+]
+OTHERS += [
+    option("--global-batch-size 8", "unknown option global-batch-size", "rollout.prompts_per_step x"),
+    option("--micro_batch_size 8", "unknown option micro_batch_size", "train.tokens_per_micro_batch"),
+    option("--num-layers 8", "unknown option num-layers", "config.json"),
+    option("--n_gpus_per_node 8", "unknown option n_gpus_per_node", "torchrun"),
+    option("--rollout_batch_size 8", "here it is rollout.prompts_per_step", command="sft"),
+    toml("rollout_batch_size = 8", "unknown option rollout_batch_size; here it is rollout.prompts_per_step"),
+    toml("[rollout]\nn_samples_per_prompt = 8", "here it is rollout.samples_per_prompt"),
+    toml("[actor_rollout_ref.actor]\nuse_kl_loss = true", "here it is algorithm.kl_coef"),
+    toml("[trainer]\ntotal_epochs = 3", "unknown option trainer.total_epochs", "train.steps"),
+    toml("rollout-batch-size = 8", "here it is rollout.prompts_per_step"),
+]
+
+UNKNOWN = [
+    option("--optimizer.lrr 1", "unknown option optimizer.lrr", "did you mean optimizer.lr?"),
+    option("--optimiser.lr 1", "unknown option optimiser", "did you mean optimizer?"),
+    option("--zzzzqqqq 1", "unknown option zzzzqqqq", "--help"),
+    option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
+    option("-x 1", "unknown option -x"),
+    option("quickly", "unknown option quickly"),
+    option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
+    option("--config", "--config", "expected one argument"),
+    option("--=3", "unknown"),
+    option("--", "unknown"),
+    option("--optimizer. 3", "unknown option optimizer."),
+    option("--.lr 3", "unknown option"),
+]
+
+FILES = [
+    toml("x = = 1", "not valid TOML"),
+    toml("[model", "not valid TOML", "Expected ']'"),
+    toml(b"\xff\xfe[\x00m\x00", "not UTF-8", name="toml in UTF-16"),
+    toml(b"[model]\npath = '\xff'", "not UTF-8 at byte 16"),
+    toml("\ufeff\ufeff[model]", "not valid TOML", name="toml with two byte order marks"),
+    toml("\ufeff[model]\nparth = 'a'", "did you mean model.path?", name="toml with a byte order mark"),
+    toml("x = " + "[" * 5000 + "]" * 5000, "nested too deeply", name="toml nested"),
+    toml(".".join(["a"] * 3000) + " = 1", "unknown option", name="toml with a long key"),
+    toml("#" * (2 << 20), "expected a TOML file of at most", name="toml of 2 MB"),
+    toml("[train]\nseed = " + "9" * 5000, "not valid TOML", "4300 digits", name="toml with a huge integer"),
+    toml("[train]\nsteps = true", "train.steps: expected an integer", "got true"),
+    toml("[train]\nsteps = '5'", "train.steps: expected an integer", "got '5'"),
+    toml("[train]\nsteps = 1.0", "train.steps: expected an integer", "got 1.0"),
+    toml("[train]\nsteps = 2024-01-01", "train.steps: expected an integer"),
+    toml("[train]\nsteps = {a = 1}", "train.steps: expected an integer", "got a table"),
+    toml("[optimizer]\nlr = inf", "optimizer.lr: not finite"),
+    toml("[optimizer]\nlr = nan", "optimizer.lr: not finite"),
+    toml("[optimizer]\nlr = false", "optimizer.lr: expected a number", "got false"),
+    toml("[optimizer]\nlr = '1e-5'", "optimizer.lr: expected a number", "got '1e-5'"),
+    toml("[data]\nshuffle = 1", "data.shuffle: expected true or false", "got 1"),
+    toml("[data]\nshuffle = 'true'", "data.shuffle: expected true or false", "got 'true'"),
+    toml("[model]\npath = 3", "model.path: expected text", "got 3"),
+    toml('[model]\npath = "a\\u0000b"', "model.path: expected text without control characters"),
+    toml('[train]\nrun_dir = "a\\nb"', "train.run_dir: expected text without control characters"),
+    toml('[train]\nrun_dir = ""', "train.run_dir", "not be empty"),
+    toml("[spec]\ncandidate_steps = 3", "spec.candidate_steps: expected a list of integers", "got 3"),
+    toml("[spec]\ncandidate_steps = [1, true]", "spec.candidate_steps: expected a list of integers", "got true"),
+    toml("[spec]\ncandidate_steps = []", "spec.candidate_steps=[]"),
+    toml("[rollout]\nurls = 'http://a:1'", "rollout.urls: expected a list of texts"),
+    toml("[rollout]\nurls = [1]", "rollout.urls: expected a list of texts", "got 1"),
+    toml("model = 'a'", "model: expected a table [model]", "got 'a'"),
+    toml("[[model]]\npath = 'a'", "model: expected a table [model]", "got a list"),
+    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected 'ce'", "got a list"),
+    toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
+    Case("toml missing", "train --config no.toml", ("no.toml: No such file", "expected a TOML file")),
+    Case("toml is a directory", "train --config {here}", ("Is a directory", "expected a TOML file")),
+    Case("toml is a pipe", "train --config p", ("p: not a file",), lambda here: os.mkfifo(here / "p")),
+    Case("toml is a device", "train --config /dev/zero", ("/dev/zero: not a file", "expected a TOML file")),
+    Case("toml is empty", "train --config e.toml", ("model.path is empty",), {"e.toml": ""}),
+    Case("toml and JSON", "train --config c.json", ("c.json: not valid TOML",), {"c.json": json.dumps({"a": {}})}),
+]
+
+CONTRADICTIONS = [
+    option("--spec.topk 2", "topk=2", "mode=adaptive"),
+    option("--spec.num_steps 4", "spec.num_steps=4", "candidate_steps=[0, 1, 2, 3, 5]"),
+    option("--spec.mode fixed --spec.cost_table c.json", "spec.cost_table=c.json", "mode=fixed"),
+    option("--parallel.sequence true", "parallel.sequence=true", "tensor=1"),
+    option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
+    option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),
+    option("--algorithm.dynamic_sampling true --rollout.temperature 0", "rollout.temperature=0"),
+    option("--sft.drafter_only true --drafter.train false", "sft.drafter_only=true", "drafter.train=false"),
+    option("--model.path m", "data.path is empty", ".jsonl"),
+    option("--model.path m", "sft.path is empty", ".jsonl", command="sft"),
+    Case("too few ranks", NAMED + "--parallel.tensor 2", ("parallel.tensor=2", "multiple of 2 ranks")),
+    Case("small micro-batch", NAMED + "--train.tokens_per_micro_batch 8", ("tokens_per_micro_batch=8", "4096")),
+    Case("small cache", NAMED + "--rollout.max_total_tokens 8", ("max_total_tokens=8", "model.max_length=4096")),
+    Case("no held-out data", NAMED + "--train.eval_every 8", ("train.eval_every=8", "data.eval_path")),
+]
+
+CASES = NUMBERS + CHOICES + REWARDS + PATHS + OTHERS + UNKNOWN + FILES + CONTRADICTIONS
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    check(case, tmp_path, capfd, monkeypatch)
