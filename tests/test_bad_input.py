@@ -370,7 +370,7 @@ ROWS += [
         "index without map",
         CheckpointError,
         checkpoint(lambda m: (m / INDEX).write_text("{}")),
-        (INDEX, "no weight_map"),
+        (INDEX, "weight_map"),
     ),
     ("index promises more", CheckpointError, checkpoint(edit_index), ("lacks model.extra.weight", INDEX)),
     ("no MTP tensors", CheckpointError, checkpoint(drop="mtp_layers"), ("model: lacks 16 of the drafter's 16",)),
