@@ -21,14 +21,13 @@ from megatron_rlspec import data, files
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
-from megatron_rlspec.mtp.predict import Forecast, Prediction
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
-from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.prior import Prior
+from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import (
     Group,
     Prompt,
@@ -56,17 +55,17 @@ class Rollouts:
         held_out = config.data.eval_path
         self.held_out = data.Prompts(held_out, tokenizer, config).rows if held_out else []
         spec = config.spec
-        self.adapter = Adapter(
+        adapter = Adapter(
             spec.candidate_steps,
             spec.cost_table,
             hf_config["num_hidden_layers"],
-            spec.ridge_tokens,
-            spec.switching_margin,
-            spec.probe_share,
-            spec.catch_up_share,
+            ridge_tokens=spec.ridge_tokens,
+            margin=spec.switching_margin,
+            probe_share=spec.probe_share,
+            catch_up_share=spec.catch_up_share,
         )
+        self.learning = Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
         rollout = config.rollout
-        self.forecast = Forecast(max(*spec.candidate_steps, spec.num_steps, 1))
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # that the last rollout took, rewards included
         self.thread = ThreadPoolExecutor(1, "rollout")
@@ -94,15 +93,10 @@ class Rollouts:
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
-        if resumed.get("forecast"):
-            self.forecast = Forecast.from_json(resumed["forecast"])
-        if "acceptance" in resumed:
-            self.adapter.acceptance = Acceptance.from_json(resumed["acceptance"])
-        if resumed.get("prior"):
-            self.adapter.prior = Prior.from_json(resumed["prior"])
+        if lost := self.learning.restore(resumed):
+            recorder.event("resume", lost)
         if self.config.spec.mode == "adaptive":
-            self.adapter.expect(self.forecast.rates())
-            self.engines.everywhere(lambda engine: engine.set_spec_rule(self.adapter.rule()))
+            self.engines.everywhere(lambda engine: engine.set_spec_rule(self.learning.rule()))
 
     def _health(self, engines: Mapping[str, RolloutEngine]) -> Health:
         options, spec = self.config.health, self.config.spec
@@ -122,7 +116,7 @@ class Rollouts:
         """The run's own way of drafting, after canaries and repairs; an engine that is gone by then is left out."""
         try:
             if self.config.spec.mode == "adaptive":
-                engine.set_spec_rule(self.adapter.rule())
+                engine.set_spec_rule(self.learning.rule())
             else:
                 engine.set_schedule(SpecSchedule.fixed(self.config.spec.config()))
         except EngineError as error:
@@ -139,12 +133,7 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside `pending`."""
-        adapter = self.adapter
-        return {
-            "acceptance": adapter.acceptance.to_json(),
-            "prior": adapter.prior.to_json(),
-            "forecast": self.forecast.to_json(),
-        }
+        return self.learning.state()
 
     def pending(self) -> list[Group]:
         """The settled rollout that the next step will train on; weights that could draw it again are gone."""
@@ -260,7 +249,7 @@ class Rollouts:
             raise
         for name in set(report.pushes[0].engines) - set(report.serving):
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
-        if self.adapter.believed is not None:  # a forecast is for the very next rollout
+        if self.learning.forecasts:
             for name in set(report.serving) - set(report.plain):
                 self._speculate(self.health.pusher.engines[name])
         self.engines.stats()  # the canary's rounds are not the rollouts'
@@ -269,10 +258,7 @@ class Rollouts:
 
     def _expected_of_canary(self) -> float | None:
         """Accept length by what the training forward predicted, else by what engines observed, else unknown."""
-        chain, waiting = SpecConfig(self.health.settings.canary_steps), self.forecast.pending
-        if waiting is not None and chain.num_steps in waiting.steps:
-            return expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
-        return self.adapter.expected().get(chain)
+        return self.learning.accept_length(SpecConfig(self.health.settings.canary_steps))
 
     def _tell_losses(self) -> None:
         """Engines that the pool gave up are no longer pushed to, and each is told once."""
@@ -315,17 +301,15 @@ class Rollouts:
         """
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
-        expected, names = self.adapter.expected(), {id(e): n for n, e in self.health.pusher.engines.items()}
+        expected, names = self.learning.accept_lengths(), {id(e): n for n, e in self.health.pusher.engines.items()}
         seen: list[RoundStats] = []
         for engine, stats in self.engines.everywhere(lambda engine: (engine, engine.stats())):
             seen += stats
             if finding := self.health.watch(names[id(engine)], stats, expected):
                 message = f"{names[id(engine)]}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=names[id(engine)], found=[finding.detector])
-        found = self.adapter.observe(seen, reports) | self.forecast.score(seen) | self.forecast.expect(prediction)
-        if adaptive:
-            found |= self.adapter.expect(self.forecast.rates())
-        files.write(self.run_dir / "spec_rule.json", json.dumps(self.adapter.rule()))
+        found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
+        files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found
 
 

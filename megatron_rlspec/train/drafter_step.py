@@ -17,8 +17,9 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from megatron_rlspec.mtp.loss import Kind, Student
-from megatron_rlspec.mtp.predict import Prediction, Verifier, deepen, of_rows, walk
+from megatron_rlspec.mtp.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
+from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
 

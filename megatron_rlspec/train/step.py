@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter

@@ -7,6 +7,7 @@ import pytest
 from megatron_rlspec.integrations.slime import speculation as slime_speculation
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, Sampling, SpecConfig
 
@@ -48,7 +49,7 @@ def rounds(*accepted):
 
 def test_an_evaluation_teaches_nothing(monkeypatch):
     monkeypatch.setattr(slime_speculation, "Engine", Engine)
-    speculation = Speculation(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01), [CHAIN])
+    speculation = Speculation(Learning(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01)), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
     speculation.forget(["a"])
     Engine.rounds.append(rounds(0, 0, 0, 50))
@@ -59,14 +60,14 @@ def test_an_evaluation_teaches_nothing(monkeypatch):
 def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
     monkeypatch.setattr(slime_speculation, "Engine", Engine)
-    speculation = Speculation(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01), [CHAIN])
+    speculation = Speculation(Learning(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01)), [CHAIN])
     assert "health/canary_accept_length" not in speculation.canary(["a"], [[1, 2, 3]], Sampling())
 
 
 @pytest.mark.parametrize("before", [1, 3, 5])
 def test_a_resumed_run_may_draft_other_numbers_of_steps(before):
     """Its engines accept what it tells them, whatever `--candidate-steps` was before."""
-    former, resumed = (Speculation(Adapter([0, deepest], "", 2, 64.0, 0.01, 0.01)) for deepest in (before, 3))
+    former, resumed = (Learning(Adapter([0, deepest], "", 2, 64.0, 0.01, 0.01)) for deepest in (before, 3))
     former.adapter.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))
     rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.rule()})

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.speculation.forecast import Prediction
 
 
 def test_a_prediction_is_of_later_rollouts_only(tmp_path):

@@ -7,15 +7,13 @@ import torch
 
 from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.mtp.predict import (
-    Calibration,
-    Forecast,
-    Prediction,
     accept_probabilities,
     deepen,
     of_rows,
     target_probabilities,
     walk,
 )
+from megatron_rlspec.speculation.forecast import Calibration, Forecast, Prediction
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 V, DEPTH = 6, 3

@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import HealthSettings
@@ -425,7 +426,7 @@ def test_a_canary_tells_a_drafter_that_bits_cannot(engines: dict[str, SGLangEngi
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
     adapter = Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01)
-    speculation = Speculation(adapter, configs, settings)
+    speculation = Speculation(Learning(adapter), configs, settings)
     prompts, greedy = [r.prompt.tokens.tolist() for r in requests(6)], Sampling(temperature=0, ignore_eos=True)
 
     def pushed(version: int, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -471,13 +472,13 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
         engine.stats()
     samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=30, ignore_eos=True))
     samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
-    speculation = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
+    speculation = Speculation(Learning(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01)))
     found = speculation.after_rollout([few.url, many.url])
     assert found["rollout/spec_share_k3"] == 1.0
     shares = [sum(s.accepted[1:]) / sum(s.accepted) for s in (samples[0], samples[-1])]
     assert shares[0] == 1.0 and shares[1] < 0.2
     assert found["rollout/spec_accept_1"] < 0.2
-    learnt = [round(rate, 4) for rate in speculation.adapter.acceptance.rates]
+    learnt = [round(rate, 4) for rate in speculation.learning.adapter.acceptance.rates]
     for engine in (few, many):
         report = engine.spec_rule_report()
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
@@ -486,19 +487,19 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
     by_table = Speculation(
-        Adapter([0, 1, 2, 3], str(costs), CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01),
+        Learning(Adapter([0, 1, 2, 3], str(costs), CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01), scale_table=True),
         [SpecConfig(*config) for config in few.describe()["configs"]],
     )
     few.set_schedule(k(2))
     few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
     assert by_table.after_rollout([few.url])["health/deaf_engines"] == 0
-    given = by_table.rule()
+    given = by_table.learning.rule()
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)
     assert not 0.99 < scaled < 1.01
-    resumed = Speculation(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
-    resumed.restore(json.loads(json.dumps(speculation.state())))
-    assert resumed.rule() == speculation.rule()
+    resumed = Learning(Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01))
+    assert resumed.restore(json.loads(json.dumps(speculation.learning.state()))) == ""
+    assert resumed.rule() == speculation.learning.rule()
 
 
 def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:

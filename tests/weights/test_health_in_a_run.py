@@ -12,9 +12,9 @@ from weight_oracles import echo_checkpoint
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.metrics import Recorder, read_records
-from megatron_rlspec.mtp.predict import Prediction
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.rollouts import Rollouts
+from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
@@ -106,7 +106,7 @@ def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
         run.push(version)
         run.draw(f"v{version}")
         run.rollouts.adapt(None)
-    assert 2 < run.rollouts.adapter.expected()[CHAIN] < 4 and run.events() == []
+    assert 2 < run.rollouts.learning.accept_lengths()[CHAIN] < 4 and run.events() == []
     run.push(3)
     for name in echo_checkpoint(3)[1]:
         if name.startswith(MTP):
@@ -133,7 +133,7 @@ def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(ru
     if when == "told what to start from":
         run.push(1)
         rollouts.health._spent = math.inf  # no canary is due
-        rollouts.adapter.expect([0.5] * 5)
+        rollouts.learning.adapter.expect([0.5] * 5)
     other.set_spec_rule = gone
     assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
     assert rollouts.engines.engines == (run.engine,)
@@ -148,11 +148,11 @@ def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
         run.draw(f"r{reached:.0f}")
         rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
-    before, after = rollouts.adapter.rule(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
-    assert before["acceptance"] != rollouts.adapter.acceptance.to_json()
+    before, after = rollouts.learning.rule(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
+    assert before["acceptance"] != rollouts.learning.adapter.acceptance.to_json()
     state = json.loads(json.dumps(rollouts.state()))
     after.open(Recorder(tmp_path / "again"), SimpleNamespace(rows=PROMPTS), state, [])
-    assert after.adapter.rule() == before and after.adapter.prior.to_json() == rollouts.adapter.prior.to_json()
+    assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()
     after.close()
 
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rlspec.integrations.slime.batch import DrafterFields
-from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.drafter_step import (

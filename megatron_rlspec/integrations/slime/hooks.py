@@ -29,7 +29,7 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
-from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING
 from megatron_rlspec.train.optimizer import Learner

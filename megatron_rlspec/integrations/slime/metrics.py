@@ -26,6 +26,7 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import Engine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Sampling, SpecConfig
 from megatron_rlspec.weights.detectors import HealthSettings
 
@@ -102,7 +103,7 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
     """Learn from this rollout, tell every engine, and keep what was learnt for slime's next checkpoint."""
     if _speculation is not None:
         _found.update(_speculation.after_rollout(urls))
-        slime_state.write_rollouts(slime_state.folder(args), _speculation.state())
+        slime_state.write_rollouts(slime_state.folder(args), _speculation.learning.state())
 
 
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
@@ -120,12 +121,19 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
     adapter = Adapter(
-        steps, table, layers, spec.ridge_tokens, spec.switching_margin, spec.probe_share, spec.catch_up_share
+        steps,
+        table,
+        layers,
+        ridge_tokens=spec.ridge_tokens,
+        margin=spec.switching_margin,
+        probe_share=spec.probe_share,
+        catch_up_share=spec.catch_up_share,
     )
     settings = HealthSettings(canary_share=HealthConfig().canary_share)
-    found = Speculation(adapter, configs, settings, _key(args))
+    found = Speculation(Learning(adapter, scale_table=True), configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
-        found.restore(state)
+        if lost := found.learning.restore(state):
+            logger.warning("rlspec: %s", lost)
     return found
 
 

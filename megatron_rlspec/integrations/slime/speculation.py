@@ -1,6 +1,6 @@
 """What rollouts teach slime's engines about speculation: one `Speculation` where rollouts are driven.
 
-    speculation = Speculation(adapter, configs)
+    speculation = Speculation(learning, configs)
     speculation.expect(prediction)                    what training saw coming
     speculation.canary(urls, prompts, sampling)       if weights are new
     speculation.before_rollout(urls)                  tell every engine
@@ -24,11 +24,8 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import Engine, hold
-from megatron_rlspec.mtp.predict import Forecast, Prediction
-from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
-from megatron_rlspec.speculation.adapt import Adapter
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.prior import Prior
+from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Prompt, Request, RoundStats, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import Drift, HealthSettings, canary_finding
 
@@ -43,28 +40,26 @@ class Speculation:
 
     def __init__(
         self,
-        adapter: Adapter,
+        learning: Learning,
         configs: Iterable[SpecConfig] = (),
         settings: HealthSettings | None = None,
         api_key: str = "",
     ) -> None:
-        self.adapter, self.configs, self.api_key = adapter, frozenset(configs), api_key
+        self.learning, self.configs, self.api_key = learning, frozenset(configs), api_key
         self.settings = settings or HealthSettings()
-        self.forecast = Forecast(adapter.acceptance.depth)
         self.drift: dict[str, Drift] = {}
         self.versions: dict[str, str] = {}  # under which each engine's drift test began
         self._canary_lengths: dict[str, float] = {}  # accept length of each engine's last good canary
         self._canary_versions: dict[str, str] = {}
         self._spent, self._began = 0.0, time.perf_counter()  # on canaries; since when
-        self._table = CostTable.load(adapter.cost["table"]) if "table" in adapter.cost else None
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Training's prediction of what the rollout that begins will accept, calibrated: `predict/next_tokens_k*`."""
-        return self.forecast.expect(prediction) | _named(self.adapter.expect(self.forecast.rates()))
+        return _named(self.learning.expect(prediction))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Give every engine the rule that follows from what was expected. Returns `health/deaf_engines`."""
-        engines, rule = [Engine(url, self.api_key) for url in urls], self.rule()
+        engines, rule = [Engine(url, self.api_key) for url in urls], self.learning.rule()
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             heard = sum(threads.map(lambda engine: _tell(engine, rule), engines))
         return {"health/deaf_engines": float(len(engines) - heard)}
@@ -87,9 +82,7 @@ class Speculation:
             accepted = {url: counts for url, counts in zip(engines, counted, strict=True) if counts}
         if not accepted:
             return {}
-        waiting, expected = self.forecast.pending, self.adapter.expected().get(chain)
-        if waiting is not None and chain.num_steps in waiting.steps:
-            expected = expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
+        expected = self.learning.accept_length(chain)
         failed = 0
         for url, counts in accepted.items():
             known = [length for length in (expected, self._canary_lengths.get(url)) if length is not None]
@@ -126,7 +119,7 @@ class Speculation:
             ]
             samples = engine.generate(requests, sampling)
             engine.stats()  # what a canary shows is not the rollout's
-            engine.set_spec_rule(self.rule())
+            engine.set_spec_rule(self.learning.rule())
         except EngineError as error:
             logger.warning("rlspec: no canary: %s", error)
             return []
@@ -147,12 +140,12 @@ class Speculation:
             heard = {url: found for url, found in seen.items() if found is not None}
             held = [url for url, found in heard.items() if self._drifts(engines[url], *found)]
             stats = [s for rounds, _, _ in heard.values() for s in rounds]
-            values = self.adapter.observe(stats, [report for _, report, _ in heard.values()]) if stats else {}
-            rule = self.rule(stats)
+            reports = [report for _, report, _ in heard.values()]
+            values = self.learning.observe(stats, reports) if stats else {}
+            rule = self.learning.rule()
             told = threads.map(lambda url: _tell(engines[url], rule), heard)
             deaf = len(seen) - sum(told)
-        found = _named(values) | self.forecast.score(stats)
-        return found | {
+        return _named(values) | {
             "health/drifting_engines": float(len(held)),
             "health/deaf_engines": float(deaf),
         }
@@ -162,19 +155,11 @@ class Speculation:
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
             list(threads.map(lambda url: _observations(Engine(url, self.api_key)), urls))
 
-    def rule(self, stats: Sequence[RoundStats] = ()) -> dict[str, Any]:
-        """What an engine's `set_spec_rule` takes, with the table scaled by what rounds took."""
-        rule = self.adapter.rule()
-        if self._table is not None:
-            self._table = self._table.calibrated(stats)
-            rule["table"] = self._table.to_json()
-        return rule
-
     def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
         if self.versions.get(engine.url) != version:
             self.versions[engine.url], self.drift[engine.url] = version, Drift(self.settings, {})
         drift = self.drift[engine.url]
-        drift.predicted.update(self.adapter.expected())
+        drift.predicted.update(self.learning.accept_lengths())
         finding = drift.observe(stats)
         if finding is None or drift.alarmed:
             return False
@@ -183,36 +168,13 @@ class Speculation:
         hold(engine, [finding])
         return True
 
-    def state(self) -> dict[str, Any]:
-        """JSON that a checkpoint keeps."""
-        table = None if self._table is None else self._table.to_json()
-        return {
-            "acceptance": self.adapter.acceptance.to_json(),
-            "prior": self.adapter.prior.to_json(),
-            "forecast": self.forecast.to_json(),
-            "table": table,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; of the table its scale, where this run decides by the same measurements.
-
-        Nothing of a run that drafted fewer steps: engines would refuse a rule that knows too few depths.
-        """
-        known, needed = state["acceptance"]["depth"], self.adapter.acceptance.depth
-        if known < needed:
-            logger.warning("rlspec: the checkpoint knows %d steps, not %d: acceptance is learnt anew", known, needed)
-            return
-        self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
-        self.adapter.prior = Prior.from_json(state["prior"])
-        self.forecast = Forecast.from_json(state["forecast"])
-        if self._table is not None and state["table"] is not None:
-            table = CostTable.from_json(state["table"], "checkpoint")
-            self._table = table if table.provenance == self._table.provenance else self._table
-
 
 def _named(values: Mapping[str, float]) -> dict[str, float]:
     """`spec/x` of our own loop's records as `rollout/spec_x`, beside slime's."""
-    return {f"rollout/{name.replace('/', '_', 1)}": value for name, value in values.items()}
+    return {
+        f"rollout/{name.replace('/', '_', 1)}" if name.startswith("spec/") else name: value
+        for name, value in values.items()
+    }
 
 
 def _accept_length(histograms: Iterable[Sequence[int]]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import files
-from megatron_rlspec.mtp.predict import Prediction
+from megatron_rlspec.speculation.forecast import Prediction
 
 PREDICTION, ROLLOUTS = "prediction.json", "rollouts.json"
 SENT = "rlspec-sent.json"  # beside the files of a full update through the disk: its version and fingerprints

@@ -1,0 +1,230 @@
+"""The forecast of what the next rollout accepts: training's prediction, corrected by what rollouts then accepted.
+
+`mtp/predict.py` makes the prediction from the logits of a training step. D depths, K step counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+GAINS = (0.1, 0.2, 0.4, 1.0)  # of the smoothing; 1: the last value
+TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that is believed
+PRIOR = (9.0, 3.0, 1.0)  # weight of each trust before any error was seen: to be believed, a prediction has to earn it
+MEMORY = 0.95  # of past errors, per step
+ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
+PRIOR_STEPS = 2.0  # steps' worth of sampling noise that every smoother is held to have erred by
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Sums over round starts: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, of which
+    `accepted[i, d]` were accepted. Add predictions of micro-batches; reduce both arrays over ranks."""
+
+    steps: tuple[int, ...]
+    reached: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
+        """From the two arrays flattened, as they come back from a reduction over ranks."""
+        shape = (len(steps), max(steps))
+        return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
+
+    def __add__(self, other: Prediction) -> Prediction:
+        if self.steps != other.steps:
+            raise ValueError(f"predictions for steps {self.steps} and {other.steps} do not add")
+        return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
+
+    def rates(self, num_steps: int | None = None) -> list[float]:
+        """a_1..a_num_steps (of the deepest, if omitted); 0 where nothing was reached."""
+        row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
+        reached, accepted = self.reached[row], self.accepted[row]
+        rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
+        return [float(rate) for rate in rates[: self.steps[row]]]
+
+    def tokens_per_round(self, num_steps: int) -> float:
+        return expected_tokens(SpecConfig(num_steps), self.rates(num_steps)) if num_steps else 1.0
+
+
+class Calibration:
+    """From the predicted to the calibrated rates of the next rollout, learnt online; keeps the score.
+
+    The forward that predicts ran before the update it predicts across, so it is biased, slowly varying, and it sees one
+    rollout's texts, whose noise it carries. In log-odds, per depth: level = smoothed observed rates, before = predicted
+    ones smoothed alike; the forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias
+    tracked, trust 0 ignores it, and gain 1 with trust 0 is the last value. Every gain and trust runs; their forecasts
+    are averaged with weights that fall with their squared errors in tokens per round (Bayesian model averaging).
+    """
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be positive")
+        self.level = np.zeros((len(GAINS), depth))
+        self.before = np.zeros((len(GAINS), depth))
+        self.steps = np.zeros(depth)  # rollouts that reached the depth
+        self.loss = np.zeros((len(GAINS), len(TRUST)))  # squared errors, forgotten with MEMORY
+        self.noise = 0.0  # variance of observed tokens per round from the draws alone, the latest
+        self.scored = 0.0  # errors in `loss`, forgotten alike
+        self.last: list[float] | None = None  # rates that the previous rollout showed
+
+    def apply(self, rates: Sequence[float]) -> list[float]:
+        return _sigmoid(np.einsum("gt,gtd->d", self.weights(), self._log_odds(rates))).tolist()
+
+    def weights(self) -> np.ndarray:
+        """What each gain and trust counts in the forecast, `[gains, trusts]`, summing to 1."""
+        loss = self.loss + PRIOR_STEPS * self.noise
+        variance = loss.min() / (self.scored + PRIOR_STEPS)
+        weights = np.array(PRIOR) * (np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else 1.0)
+        weights = np.broadcast_to(weights, loss.shape)
+        return weights / weights.sum()
+
+    def update(self, prediction: Prediction, observed: Mapping[int, Sequence[int]]) -> dict[str, float]:
+        """Score `prediction` by the rollout it was made for, then learn from it; returns metrics for the record.
+
+        `observed[k][i]` requests accepted i drafts in rounds of k steps. Step counts not predicted are left out.
+        `last_value_error` is what assuming the previous rollout's rates would have cost.
+        """
+        known = {k: np.asarray(h, float) for k, h in observed.items() if k in prediction.steps and sum(h) > 0}
+        if not known:
+            return {}
+        rounds = {k: float(h.sum()) for k, h in known.items()}
+        total = sum(rounds.values())
+        emitted = {k: 1.0 + np.arange(len(h)) for k, h in known.items()}
+        seen = sum(float(known[k] @ emitted[k]) for k in known) / total
+        raw = {k: prediction.rates(k) for k in known}
+        guess = self._mean_tokens({k: self.apply(r) for k, r in raw.items()}, rounds)
+        metrics = {
+            "predicted_tokens": guess,
+            "uncalibrated_tokens": self._mean_tokens(raw, rounds),
+            "observed_tokens": seen,
+            "error": guess - seen,
+        }
+        if self.last is not None:
+            metrics["last_value_error"] = self._mean_tokens(dict.fromkeys(known, self.last), rounds) - seen
+            self.noise = sum(float(known[k] @ (emitted[k] - seen) ** 2) for k in known) / total**2
+            self._score(raw, rounds, seen)
+        self._learn(known, raw)
+        return metrics
+
+    def _log_odds(self, rates: Sequence[float]) -> np.ndarray:
+        """`[gains, trusts, depths]`: every smoother's forecast; depths never observed stay as predicted."""
+        predicted, depth = _logit(np.array(rates)), len(self.steps)
+        change = predicted[:depth] - self.before[:, : len(rates)]
+        shift = (self.level - self.before)[:, None, : len(rates)] + (np.array(TRUST)[:, None] - 1) * change[:, None]
+        shift = np.where(self.steps[: len(rates)] > 0, shift, 0.0)
+        beyond = np.repeat(shift[..., -1:], max(len(rates) - depth, 0), axis=-1)
+        return predicted + np.concatenate([shift, beyond], axis=-1)
+
+    def _score(self, raw: Mapping[int, Sequence[float]], rounds: Mapping[int, float], seen: float) -> None:
+        rates = {k: _sigmoid(self._log_odds(r)) for k, r in raw.items()}
+        self.loss *= MEMORY
+        self.scored = MEMORY * self.scored + 1
+        for at in np.ndindex(*self.loss.shape):
+            self.loss[at] += (self._mean_tokens({k: r[at] for k, r in rates.items()}, rounds) - seen) ** 2
+
+    def _mean_tokens(self, rates: Mapping[int, Sequence[float]], rounds: Mapping[int, float]) -> float:
+        mean = {k: expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
+        return sum(rounds[k] * mean[k] for k in rounds) / sum(rounds.values())
+
+    def _learn(self, known: Mapping[int, np.ndarray], raw: Mapping[int, Sequence[float]]) -> None:
+        """Depth by depth: the step counts that reach it, each against its own prediction, weighted by their draws."""
+        last: list[float] = []
+        for d in range(max(known)):
+            draws = {k: float(h[d:].sum()) for k, h in known.items() if k > d}
+            n = sum(draws.values())
+            if n == 0:
+                break
+            rate = sum(float(known[k][d + 1 :].sum()) for k in draws) / n
+            last.append(rate)
+            if d < len(self.steps):
+                predicted = _logit(sum(draws[k] * raw[k][d] for k in draws) / n)
+                if self.steps[d] == 0:
+                    self.level[:, d] = self.before[:, d] = predicted
+                self.steps[d] += 1
+                rate = (rate * n + 0.5) / (n + 1)
+                information = n * rate * (1 - rate)  # a logit's: little where nearly all pass
+                pull = np.maximum(GAINS, 1 / self.steps[d]) * information / (information + ENOUGH)
+                self.level[:, d] += pull * (_logit(rate) - self.level[:, d])
+                self.before[:, d] += pull * (predicted - self.before[:, d])
+        self.last = last or self.last
+
+    def to_json(self) -> dict[str, Any]:
+        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        return {**arrays, "noise": self.noise, "scored": self.scored, "last": self.last}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+        calibration = cls(len(data["steps"]))
+        for name in _ARRAYS:
+            value = np.array(data[name], float)
+            if value.shape != getattr(calibration, name).shape:
+                raise ValueError(f"calibration state: {name} has shape {value.shape}, from another release")
+            setattr(calibration, name, value)
+        calibration.noise, calibration.scored = float(data["noise"]), float(data["scored"])
+        calibration.last = None if data["last"] is None else [float(x) for x in data["last"]]
+        return calibration
+
+
+_ARRAYS = ("level", "before", "steps", "loss")
+
+
+class Forecast:
+    """A prediction waiting for the rollout it was made for, and the calibration that follows their differences."""
+
+    def __init__(self, depth: int) -> None:
+        self.calibration = Calibration(depth)
+        self.pending: Prediction | None = None
+
+    def score(self, stats: Iterable[RoundStats]) -> dict[str, float]:
+        """The pending prediction against the rounds of the rollout that has just ended, as `predict/…` metrics."""
+        observed: dict[int, np.ndarray] = {}
+        for s in stats:
+            if k := s.config.num_steps:
+                histogram = observed.setdefault(k, np.zeros(k + 1))
+                histogram[: len(s.accepted)] += s.accepted
+        if self.pending is None or not observed:
+            return {}
+        return {f"predict/{name}": x for name, x in self.calibration.update(self.pending, observed).items()}
+
+    def expect(self, prediction: Prediction | None) -> dict[str, float]:
+        """Wait for the rollout that `prediction` is of; its calibrated tokens per round, by step count."""
+        self.pending = prediction
+        if prediction is None:
+            return {}
+        rates = {k: self.calibration.apply(prediction.rates(k)) for k in prediction.steps}
+        return {f"predict/next_tokens_k{k}": expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
+
+    def rates(self) -> list[float] | None:
+        """Calibrated a_1.. of the rollout that is waited for, at the deepest predicted step count."""
+        return None if self.pending is None else self.calibration.apply(self.pending.rates())
+
+    def to_json(self) -> dict[str, Any]:
+        waiting = self.pending
+        return {
+            "calibration": self.calibration.to_json(),
+            "pending": waiting and [list(waiting.steps), waiting.reached.tolist(), waiting.accepted.tolist()],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Forecast:
+        forecast = cls(1)
+        forecast.calibration = Calibration.from_json(data["calibration"])
+        if data["pending"]:
+            forecast.pending = Prediction.of_sums(*data["pending"])
+        return forecast
+
+
+def _logit(rate: Any) -> Any:
+    rate = np.clip(rate, 1e-4, 1 - 1e-4)
+    return np.log(rate / (1 - rate))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
