@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 READ_MOST = 1 << 28  # bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
 _STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
@@ -54,16 +54,21 @@ def read_text(path: str | Path, most: int = READ_MOST) -> str:
         raise FileError(f"{path}: not UTF-8 text (byte {error.start}: {content[error.start]:#04x})") from None
 
 
-def read_json(path: str | Path, most: int = READ_MOST) -> Any:
+def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -> Any:
     """Read one JSON value from a file, as `parse_json`. Raises FileError."""
-    return parse_json(read_text(path, most), str(path))
+    return parse_json(read_text(path, most), str(path), finite=finite)
 
 
-def parse_json(text: str, source: str) -> Any:
-    """Parse standard JSON. Raises FileError for NaN, infinities, keys that appear twice, and deep nesting."""
+def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
+    """Parse standard JSON. Raises FileError for NaN, infinities, keys that appear twice, and deep nesting.
 
-    def refuse(word: str) -> NoReturn:
-        raise FileError(f"{source}: not valid JSON: {word} is no JSON number")
+    `finite=False` reads NaN and infinities, for callers that check numbers themselves and can say where they stand.
+    """
+
+    def refuse(word: str) -> float:
+        if finite:
+            raise FileError(f"{source}: not valid JSON: {word} is no JSON number")
+        return float(word)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -470,7 +470,7 @@ COSTS: list[tuple[str, Callable[[dict], object], str]] = [
     ("unknown field", lambda t: t["rounds"][0].update(cost=3), "unknown field 'cost'"),
     ("nan", lambda t: t["rounds"][0].update(ms=float("nan")), "ms=nan"),
     ("negative", lambda t: t["rounds"][0].update(ms=-1), "ms=-1"),
-    ("text", lambda t: t["rounds"][0].update(ms="1"), "must be real number"),
+    ("text", lambda t: t["rounds"][0].update(ms="1"), "ms='1', expected a number"),
     ("hole", lambda t: t["rounds"].pop(), "hole at tp=1 batch=4"),
     ("twice", lambda t: t["rounds"].append(t["rounds"][0]), "measured twice"),
     ("no off", lambda t: t.update(rounds=[r for r in t["rounds"] if r["topk"]]), "no plain-decoding row"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 from megatron_rlspec.types import SpecConfig
 
@@ -89,15 +89,85 @@ def cell_json(cell: RoundCost) -> dict[str, Any]:
     return {**row, **config}
 
 
-def cell(row: Mapping[str, Any]) -> RoundCost:
-    axes = dict(row)
-    config = SpecConfig(axes.pop("num_steps"), axes.pop("topk"), axes.pop("num_draft_tokens"))
-    found: RoundCost = record(RoundCost, {**axes, "config": config})
-    return found
+_AXES = ("num_steps", "topk", "num_draft_tokens")
+_MOST = {"tp": 1 << 12, "batch": 1 << 20, "num_steps": 1 << 10, "topk": 1 << 10, "num_draft_tokens": 1 << 20}
+_MOST_COUNT = 1 << 40  # of samples and tokens
+_MOST_NUMBER = 1e9  # ms (eleven days) or GB/s: larger ones are mistakes, and would overflow the fit
+Row = TypeVar("Row", Provenance, RoundCost, PrefillCost, Link)
 
 
-def record(kind: type, row: Mapping[str, Any]) -> Any:
-    unknown = set(row) - {f.name for f in fields(kind)}
+def cell(row: object, source: str) -> RoundCost:
+    """The measured point of one JSON object of `rounds`. Raises CostTableError, which names `source` and the field."""
+    values = _object(row, source)
+    lost = [name for name in _AXES if name not in values]
+    if lost:
+        raise CostTableError(f"{source}: no field {lost[0]!r}")
+    steps, topk, tokens = (_count(name, values.pop(name), source, least=0) for name in _AXES)
+    if topk > 1 and (steps < 1 or tokens < 1):
+        raise CostTableError(f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 1 or more for a tree")
+    if topk == 0 and (steps or tokens):
+        raise CostTableError(
+            f"{source}: num_steps={steps}, num_draft_tokens={tokens}, expected 0 with topk=0 (plain decoding)"
+        )
+    try:
+        config = SpecConfig(steps, topk, tokens)
+    except ValueError as error:
+        raise CostTableError(f"{source}: {error}") from None
+    return _made(RoundCost, {**values, "config": config}, source)
+
+
+def record(kind: type[Row], row: object, source: str) -> Row:
+    """An object of `kind` from a JSON object, every field checked. Raises CostTableError, as `cell`."""
+    return _made(kind, _object(row, source), source)
+
+
+def number(name: str, value: object, source: str) -> float:
+    """A finite JSON number from 0 to 1e9. Raises CostTableError, as `cell`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_NUMBER:
+        raise CostTableError(f"{source}: {name}={short(value)}, expected a number from 0 to {_MOST_NUMBER:g}")
+    return float(value)
+
+
+def short(value: object) -> str:
+    """A value for a message, on one line and not long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
+    known = {f.name: f for f in fields(kind)}
+    unknown = sorted(values.keys() - known.keys())
     if unknown:
-        raise CostTableError(f"{kind.__name__}: unknown field {min(unknown)!r}")
-    return kind(**row)
+        raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(known)}")
+    lost = [n for n, f in known.items() if n not in values and f.default is MISSING and f.default_factory is MISSING]
+    if lost:
+        raise CostTableError(f"{source}: no field {lost[0]!r}")
+    return kind(**{name: _field(name, str(known[name].type), value, source) for name, value in values.items()})
+
+
+def _field(name: str, wanted: str, value: Any, source: str) -> Any:
+    """A value of a dataclass field, whose annotation is `wanted`."""
+    if wanted == "int":
+        return _count(name, value, source, least=1)
+    if wanted == "float":
+        return number(name, value, source)
+    if wanted == "str" and not isinstance(value, str):
+        raise CostTableError(f"{source}: {name}={short(value)}, expected text")
+    if wanted == "bool" and not isinstance(value, bool):
+        raise CostTableError(f"{source}: {name}={short(value)}, expected true or false")
+    if wanted.startswith("Mapping"):
+        return {key: number(f"{name}.{key}", part, source) for key, part in _object(value, f"{source}.{name}").items()}
+    return value
+
+
+def _count(name: str, value: object, source: str, least: int) -> int:
+    most = _MOST.get(name, _MOST_COUNT)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CostTableError(f"{source}: {name}={short(value)}, expected an integer from {least} to {most}")
+    return value
+
+
+def _object(row: object, source: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise CostTableError(f"{source}: {short(row)}, expected an object with named fields")
+    return dict(row)

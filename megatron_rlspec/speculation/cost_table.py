@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rlspec import files
 from megatron_rlspec.speculation.cost_rows import (
     CostTableError,
     Link,
@@ -28,7 +27,9 @@ from megatron_rlspec.speculation.cost_rows import (
     RoundCost,
     cell,
     cell_json,
+    number,
     record,
+    short,
     where,
 )
 from megatron_rlspec.speculation.surface import Surface, fit_model, monotone
@@ -36,6 +37,8 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
 VERSION = 1
+_KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill", "links"}
+LEAST_MS = 1e-9  # smaller ones are mistakes, and would overflow the fit of relative errors
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 
 
@@ -178,54 +181,46 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "cost table") -> CostTable:
+        """The table that `to_json` gave. Raises CostTableError, which names `source` and the field."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             raise CostTableError(
                 f"{source}: not a cost table (expected schema {SCHEMA!r}); write one with `rlspec profile`"
             )
         if data.get("version") != VERSION:
-            raise CostTableError(f"{source}: version {data.get('version')!r}, but this release reads version {VERSION}")
-        if data.get("units") != UNITS:
-            raise CostTableError(f"{source}: units {data.get('units')!r}, expected {UNITS}")
-        try:
-            return cls(
-                record(Provenance, data["provenance"]),
-                [cell(c) for c in data["rounds"]],
-                [record(PrefillCost, c) for c in data.get("prefill", ())],
-                [record(Link, c) for c in data.get("links", ())],
-                float(data.get("switch_ms", 0.0)),
-                float(data.get("catch_up_ms", 0.0)),
+            raise CostTableError(
+                f"{source}: version {short(data.get('version'))}, but this release reads version {VERSION}"
             )
+        if data.get("units") != UNITS:
+            raise CostTableError(f"{source}: units {short(data.get('units'))}, expected {UNITS}")
+        unknown = sorted(data.keys() - _KEYS)
+        if unknown:
+            raise CostTableError(f"{source}: unknown field {short(unknown[0])}; known are {', '.join(sorted(_KEYS))}")
+        lost = [name for name in ("provenance", "rounds") if name not in data]
+        if lost:
+            raise CostTableError(f"{source}: no field {lost[0]!r}")
+        provenance = record(Provenance, data["provenance"], f"{source}: provenance")
+        rounds = [cell(row, where) for row, where in _rows(data, "rounds", source)]
+        prefill = [record(PrefillCost, row, where) for row, where in _rows(data, "prefill", source)]
+        links = [record(Link, row, where) for row, where in _rows(data, "links", source)]
+        switch_ms = number("switch_ms", data.get("switch_ms", 0.0), source)
+        catch_up_ms = number("catch_up_ms", data.get("catch_up_ms", 0.0), source)
+        try:
+            return cls(provenance, rounds, prefill, links, switch_ms, catch_up_ms)
         except CostTableError as error:
-            raise CostTableError(f"{source}: {error}") from None
-        except KeyError as error:
-            raise CostTableError(f"{source}: no field {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
             raise CostTableError(f"{source}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
+        """Read a file that `save` wrote. Raises CostTableError."""
         try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise CostTableError(f"{path}: {error.strerror}") from None
-        except json.JSONDecodeError as error:
-            raise CostTableError(f"{path}: not valid JSON: {error}") from None
+            data = files.read_json(path, finite=False)  # a NaN is told with the field it stands in
+        except files.FileError as error:
+            raise CostTableError(str(error)) from None
         return cls.from_json(data, str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write the whole file or none of it."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-            try:
-                file.write(_one_row_a_line(self.to_json()))
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        """Write the whole file or none of it. Raises OSError."""
+        files.write(path, _one_row_a_line(self.to_json()))
 
     def _with(self, rounds: Iterable[RoundCost], prefill: Iterable[PrefillCost] | None = None) -> CostTable:
         prefill = self.prefill if prefill is None else prefill
@@ -273,15 +268,22 @@ def _check_numbers(table: CostTable) -> None:
     if not table.rounds:
         raise CostTableError("cost table holds no round")
     for c in table.rounds:
-        if not (math.isfinite(c.ms) and c.ms > 0 and math.isfinite(c.spread_ms) and c.spread_ms >= 0):
-            raise CostTableError(f"{where(c)}: ms={c.ms} spread_ms={c.spread_ms}, expected finite and positive")
+        if not (math.isfinite(c.ms) and c.ms >= LEAST_MS and math.isfinite(c.spread_ms) and c.spread_ms >= 0):
+            raise CostTableError(
+                f"{where(c)}: ms={c.ms} spread_ms={c.spread_ms}, expected finite, and ms of {LEAST_MS:g} or more"
+            )
         if min(c.tp, c.batch, c.samples) < 1 or c.context_tokens < c.batch:
             raise CostTableError(
                 f"{where(c)}: expected tp, batch, samples >= 1 and a context of at least one token each"
             )
+    points = set()
     for p in table.prefill:
-        if not (math.isfinite(p.ms) and p.ms > 0 and p.tokens > 0 and p.batch > 0):
-            raise CostTableError(f"prefill tp={p.tp} batch={p.batch} tokens={p.tokens}: ms={p.ms}, expected positive")
+        point = f"prefill tp={p.tp} batch={p.batch} tokens={p.tokens}"
+        if not (math.isfinite(p.ms) and p.ms >= LEAST_MS and p.tokens > 0 and p.batch > 0):
+            raise CostTableError(f"{point}: ms={p.ms}, expected {LEAST_MS:g} or more")
+        if point in points:
+            raise CostTableError(f"{point}: measured twice")
+        points.add(point)
     for link in table.links:
         if not (math.isfinite(link.gigabytes_per_second) and link.gigabytes_per_second > 0):
             raise CostTableError(
@@ -311,6 +313,14 @@ def _check_holes(rounds: Sequence[RoundCost]) -> None:
                 raise CostTableError(
                     f"hole at tp={tp} batch={batch} context={context}: {config} was not measured there"
                 )
+
+
+def _rows(data: Mapping[str, Any], name: str, source: str) -> list[tuple[object, str]]:
+    """The elements of a list, each with its place for a message."""
+    rows = data.get(name, [])
+    if not isinstance(rows, list):
+        raise CostTableError(f"{source}: {name}={short(rows)}, expected a list")
+    return [(row, f"{source}: {name}[{index}]") for index, row in enumerate(rows)]
 
 
 def _weighted_median(pairs: Sequence[tuple[float, int]]) -> float:

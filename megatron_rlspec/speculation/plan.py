@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec import arguments, files
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import (
     compile_schedule,
@@ -20,31 +20,61 @@ from megatron_rlspec.speculation.solver import (
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 
+MOST_BATCH = 1 << 14
+MOST_LENGTH = 1 << 24
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the schedule and write what was asked for. Exit status: 0, or 2 with one line for a mistake."""
     args = _parser().parse_args(argv)
     try:
-        table = CostTable.load(args.table)
-        table = table.at(args.tp if args.tp is not None else _only_tp(table))
-        candidates = _candidates(table, args.steps)
-        _header(table, args.acceptance)
-        schedule = compile_schedule(
-            table, args.acceptance, candidates, max_batch=args.max_batch, lengths=(64, args.max_length)
-        )
-        print(render(schedule, args.max_batch))
-        _mark_extrapolation(table, schedule, args.max_batch, args.max_length)
-        for batch, context in args.why:
-            print("\n" + explain(table, args.acceptance, batch, context, candidates))
-        settings = {"length": args.length, "max_batch": args.max_batch}
-        if args.json:
-            write(args.json, schedule.to_json())
-        if args.sglang:
-            write(args.sglang, sglang_adaptive_config(table, args.acceptance, candidates, **settings))
-        if args.vllm:
-            write(args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings))
-    except (CostTableError, ValueError) as error:
+        _plan(args)
+    except ValueError as error:  # CostTableError and FileError among them
         print(f"rlspec plan: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _plan(args: argparse.Namespace) -> None:
+    _check_outputs(args)
+    for batch, context in args.why:
+        if context < batch:
+            raise ValueError(f"--why {batch},{context}: expected a context of at least one token for each request")
+    table = CostTable.load(args.table)
+    table = table.at(args.tp if args.tp is not None else _only_tp(table))
+    candidates = _candidates(table, args.steps)
+    schedule = compile_schedule(
+        table, args.acceptance, candidates, max_batch=args.max_batch, lengths=(64, args.max_length)
+    )
+    settings = {"length": args.length, "max_batch": args.max_batch}
+    outputs: list[tuple[Path, Any]] = []
+    if args.json:
+        outputs.append((args.json, schedule.to_json()))
+    if args.sglang:
+        outputs.append((args.sglang, sglang_adaptive_config(table, args.acceptance, candidates, **settings)))
+    if args.vllm:
+        outputs.append((args.vllm, vllm_batch_schedule(table, args.acceptance, candidates, **settings)))
+    _header(table, args.acceptance)
+    print(render(schedule, args.max_batch))
+    _mark_extrapolation(table, args.max_batch, args.max_length)
+    for batch, context in args.why:
+        print("\n" + explain(table, args.acceptance, batch, context, candidates))
+    for path, content in outputs:
+        files.write_output(path, json.dumps(content, indent=1) + "\n")
+        print(f"wrote {path}")
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise FileError for files that cannot be written, before anything is computed."""
+    taken = {args.table.absolute(): "the cost table"}
+    for option in ("json", "sglang", "vllm"):
+        path: Path | None = getattr(args, option)
+        if path is None:
+            continue
+        files.check_output(path)
+        if path.absolute() in taken and not str(path).startswith("/dev/"):
+            raise files.FileError(f"--{option} {path}: this file is {taken[path.absolute()]}; name another one")
+        taken[path.absolute()] = f"written by --{option}"
 
 
 def render(schedule: SpecSchedule, max_batch: int) -> str:
@@ -63,14 +93,6 @@ def render(schedule: SpecSchedule, max_batch: int) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, data: Any) -> None:
-    """JSON, the whole file or none of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(part, path)
-    print(f"wrote {path}")
-
-
 def _header(table: CostTable, rates: Sequence[float]) -> None:
     p = table.provenance
     kind = "simulated" if p.simulated else "measured"
@@ -84,7 +106,7 @@ def _header(table: CostTable, rates: Sequence[float]) -> None:
     print()
 
 
-def _mark_extrapolation(table: CostTable, schedule: SpecSchedule, max_batch: int, max_length: int) -> None:
+def _mark_extrapolation(table: CostTable, max_batch: int, max_length: int) -> None:
     if max_batch > table.batches()[-1] or max_length > table.lengths()[-1]:
         print(f"beyond batch {table.batches()[-1]} or mean context {table.lengths()[-1]:.0f} costs are extrapolated")
 
@@ -106,39 +128,42 @@ def _only_tp(table: CostTable) -> int:
     return table.tps[0]
 
 
-def _rates(text: str) -> list[float]:
-    rates = [float(part) for part in text.split(",")]
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text}: rates lie between 0 and 1")
-    return rates
-
-
-def _steps(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _cell(text: str) -> tuple[int, int]:
-    batch, context = (int(part) for part in text.split(","))
-    return batch, context
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlspec plan", description=__doc__.partition(": ")[2])
-    parser.add_argument("table", type=Path, help="cost table written by `rlspec profile`")
-    parser.add_argument("--tp", type=int, help="tensor parallel size, if the table holds several")
-    parser.add_argument(
-        "--acceptance", type=_rates, default=[0.8, 0.75, 0.7], help="a_1,a_2,... of the drafter; the last one repeats"
+def _parser() -> arguments.Parser:
+    parser = arguments.Parser(prog="rlspec plan", description=__doc__.partition(": ")[2])
+    add = parser.add_argument
+    add("table", type=Path, help="cost table written by `rlspec profile`")
+    add("--tp", type=arguments.integer(1, 4096), help="tensor parallel size, if the table holds several")
+    add(
+        "--acceptance",
+        type=arguments.numbers(0, 1),
+        default=[0.8, 0.75, 0.7],
+        help="a_1,a_2,...: acceptance rate at each depth; the last one is used for all deeper ones",
     )
-    parser.add_argument("--steps", type=_steps, help="num_steps to choose from, such as 0,1,3 (default: all measured)")
-    parser.add_argument("--max-batch", type=int, default=256, help="most running requests to plan for")
-    parser.add_argument("--max-length", type=int, default=8192, help="longest mean context per request to plan for")
-    parser.add_argument("--length", type=int, default=2048, help="mean context per request for --sglang and --vllm")
-    parser.add_argument(
-        "--why", type=_cell, action="append", default=[], metavar="BATCH,CONTEXT", help="explain one choice; repeatable"
+    add(
+        "--steps",
+        type=arguments.distinct_integers(0, 1024),
+        help="num_steps to choose from, such as 0,1,3 (default: all that were measured)",
     )
-    parser.add_argument("--json", type=Path, help="write the schedule for `rlspec serve` and set_schedule")
-    parser.add_argument("--sglang", type=Path, help="write a --speculative-adaptive-config for plain SGLang")
-    parser.add_argument("--vllm", type=Path, help="write vLLM's speculative_config entries")
+    add(
+        "--max-batch",
+        type=arguments.integer(1, MOST_BATCH),
+        default=256,
+        help=f"most running requests to plan for, up to {MOST_BATCH} (default 256)",
+    )
+    length = arguments.integer(1, MOST_LENGTH)
+    add("--max-length", type=length, default=8192, help="longest mean context per request (default 8192 tokens)")
+    add("--length", type=length, default=2048, help="mean context per request for --sglang and --vllm (default 2048)")
+    add(
+        "--why",
+        type=arguments.integers(1, 1 << 40, count=2),
+        action="append",
+        default=[],
+        metavar="BATCH,CONTEXT",
+        help="explain the choice for this many requests with this many tokens together; repeatable",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
+    add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
+    add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
     return parser
 
 

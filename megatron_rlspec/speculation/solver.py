@@ -132,14 +132,13 @@ def sglang_adaptive_config(
         chains = [c for c in chains if not c.off]
     slots: dict[str, Any] = {}
     previous: list[int] = []
-    for batch in range(1, max_batch + 1):
-        steps = set()
-        for shift in (-band, 0.0, band):
-            moved = [min(max(rate + shift, 0.0), 1.0) for rate in rates]
-            steps.add(solve(cost, moved, batch, batch * length, chains).config.num_steps)
-        if sorted(steps) != previous:
-            previous = sorted(steps)
-            slots[str(batch)] = {"candidate_steps": previous}
+    shifted = [[min(max(rate + shift, 0.0), 1.0) for rate in rates] for shift in (-band, 0.0, band)]
+    best = [_best_steps(cost, moved, chains, max_batch, length) for moved in shifted]
+    for batch, found in enumerate(zip(*best, strict=True), 1):
+        steps = sorted(set(found))
+        if steps != previous:
+            previous = steps
+            slots[str(batch)] = {"candidate_steps": steps}
     return slots
 
 
@@ -153,15 +152,27 @@ def vllm_batch_schedule(
 ) -> dict[str, Any]:
     """vLLM's `speculative_config` entries: inclusive `[first batch, last batch, num_speculative_tokens]` ranges."""
     chains = [c for c in candidates if c.topk <= 1]
+    if not chains:
+        raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only")
     ranges: list[list[int]] = []
-    for batch in range(1, max_batch + 1):
-        steps = solve(cost, rates, batch, batch * length, chains).config.num_steps
+    for batch, steps in enumerate(_best_steps(cost, rates, chains, max_batch, length), 1):
         if ranges and ranges[-1][2] == steps:
             ranges[-1][1] = batch
         else:
             ranges.append([batch, batch, steps])
     most = max(c.num_steps for c in chains)
     return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+
+
+def _best_steps(
+    cost: RoundCosts, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int, length: int
+) -> list[int]:
+    """num_steps of `solve` at every batch 1..max_batch of `length` tokens each."""
+    ordered = sorted(candidates)
+    batch = np.arange(1, max_batch + 1)
+    tokens = np.array([expected_tokens(c, rates) for c in ordered])
+    rate = tokens[:, None] / cost.grid(ordered, batch, batch * length)
+    return [ordered[i].num_steps for i in rate.argmax(axis=0)]
 
 
 def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
