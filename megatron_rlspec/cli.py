@@ -38,6 +38,7 @@ ERRORS = {
     "megatron_rlspec.rollout.sglang.server.serve:ServeError": 2,
     "megatron_rlspec.integrations.patches:PatchError": 2,
     "megatron_rlspec.metrics:RecordError": 2,
+    "megatron_rlspec.files:FileError": 2,
     "megatron_rlspec.rollout.sweep:SweepError": 1,
     "megatron_rlspec.engine:EngineError": 1,
     "megatron_rlspec.weights.push:PushError": 1,
@@ -76,6 +77,10 @@ def run(act: Callable[[], object]) -> int:
     """The exit code of a command: what `act` returns, or one line on stderr for an error that has an `exit_code`."""
     try:
         ended = act()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        return 1  # the reader of the output, such as `head`, has ended
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package):

@@ -16,6 +16,9 @@ from megatron_rlspec import files
 from megatron_rlspec.types import Sample
 
 
+READ_MOST = 1 << 31  # bytes of a file of records
+
+
 class RecordError(ValueError):
     """A run's records that cannot be read, told in one line with file and line number."""
 
@@ -102,16 +105,26 @@ def pieces(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[tuple
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; a torn last line, as a killed run leaves it, is dropped."""
+    """The records of a JSONL file; none if there is no file. NaN and infinities are kept.
+
+    A torn last line, as a killed run leaves it, is dropped. Raises RecordError.
+    """
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
-    records = []
+    try:
+        lines = files.read_text(path, READ_MOST).split("\n")
+    except files.FileError as error:
+        raise RecordError(str(error)) from None
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise RecordError(f"{path}:{number}: not a JSON object") from None
+            record = files.parse_json(line, f"{path}:{number}", finite=False)
+        except files.FileError as error:
+            if number == len(lines):
+                break  # empty after the last newline, or torn
+            raise RecordError(str(error)) from None
+        if not isinstance(record, dict):
+            raise RecordError(f"{path}:{number}: not a JSON object")
+        records.append(record)
     return records

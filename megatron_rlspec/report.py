@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from megatron_rlspec import files
-from megatron_rlspec.metrics import read_records
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, ValidationError
+
+from megatron_rlspec import arguments, files
+from megatron_rlspec.metrics import RecordError, read_records
 
 Records = Sequence[Mapping[str, Any]]
+Row = TypeVar("Row", bound=BaseModel)
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
+SAMPLES_SHOWN = 12
+DRAWN_MOST = 1e30  # larger values are left out of the pictures, as NaN is
+
+
+class StepRow(BaseModel):
+    """One line of metrics.jsonl. Every value beside the step is a number, or text that is not drawn."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, float | str | bool | None] = Field(init=False)
+    step: int = Field(ge=0, lt=10**12)
+
+
+class SampleRow(BaseModel):
+    """One line of samples.jsonl."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    step: int = Field(ge=0, lt=10**12)
+    prompt: str
+    response: str
+    label: Any = None
+    reward: float | None
+    accepted: list[NonNegativeInt]
+    pieces: list[Annotated[tuple[str, bool], Strict(False)]] | None = None
+
+
+class EventRow(BaseModel):
+    """One line of events.jsonl."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    kind: str
+    message: str
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="rlspec report", description=__doc__)
+    """Write the page and print its path. Raises RecordError and FileError."""
+    parser = arguments.Parser(prog="rlspec report", description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--out", type=Path, help="default: RUN_DIR/report.html")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
     options = parser.parse_args(argv)
-    records = read_records(options.run_dir / "metrics.jsonl")
+    out = options.out or options.run_dir / "report.html"
+    records = read(options.run_dir / "metrics.jsonl", StepRow)
     if not records:
         parser.error(f"{options.run_dir}: no metrics.jsonl with at least one step; expected a run directory")
-    out = options.out or options.run_dir / "report.html"
-    files.write_output(out, render(options.run_dir, records))
+    if out.resolve() in {path.resolve() for path in options.run_dir.glob("*.json*")}:
+        parser.error(f"--out {out}: this file is a record of the run; name another one")
+    files.check_output(out)
+    page = render(options.run_dir, [record.model_dump() for record in records])
+    files.write_output(out, page.encode("utf-8", "replace"))  # half a surrogate pair in a text becomes "?"
     print(out)
     return 0
 
 
+def read(path: Path, kind: type[Row]) -> list[Row]:
+    """The lines of a JSONL file, checked. Raises RecordError, which names file, record and field."""
+    rows = []
+    for number, record in enumerate(read_records(path), 1):
+        try:
+            rows.append(kind.model_validate(record))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            got = "" if first["type"] == "missing" else f", got {repr(first['input'])[:60]}"
+            raise RecordError(f"{path}:{number}: {field}: {first['msg']}{got}") from None
+    return rows
+
+
 def render(run_dir: Path, records: Records) -> str:
+    """The HTML page of a run's records. Raises RecordError and FileError for its other files."""
     import jinja2
 
-    samples = read_records(run_dir / "samples.jsonl")
-    for sample in samples:
-        rounds = sum(sample["accepted"])
-        drafts = sum(i * n for i, n in enumerate(sample["accepted"]))
-        sample.setdefault("pieces", [(sample["response"], False)])
-        sample["accept_length"] = f"{1 + drafts / rounds:.2f}" if rounds else "plain"
     shown = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "policy/loss")
-    last = {key.split("/")[1]: f"{records[-1][key]:.3g}" for key in shown if key in records[-1]}
+    last = {key.split("/")[1]: f"{_drawn(records[-1][key]):.3g}" for key in shown if key in records[-1]}
     config = run_dir / "config.json"
     return (
         jinja2.Environment(autoescape=True)
@@ -52,11 +100,30 @@ def render(run_dir: Path, records: Records) -> str:
             steps=len(records),
             last=last,
             plots=plots(records),
-            events=read_records(run_dir / "events.jsonl"),
-            samples=samples[-12:],
-            config=json.dumps(json.loads(config.read_text()), indent=1) if config.exists() else "",
+            events=read(run_dir / "events.jsonl", EventRow),
+            samples=[_sample(row) for row in read(run_dir / "samples.jsonl", SampleRow)[-SAMPLES_SHOWN:]],
+            config=json.dumps(files.read_json(config), indent=1) if config.exists() else "",
         )
     )
+
+
+def _sample(row: SampleRow) -> dict[str, Any]:
+    """What the page shows of a sample. `accepted[i]` counts the rounds that accepted i drafts."""
+    rounds = sum(row.accepted)
+    drafts = sum(i * n for i, n in enumerate(row.accepted))
+    return {
+        **row.model_dump(),
+        "pieces": [(row.response, False)] if row.pieces is None else row.pieces,
+        "reward": math.nan if row.reward is None else row.reward,
+        "accept_length": f"{1 + drafts / rounds:.2f}" if rounds else "plain",
+    }
+
+
+def _drawn(value: object) -> float:
+    """A record's value as a number that can be drawn; NaN for anything else."""
+    if not isinstance(value, int | float) or not abs(value) <= DRAWN_MOST:
+        return math.nan
+    return float(value)
 
 
 def plots(records: Records) -> list[tuple[str, str]]:
@@ -87,7 +154,9 @@ def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> st
     import matplotlib.pyplot as plt
 
     steps = [record["step"] + 1 for record in records]
-    series = [[record.get(key, 0.0 if kind == "stack" else float("nan")) for record in records] for key in keys]
+    series = [[_drawn(record.get(key)) for record in records] for key in keys]
+    if kind == "stack":
+        series = [[0.0 if math.isnan(value) else value for value in values] for values in series]
     labels = [
         key.removeprefix("spec/share_").removeprefix("seconds_").removeprefix("rollout/").removesuffix("_response")
         for key in keys

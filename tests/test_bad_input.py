@@ -298,7 +298,7 @@ ROWS += [
         "torn records",
         metrics.RecordError,
         lambda p: metrics.read_records(p.file("m.jsonl", '{"step": 0}\n{"st\n{"step": 2}\n')),
-        ("m.jsonl:2: not a JSON object",),
+        ("m.jsonl:2: not valid JSON",),
     ),
 ]
 

@@ -1,0 +1,152 @@
+"""Cost tables that must be refused, whatever command reads them."""
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import Case, check, ids
+
+from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.types import OFF, SpecConfig
+
+CONFIGS = (OFF, SpecConfig(1), SpecConfig(3))
+
+
+def good() -> dict:
+    """A table of 2 batches, 2 contexts and 3 configurations, as JSON."""
+    provenance = Provenance("tiny", "cpu", "float32", "sglang", "0", "2025-01-01")
+    rounds = [
+        RoundCost(1, b, n * b, c, 1.0 + b + 0.1 * c.num_steps + n / 1000)
+        for b in (1, 8)
+        for n in (100, 900)
+        for c in CONFIGS
+    ]
+    return CostTable(provenance, rounds, [PrefillCost(1, 1, 10, 1.0), PrefillCost(1, 1, 20, 2.0)]).to_json()
+
+
+def edited(edit: Callable[[dict], object]) -> dict[str, str]:
+    table = copy.deepcopy(good())
+    edit(table)
+    return {"t.json": json.dumps(table)}
+
+
+def case(name: str, edit: Callable[[dict], object], *expects: str) -> Case:
+    return Case(name, "plan t.json", ("t.json", *expects), edited(edit))
+
+
+def row(**values: object) -> Callable[[dict], object]:
+    return lambda table: table["rounds"][0].update(values)
+
+
+def file(name: str, content: str | bytes, *expects: str) -> Case:
+    return Case(name, "plan t.json", ("t.json", *expects), {"t.json": content})
+
+
+CASES = [
+    file("empty", "", "the file is empty"),
+    file("binary", bytes(range(128, 256)), "not UTF-8"),
+    file("utf-16", json.dumps(good()).encode("utf-16"), "not UTF-8"),
+    file("cut", json.dumps(good())[:-40], "not valid JSON"),
+    file("two values", "{}{}", "not valid JSON"),
+    file("null", "null", "not a cost table"),
+    file("list", "[]", "not a cost table"),
+    file("number", "1", "not a cost table"),
+    file("deep list", "[" * 200_000, "nested too deeply"),
+    file("deep object", '{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+    file("many digits", json.dumps(good()).replace('"version": 1', '"version": ' + "1" * 9999), "too many digits"),
+    file(
+        "key twice", json.dumps(good()).replace('"version": 1', '"version": 1, "version": 1'), "'version' appears twice"
+    ),
+    Case("missing", "plan t.json", ("t.json", "No such file")),
+    Case("directory", "plan t.json", ("t.json", "directory"), lambda here: (here / "t.json").mkdir()),
+    Case("pipe", "plan t.json", ("t.json", "found a pipe"), lambda here: os.mkfifo(here / "t.json")),
+    Case("loop", "plan t.json", ("t.json", "symbolic link"), lambda here: (here / "t.json").symlink_to("t.json")),
+    Case("device", "plan /dev/zero", ("/dev/zero", "found a device")),
+    Case("null in name", ["plan", "t\0.json"], ("null",)),
+    Case("long name", ["plan", "x" * 5000], ("too long",)),
+    case("schema", lambda t: t.update(schema="other"), "not a cost table"),
+    case("schema list", lambda t: t.update(schema=[1]), "not a cost table"),
+    case("version text", lambda t: t.update(version="1"), "version '1'"),
+    case("version true", lambda t: t.update(version=2), "version 2", "version 1"),
+    case("units", lambda t: t.update(units={"time": "s"}), "units"),
+    case("units null", lambda t: t.update(units=None), "units None"),
+    case("unknown key", lambda t: t.update(colour="red"), "unknown field 'colour'"),
+    case("no rounds", lambda t: t.pop("rounds"), "no field 'rounds'"),
+    case("no provenance", lambda t: t.pop("provenance"), "no field 'provenance'"),
+    case("empty rounds", lambda t: t.update(rounds=[]), "no round"),
+    case("rounds null", lambda t: t.update(rounds=None), "rounds=None, expected a list"),
+    case("rounds object", lambda t: t.update(rounds={}), "rounds={}, expected a list"),
+    case("rounds text", lambda t: t.update(rounds="abc"), "expected a list"),
+    case("rounds of text", lambda t: t.update(rounds=["a"]), "rounds[0]: 'a', expected an object"),
+    case("rounds of lists", lambda t: t.update(rounds=[[]]), "rounds[0]: [], expected an object"),
+    case("rounds of null", lambda t: t["rounds"].insert(2, None), "rounds[2]: None"),
+    case("provenance text", lambda t: t.update(provenance="x"), "provenance: 'x', expected an object"),
+    case("provenance number", lambda t: t["provenance"].update(model=7), "model=7, expected text"),
+    case("provenance short", lambda t: t["provenance"].pop("dtype"), "provenance: no field 'dtype'"),
+    case("provenance simulated", lambda t: t["provenance"].update(simulated="yes"), "expected true or false"),
+    case("ms text", row(ms="1"), "rounds[0]: ms='1', expected a number"),
+    case("ms null", row(ms=None), "ms=None"),
+    case("ms true", row(ms=True), "ms=True"),
+    case("ms list", row(ms=[1.0]), "ms=[1.0]"),
+    case("ms nan", row(ms=float("nan")), "ms=nan"),
+    case("ms inf", row(ms=float("inf")), "ms=inf"),
+    case("ms 1e400", lambda t: t["rounds"][0].update(ms=1e308 * 10), "ms=inf"),
+    case("ms huge", row(ms=1e300), "ms=1e+300"),
+    case("ms huge integer", row(ms=10**400), "ms=1000"),
+    case("ms negative", row(ms=-1.0), "ms=-1.0"),
+    case("ms zero", row(ms=0), "ms=0"),
+    case("ms tiny", row(ms=1e-300), "ms=1e-300"),
+    case("spread negative", row(spread_ms=-0.1), "spread_ms=-0.1"),
+    case("spread nan", row(spread_ms=float("nan")), "spread_ms=nan"),
+    case("tp 0", row(tp=0), "tp=0, expected an integer from 1"),
+    case("tp huge", row(tp=10**9), "tp=1000000000, expected an integer from 1"),
+    case("batch 0", row(batch=0), "batch=0"),
+    case("batch negative", row(batch=-1), "batch=-1"),
+    case("batch fraction", row(batch=1.5), "batch=1.5, expected an integer"),
+    case("batch 1.0", row(batch=1.0), "batch=1.0, expected an integer"),
+    case("batch huge", row(batch=1 << 62), "batch="),
+    case("batch text", row(batch="1"), "batch='1'"),
+    case("context below batch", lambda t: t["rounds"][-1].update(context_tokens=7), "at least one token each"),
+    case("context null", row(context_tokens=None), "context_tokens=None"),
+    case("context huge", row(context_tokens=10**30), "context_tokens="),
+    case("samples 0", row(samples=0), "samples=0"),
+    case("steps negative", row(num_steps=-1), "num_steps=-1"),
+    case("steps huge", row(num_steps=1 << 20), "num_steps=1048576"),
+    case("topk text", row(topk="1"), "topk='1'"),
+    case("no steps", lambda t: t["rounds"][0].pop("num_steps"), "rounds[0]: no field 'num_steps'"),
+    case("no ms", lambda t: t["rounds"][0].pop("ms"), "rounds[0]: no field 'ms'"),
+    case("draft tokens 0 of a chain", lambda t: t["rounds"][-1].update(num_draft_tokens=0), "num_draft_tokens=0"),
+    case("draft tokens of a chain", lambda t: t["rounds"][-1].update(num_draft_tokens=9), "num_draft_tokens=9"),
+    case("draft tokens of a tree", lambda t: t["rounds"][-1].update(topk=2, num_draft_tokens=0), "for a tree"),
+    case("draft tokens of off", row(num_draft_tokens=2), "plain decoding"),
+    case("steps of off", row(num_steps=3), "plain decoding"),
+    case("too many nodes", lambda t: t["rounds"][-1].update(topk=2, num_draft_tokens=99), "at most"),
+    case("unknown field", row(colour="red"), "unknown field 'colour'"),
+    case("parts text", row(parts="x"), "parts: 'x'"),
+    case("parts nan", row(parts={"draft": float("nan")}), "parts.draft=nan"),
+    case("twice", lambda t: t["rounds"].append(t["rounds"][0]), "measured twice"),
+    case("hole", lambda t: t["rounds"].pop(), "hole at tp=1 batch=8"),
+    case("no off", lambda t: t.update(rounds=[r for r in t["rounds"] if r["topk"]]), "no plain-decoding row"),
+    case("prefill object", lambda t: t.update(prefill={}), "prefill={}, expected a list"),
+    case("prefill zero", lambda t: t["prefill"][0].update(ms=0), "ms=0"),
+    case("prefill twice", lambda t: t["prefill"].append(t["prefill"][0]), "prefill tp=1", "measured twice"),
+    case("prefill unknown", lambda t: t["prefill"][1].update(x=1), "prefill[1]: unknown field 'x'"),
+    case("link text", lambda t: t.update(links=["a"]), "links[0]: 'a'"),
+    case("link speed", lambda t: t.update(links=[{"source": "a", "target": "b", "gigabytes_per_second": 0}]), "GB/s"),
+    case("switch text", lambda t: t.update(switch_ms="0"), "switch_ms='0'"),
+    case("switch inf", lambda t: t.update(switch_ms=float("inf")), "switch_ms=inf"),
+    case("catch up negative", lambda t: t.update(catch_up_ms=-1), "catch_up_ms=-1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    check(case, tmp_path, capfd, monkeypatch)
+
+
+def test_the_good_table_is_good(tmp_path: Path):
+    (tmp_path / "t.json").write_text(json.dumps(good()))
+    assert CostTable.load(tmp_path / "t.json").to_json() == good()

@@ -1,0 +1,134 @@
+"""`rlspec report`: records, samples, configurations and outputs that must be refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from harness import Case, check, ids, warm
+
+from megatron_rlspec import report
+
+STEPS = "".join(json.dumps({"step": step, "rollout/reward": 0.5, "policy/loss": 0.1}) + "\n" for step in range(3))
+SAMPLE = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 1.0, "accepted": [0, 2]}
+EVENT = {"time": 1.0, "kind": "health", "message": "all good"}
+
+
+def run(**files: str | bytes) -> dict[str, str | bytes]:
+    return {f"run/{name.replace('_', '.')}": content for name, content in {"metrics_jsonl": STEPS, **files}.items()}
+
+
+def metrics(name: str, content: str | bytes, *expects: str) -> Case:
+    return Case(f"metrics {name}", "report run", ("metrics.jsonl", *expects), {"run/metrics.jsonl": content})
+
+
+def step(name: str, *expects: str, **values: object) -> Case:
+    return metrics(name, STEPS + json.dumps({"step": 3, **values}) + "\n", "metrics.jsonl:4", *expects)
+
+
+def sample(name: str, *expects: str, **values: object) -> Case:
+    row = {key: value for key, value in (SAMPLE | values).items() if value is not ...}
+    content = json.dumps(SAMPLE) + "\n" + json.dumps(row) + "\n"
+    return Case(f"sample {name}", "report run", ("samples.jsonl:2", *expects), run(samples_jsonl=content))
+
+
+def config(name: str, content: str | bytes, *expects: str) -> Case:
+    return Case(f"config {name}", "report run", ("config.json", *expects), run(config_json=content))
+
+
+def output(name: str, *expects: str) -> Case:
+    return Case(f"out {name[:30]}", ["report", "run", "--out", name], expects, run())
+
+
+def with_pipe(here: Path) -> None:
+    (here / "run").mkdir()
+    os.mkfifo(here / "run/metrics.jsonl")
+
+
+def with_directory(here: Path) -> None:
+    (here / "run/metrics.jsonl").mkdir(parents=True)
+
+
+CASES = [
+    Case("no run", "report", ("required: run_dir",)),
+    Case("missing run", "report none", ("none: no metrics.jsonl", "expected a run directory")),
+    Case("run is a file", "report f", ("f: no metrics.jsonl",), {"f": "x"}),
+    Case("empty run", "report run", ("no metrics.jsonl with at least one step",), lambda here: (here / "run").mkdir()),
+    Case("unknown option", "report run --format pdf", ("unrecognized arguments: --format pdf",), run()),
+    Case("metrics pipe", "report run", ("metrics.jsonl", "found a pipe"), with_pipe),
+    Case("metrics directory", "report run", ("metrics.jsonl", "directory"), with_directory),
+    metrics("empty", "", "at least one step"),
+    metrics("only torn", '{"step": 0', "at least one step"),
+    metrics("binary", b"\xff\xfe\x00{}\n" * 3, "not UTF-8 text (byte 0: 0xff)"),
+    metrics("integers", "1\n2\n3\n", "metrics.jsonl:1", "not a JSON object"),
+    metrics("lists", "[]\n[]\n", "metrics.jsonl:1", "not a JSON object"),
+    metrics("null", "null\nnull\n", "metrics.jsonl:1", "not a JSON object"),
+    metrics("text in the middle", STEPS + "oops\n" + STEPS, "metrics.jsonl:4", "not valid JSON"),
+    metrics("deep", "[" * 100_000 + "\n" + STEPS, "metrics.jsonl:1", "nested too deeply"),
+    metrics("key twice", '{"step": 1, "step": 2}\n' + STEPS, "metrics.jsonl:1", "'step' appears twice"),
+    metrics("digits", '{"step": ' + "9" * 9999 + "}\n" + STEPS, "metrics.jsonl:1", "too many digits"),
+    metrics("no step", '{"rollout/reward": 1}\n', "metrics.jsonl:1", "step", "required"),
+    metrics("step text", '{"step": "x"}\n', "step", "integer", "'x'"),
+    metrics("step null", '{"step": null}\n', "step", "None"),
+    metrics("step true", '{"step": true}\n', "step", "True"),
+    metrics("step fraction", '{"step": 1.5}\n', "step", "1.5"),
+    metrics("step nan", '{"step": NaN}\n', "step", "nan"),
+    metrics("step negative", '{"step": -1}\n', "step", "-1"),
+    metrics("step huge", '{"step": 1000000000000000}\n', "step", "1000000000000000"),
+    step("value list", "rollout/reward", "[1, 2]", **{"rollout/reward": [1, 2]}),
+    step("value object", "policy/loss", **{"policy/loss": {"a": 1}}),
+    sample("text", "accepted", "'x'", accepted="x"),
+    sample("no accepted", "accepted", "required", accepted=...),
+    sample("accepted of text", "accepted.0", accepted=["a"]),
+    sample("accepted negative", "accepted.1", "-1", accepted=[1, -1]),
+    sample("accepted null", "accepted", "None", accepted=None),
+    sample("no prompt", "prompt", "required", prompt=...),
+    sample("prompt number", "prompt", "7", prompt=7),
+    sample("response list", "response", response=["a"]),
+    sample("reward text", "reward", "'good'", reward="good"),
+    sample("no reward", "reward", "required", reward=...),
+    sample("step text", "step", step="1"),
+    sample("pieces text", "pieces", pieces="abc"),
+    sample("pieces of text", "pieces.0", pieces=["abc"]),
+    sample("pieces short", "pieces.0", pieces=[["abc"]]),
+    sample("pieces of lists", "pieces.0", pieces=[[["a"], True]]),
+    Case("samples integers", "report run", ("samples.jsonl:1",), run(samples_jsonl="1\n2\n")),
+    Case("events integers", "report run", ("events.jsonl:1",), run(events_jsonl="1\n2\n")),
+    Case("event without kind", "report run", ("events.jsonl:1", "kind"), run(events_jsonl='{"message": "m"}\n')),
+    Case(
+        "event message", "report run", ("events.jsonl:1", "message"), run(events_jsonl='{"kind": "a", "message": 1}\n')
+    ),
+    config("junk", "{junk", "not valid JSON"),
+    config("empty", "", "the file is empty"),
+    config("binary", b"\xff\xfe", "not UTF-8"),
+    config("deep", "[" * 100_000, "nested too deeply"),
+    config("nan", '{"a": NaN}', "NaN is no JSON number"),
+    output("no/x.html", "no directory no", "cannot be written"),
+    output("/nosuch/x.html", "no directory /nosuch", "cannot be written"),
+    output(".", "it is a directory"),
+    output("/tmp", "it is a directory"),
+    output("run", "it is a directory"),
+    output("/dev/full", "No space left on device"),
+    output("/proc/x.html", "cannot be written"),
+    output("run/metrics.jsonl/x", "Not a directory"),
+    output("run/metrics.jsonl", "a record of the run"),
+    output("y" * 300, "File name too long"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    warm("megatron_rlspec.report", "matplotlib.pyplot", "jinja2")
+    check(case, tmp_path, capfd, monkeypatch)
+
+
+def test_strange_records_that_a_run_may_leave_are_drawn(tmp_path):
+    """NaN, infinities, huge numbers, a missing reward, half a surrogate pair, a torn last line."""
+    values = [float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 10**300, None, True, "text"]
+    lines = [{"step": i, "rollout/reward": value, "seconds_train": value} for i, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ro')
+    odd = SAMPLE | {"reward": None, "response": "half \ud800 a pair", "prompt": "\0\x1b[31m"}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(odd) + "\n")
+    assert report.main([str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "half ? a pair" in page and "9 steps" in page
