@@ -15,7 +15,6 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.types import Sample
 
-
 READ_MOST = 1 << 31  # bytes of a file of records
 
 

@@ -19,7 +19,6 @@ from megatron_rlspec.speculation.solver import (
 )
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
-
 MOST_BATCH = 1 << 14
 MOST_LENGTH = 1 << 24
 
