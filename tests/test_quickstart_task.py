@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import short_run
 import torch
 import transformers
 
@@ -14,17 +15,15 @@ from megatron_rlspec.weights.checkpoint import check, read_hf
 from megatron_rlspec.weights.names import family_of
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
-
-
-def run(script: str, *args: object, ok: bool = True) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(QUICKSTART / script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=ok)
+SIZES = ("--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("quickstart") / "task"
-    run("make_task.py", "--out", out, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
+    short_run.script(
+        QUICKSTART / "make_task.py", "--out", out, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1
+    )
     return out
 
 
@@ -73,7 +72,8 @@ def test_no_prompt_is_in_two_splits_and_lengths_have_a_long_tail(rows):
 
 
 def test_same_seed_same_files(task, tmp_path):
-    run("make_task.py", "--out", tmp_path, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
+    command = [sys.executable, QUICKSTART / "make_task.py", "--out", tmp_path, *SIZES]
+    subprocess.run(list(map(str, command)), check=True)  # a process of its own has other hash seeds
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == {f.name: f.read_bytes() for f in task.iterdir()}
 
 
@@ -88,8 +88,10 @@ def test_tokenizer_gives_one_token_a_character_and_gives_the_text_back(task, row
     assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
 
 
-def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path):
-    told = run("make_model.py", "--task", task, "--out", tmp_path / "model", "--layers", 3, "--hidden", 64).stdout
+def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
+    options = ("--task", task, "--out", tmp_path / "model", "--layers", 3, "--hidden", 64)
+    short_run.script(QUICKSTART / "make_model.py", *options)
+    told = capsys.readouterr().out
     config, tensors = read_hf(tmp_path / "model")
     check(family_of(config), tensors)
     decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -103,8 +105,11 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path):
     assert 0.05 < float(logits.std()) < 1
 
 
-def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path):
-    result = run("make_task.py", "--out", tmp_path, "--slip", 2, ok=False)
-    assert result.returncode == 2 and "slip in [0, 1]" in result.stderr.splitlines()[-1]
-    result = run("make_model.py", "--task", task, "--out", tmp_path / "m", "--heads", 3, ok=False)
-    assert result.returncode == 2 and "--kv-heads 2" in result.stderr.splitlines()[-1]
+def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path, capsys):
+    for name, options, expected in (
+        ("make_task.py", ("--slip", 2), "slip in [0, 1]"),
+        ("make_model.py", ("--task", task, "--heads", 3), "--kv-heads 2"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            short_run.script(QUICKSTART / name, "--out", tmp_path / "out", *options)
+        assert ended.value.code == 2 and expected in capsys.readouterr().err.splitlines()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
@@ -12,6 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 import torch.distributed as dist
 
@@ -53,8 +53,7 @@ class Ranks:
         self._folder.cleanup()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = forked.context()
         self._folder = tempfile.TemporaryDirectory()
         meeting = str(Path(self._folder.name) / "meeting")
         self._pipes, self._processes = [], []

@@ -1,23 +1,23 @@
-"""One rank of the tensor-parallel tests: `python embedded_tp_rank.py RANK SIZE MEETING_FILE OUTPUT_FILE`."""
+"""What one rank of the tensor-parallel tests does."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import embedded_oracle as oracle
-import torch
 import torch.distributed as dist
 from test_lossless_equality import SWITCHING, wanted
 
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 
 
-def main(rank: int, size: int, meeting: str, output: str) -> None:
-    torch.set_num_threads(1)
+def answers(meeting: str) -> dict[str, Any]:
+    """Texts, fingerprints and shard sizes of an engine over all ranks, which meet in the file `meeting`."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
@@ -46,10 +46,4 @@ def main(rank: int, size: int, meeting: str, output: str) -> None:
     else:
         done = engine.generate(requests[:2], Sampling(max_new_tokens=220, ignore_eos=True))
     answer["aborted"] = [[s.status, s.response.tolist()] for s in done]
-    with open(output, "w") as file:
-        json.dump(answer, file)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    return answer

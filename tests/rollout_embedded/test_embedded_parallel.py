@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import embedded_oracle as oracle
+import embedded_tp_rank
 import pytest
 from test_lossless_equality import plain, wanted
+from train_ranks import on_ranks
 
 from megatron_rlspec.types import Sampling
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -19,25 +16,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tp")
-    script = Path(__file__).with_name("embedded_tp_rank.py")
-    outputs = [folder / f"rank{rank}.json" for rank in range(SIZE)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(SIZE), folder / "meeting", output],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    try:
-        logs = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, log in zip(ranks, logs, strict=True):
-        assert rank.returncode == 0, log
-    return [json.loads(output.read_text()) for output in outputs]
+    return on_ranks(SIZE, embedded_tp_rank.answers, str(tmp_path_factory.mktemp("tp") / "meeting"))
 
 
 @pytest.mark.lossless

@@ -1,11 +1,12 @@
 """Each probe tells the defective function from a fixed one: the megatron-core installed, then repaired in place."""
 
 import copy
-import subprocess
-import sys
+import os
 
+import forked
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -131,25 +132,39 @@ def test_shared_step(monkeypatch):
     assert probes.shared_step() is None
 
 
-GLOBAL_COUNT = """
-import torch.distributed as dist
-from megatron.core.models.gpt import gpt_model
-from megatron_rlspec.train import probes
+def error_by_global_count(environment, answer):
+    """The probe's rank, with a roll that counts over all ranks."""
+    os.environ.update(environment)
+    roll = gpt_model.roll_tensor
 
-roll = gpt_model.roll_tensor
-def globally(*args, cp_group=None, **kwargs):
-    rolled, total = roll(*args, cp_group=cp_group, **kwargs)
-    total = total.clone()
-    dist.all_reduce(total, group=cp_group)
-    return rolled, total / cp_group.size()
-gpt_model.roll_tensor = globally
-print("error", probes._cp_error())
-"""
+    def globally(*args, cp_group=None, **kwargs):
+        rolled, total = roll(*args, cp_group=cp_group, **kwargs)
+        total = total.clone()
+        dist.all_reduce(total, group=cp_group)
+        return rolled, total / cp_group.size()
+
+    gpt_model.roll_tensor = globally
+    answer.send(f"error {probes._cp_error()}")
+
+
+class ForkedRank:
+    """In place of the probe's Popen: `error_by_global_count`."""
+
+    def __init__(self, command, *, env, **_):
+        context = forked.context()
+        self.answer, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=error_by_global_count, args=(env, theirs))
+        self.process.start()
+
+    def communicate(self, timeout):
+        assert self.answer.poll(timeout)
+        text = self.answer.recv()
+        self.process.join(timeout)
+        self.returncode = self.process.exitcode
+        return text, ""
 
 
 def test_cp_local_count(monkeypatch):
     assert "changes the MTP gradient" in probes.cp_local_count()
-    popen = subprocess.Popen
-    fixed = [sys.executable, "-W", "ignore", "-c", GLOBAL_COUNT]
-    monkeypatch.setattr(probes.subprocess, "Popen", lambda command, **kwargs: popen(fixed, **kwargs))
+    monkeypatch.setattr(probes.subprocess, "Popen", ForkedRank)
     assert probes.cp_local_count() is None
