@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,22 @@ LONGEST = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Restore the environment after each file: a job in this process leaves RANK, WORLD_SIZE and MASTER_PORT there."""
+    kept = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task and a small random model, which the tests of whole runs start from and do not change."""
     return short_run.make_start(tmp_path_factory.mktemp("start"))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by file, since module-scoped fixtures start engines and jobs, and put the longest files first."""
     places = {name: place for place, name in enumerate(LONGEST)}

@@ -50,12 +50,13 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
-def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", **options: object) -> str:
-    """Run `rlspec train`, or another command, to its end. Returns what it printed."""
+def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", code: int = 0, **options: object) -> str:
+    """Run `rlspec train`, or another command, to its end, which must be of this exit code. Returns what it printed."""
     arguments = words(start, run_dir, command, options)
     ended = forked.run_module("megatron_rlspec.cli", arguments, folder=TESTS, ranks=ranks)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
-    return ended.stdout + ended.stderr
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == code, output[-3000:]
+    return output
 
 
 def train(

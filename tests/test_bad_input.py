@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -623,11 +624,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, toke
     tensors["model.norm.weight"] *= 1e30
     write_hf(tmp_path / "model", shape, tensors, tokenizer_from=tokenizer_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a1", "response": "b2"}\n' * 4)
-    ended = command(
+    arguments = (
         "sft --model.path model --model.dtype float32 --sft.path rows.jsonl --sft.samples_per_step 2 --sft.steps 9 "
-        "--optimizer.clip_grad 0 --train.max_bad_steps 2 --train.run_dir run",
-        tmp_path,
+        "--optimizer.clip_grad 0 --train.max_bad_steps 2 --train.run_dir run"
     )
+    ended = forked.run_module("megatron_rlspec.cli", arguments.split(), folder=tmp_path)
     line = ended.stderr.splitlines()[-1]
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr[-2000:]
     assert line.startswith("rlspec: step ") and "not finite 2 steps in a row (train.max_bad_steps=2)" in line

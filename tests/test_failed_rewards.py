@@ -3,16 +3,11 @@
 from pathlib import Path
 
 import pytest
-from short_run import finish, make_start, train
+from short_run import run
 
 from megatron_rlspec.metrics import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 def events(run_dir: Path) -> list[str]:
@@ -20,7 +15,7 @@ def events(run_dir: Path) -> list[str]:
 
 
 def test_failed_rewards_are_counted_and_told_once_a_step(start, tmp_path):
-    output = finish(train(start, tmp_path, reward__kind="run_reward:fails_on_some", **OPTIONS))
+    output = run(start, tmp_path, reward__kind="run_reward:fails_on_some", **OPTIONS)
     records = read_records(tmp_path / "metrics.jsonl")
     counts = [int(record["rollout/failed_rewards"]) for record in records]
     assert all(0 < count < 16 for count in counts)
@@ -35,31 +30,28 @@ def test_failed_rewards_are_counted_and_told_once_a_step(start, tmp_path):
 def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_path, most, staleness):
     whole, failed = tmp_path / "whole", tmp_path / "failed"
     options = OPTIONS | {"rollout__staleness": staleness}
-    process = train(start, failed, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 1 and "Traceback" not in output, output[-3000:]
+    output = run(start, failed, code=1, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
+    assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert f"all 16 rewards failed (reward.max_failed_steps={most}); the first: t00000{most - 1}-r000000-p00000" in line
     assert "RuntimeError: broken" in line
     assert len([m for m in events(failed) if m.startswith("step ")]) == most - 1
     if most == 1:  # nothing was trained: the resumed run draws the same prompts
-        finish(train(start, whole, **options))
-        finish(train(start, failed, train__resume="true", **options))
+        run(start, whole, **options)
+        run(start, failed, train__resume="true", **options)
         rewards = [[r["rollout/reward"] for r in read_records(d / "metrics.jsonl")] for d in (whole, failed)]
         assert rewards[0] == rewards[1] and len(rewards[0]) == 3
 
 
 def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
     kind = {"reward__kind": "run_reward:fails", "algorithm__dynamic_sampling": "true"}
-    process = train(start, tmp_path, **kind, **OPTIONS)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "all 16 rewards failed" in output
+    output = run(start, tmp_path, code=1, **kind, **OPTIONS)
+    assert "all 16 rewards failed" in output
 
 
 def test_a_reward_with_another_signature_is_told_before_anything_starts(start, tmp_path):
-    process = train(start, tmp_path / "run", reward__kind="run_reward:wrong", **OPTIONS)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "Traceback" not in output
+    output = run(start, tmp_path / "run", code=2, reward__kind="run_reward:wrong", **OPTIONS)
+    assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "reward.kind=run_reward:wrong: " in line and "wrong(sample)" in line and "expected wrong(prompt: str" in line
     assert not (tmp_path / "run").exists()
