@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,29 @@ class VocabParallelHead:
             raise ValueError(f"labels lie outside the vocabulary of {self.total}: {first} to {last}")
         return rows
 
+    @cached_property
+    def finite_weight(self) -> torch.Tensor:
+        """`weight` with infinities replaced by 0: a gradient of 0 times infinity would be NaN."""
+        if bool(torch.stack(self.weight.aminmax()).isfinite().all()):
+            return self.weight
+        return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits over temperature `[C, width]` of this rank's tokens, in float32 or wider."""
-        return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
+        """Logits over temperature minus the row's largest, `[C, width]` of this rank's tokens, in float32 or wider.
+
+        The largest over all ranks becomes 0, so that differences of log-probabilities are exact however large the
+        logits are. A logit of minus infinity becomes a very low finite one, whose probability is 0.
+        """
+        scores = (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
+        scores.clamp_(min=lowest(scores.dtype))
+        largest = scores.amax(-1)
+        if self.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return scores.sub_(largest[:, None])
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient `[C, H]` of hidden states from that of the logits `[C, width]`, before the sum over ranks."""
+        return grad.to(self.weight.dtype) @ self.finite_weight
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Over the ranks' shares, in place."""
@@ -103,6 +124,12 @@ class VocabParallelHead:
         value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
+    def set_at(self, x: torch.Tensor, ids: torch.Tensor, value: float) -> torch.Tensor:
+        """Write `value` into this rank's `x [C, width]`, in place, at those of `ids [C, k]` that it holds."""
+        local, mine = self._local(ids)
+        chosen = torch.zeros_like(x).scatter_add_(1, local, mine.to(x.dtype))
+        return x.masked_fill_(chosen != 0, value)
+
     def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
         mine = (local >= 0) & (local < self.width)
@@ -118,3 +145,8 @@ class VocabParallelHead:
 def accumulate_in(x: torch.Tensor) -> torch.dtype:
     """The type for arithmetic on the logits of `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Stands for minus infinity among logits and log-probabilities: far from overflow, and its exponential is 0."""
+    return torch.finfo(dtype).min / 4

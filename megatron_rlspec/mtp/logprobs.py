@@ -32,8 +32,8 @@ def policy_logprobs(
     """Log-probability of `labels [N]` and, if asked, the entropy, both `[N]`; differentiable in hidden and weight.
 
     Rows where `mask [N]` is 0 give 0 and never reach the head. The backward recomputes the logits chunk by chunk.
-    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits over
-    temperature `[C, V/tp]`, their log-sum-exp `[C]` (see `Student.observe`).
+    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits
+    `[C, V/tp]` as `VocabParallelHead.scores` gives them, their log-sum-exp `[C]` (see `Student.observe`).
     """
     head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     rows = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
@@ -61,7 +61,8 @@ class _LogProbs(torch.autograd.Function):
             lse = lses[part] = head.log_sum_exp(scores)
             picked[part] = head.sum(head.pick(scores, labels[part])) - lse
             if with_entropy:
-                entropy[part] = lse - head.sum(((scores - lse[:, None]).exp_() * scores).sum(-1))
+                logp = scores - lse[:, None]
+                entropy[part] = -head.sum((logp.exp() * logp).sum(-1))
             if observe is not None:
                 observe(rows[part], scores, lse)
         ctx.save_for_backward(hidden, weight, labels, lses, entropy)
@@ -85,7 +86,7 @@ class _LogProbs(torch.autograd.Function):
             else:
                 grad = p.mul_(-grad_picked[part, None])
             grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ head.weight
+            grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
         head.sum(grad_hidden)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in
+from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in, lowest
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
@@ -110,9 +110,8 @@ def top_k_teacher(
         scores = head.scores(rows)
         lse = head.log_sum_exp(scores)[:, None]
         values, ids = head.top_k(scores, k)
-        p = scores.sub_(lse).exp_()
-        rest = head.sum(head.add_at(p, ids, -head.pick(p, ids)).sum(-1))
-        parts.append((ids, values - lse, rest.clamp_min(torch.finfo(p.dtype).tiny).log()))
+        rest = head.log_sum_exp(head.set_at(scores, ids, lowest(scores.dtype)))
+        parts.append((ids, values - lse, rest - lse[:, 0]))
     return TeacherTopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -191,7 +190,7 @@ class Student:
 
     @torch.no_grad()
     def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
-        """Learn from the teacher's ascending `rows [C]`: logits over temperature `[C, V/tp]`, overwritten, and lse."""
+        """Learn from the teacher's ascending `rows [C]`: their scores `[C, V/tp]`, overwritten, and log-sum-exp."""
         self._taught = True
         logp = scores.sub_(lse[:, None])
         bounds = torch.stack(
@@ -256,7 +255,7 @@ class Student:
         weight = self._weight[part]
         self._total += (weight * loss).sum()
         if self._grad is not None:
-            self._grad[part] = (grad.to(head.weight.dtype) @ head.weight) * (weight / head.temperature)[:, None]
+            self._grad[part] = head.back(grad) * (weight / head.temperature)[:, None]
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
@@ -310,12 +309,15 @@ def _cut_divergence(
     kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: VocabParallelHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same between distributions over k tokens and "any other": the rest shares its gradient in proportion to q."""
-    tiny = torch.finfo(logq.dtype).tiny
-    q = logq.exp()
-    logq_top = head.sum(head.pick(logq, top.ids))
-    q_rest = head.sum(head.add_at(q.clone(), top.ids, -head.pick(q, top.ids)).sum(-1)).clamp_min(tiny)
-    cut_logq = torch.cat([logq_top, q_rest.log()[:, None]], 1)
-    cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype).clamp_min(torch.tensor(tiny).log())
+    floor = lowest(logq.dtype)
+    rest = head.set_at(logq.clone(), top.ids, floor)
+    logq_rest = head.log_sum_exp(rest)[:, None]
+    cut_logq = torch.cat([head.sum(head.pick(logq, top.ids)), logq_rest], 1)
+    cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype)
+    # A teacher that gives the rest nothing is held to give it almost nothing: KL(q ‖ p) would be infinite.
+    least = torch.tensor(torch.finfo(logq.dtype).tiny).log().item()
+    cut_logp = torch.maximum(cut_logp, cut_logq.clamp_max(least))
     overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
-    grad = q * (cut_grad[:, -1] / q_rest)[:, None]
+    # Each token's share of the rest, by logarithms: q itself may underflow, its share does not.
+    grad = rest.sub_(logq_rest).exp_().mul_(cut_grad[:, -1:])
     return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lossless_tools import Enumeration, Target, total_variation
 
+from megatron_rlspec.rollout.embedded import verify
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
@@ -22,6 +23,9 @@ pytestmark = pytest.mark.lossless
 PROMPT = (1, 2, 0, 1)
 PLAIN = Sampling(max_new_tokens=1, ignore_eos=True)
 NUCLEUS = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.8, top_p=0.75)
+TOP_K = Sampling(max_new_tokens=1, ignore_eos=True, top_k=2)
+BOTH = Sampling(max_new_tokens=1, ignore_eos=True, temperature=1.4, top_p=0.9, top_k=2)
+SAMPLINGS = {"plain": PLAIN, "top_p": NUCLEUS, "top_k": TOP_K, "top_p_and_top_k": BOTH}
 GREEDY = Sampling(max_new_tokens=1, ignore_eos=True, temperature=0.0)
 
 
@@ -56,7 +60,7 @@ def check(model, blocks, sampling, depth, prompt=PROMPT):
     assert worst < 1e-12
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, NUCLEUS, GREEDY], ids=["plain", "top_p", "greedy"])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), GREEDY], ids=[*SAMPLINGS, "greedy"])
 @pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
 def test_chains_to_depth_three(model, monkeypatch, verifier, sampling):
     engine = oracle.engine_of(*model, SpecConfig(3), verifier=verifier)
@@ -71,13 +75,25 @@ def test_a_chain_with_the_noise_of_unreached_nodes_varied_too(model, monkeypatch
     check(model, blocks, PLAIN, 3)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, NUCLEUS], ids=["plain", "top_p"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("verifier", ["position_keyed", "target_only"])
 def test_trees_to_depth_three(model, monkeypatch, verifier, sampling):
     engine = oracle.engine_of(*model, SpecConfig(3, 2, 6), verifier=verifier)
     blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
     assert sampling is not PLAIN or {len(b) for b in blocks} == {1, 2, 3, 4}
     check(model, blocks, sampling, 4)
+
+
+@pytest.mark.parametrize("sampling", [TOP_K, BOTH], ids=["top_k", "top_p_and_top_k"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
+def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier, sampling):
+    real = verify.filtered
+    monkeypatch.setattr(
+        verify, "filtered", lambda logp, top_p, top_k: real(logp, top_p, torch.where(top_k > 0, top_k + 1, top_k))
+    )
+    engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier)
+    with pytest.raises(AssertionError):
+        check(model, first_blocks(engine, Enumeration(monkeypatch), sampling), sampling, 3)
 
 
 @pytest.mark.parametrize("share", ["sample", "batch"])

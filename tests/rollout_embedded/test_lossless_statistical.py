@@ -37,27 +37,38 @@ def engine_of(model, verifier, spec, dtype):
     return oracle.engine_of(*model, spec, verifier=verifier, dtype=dtype, **room)
 
 
-def sampling_of(length):
-    return Sampling(max_new_tokens=length, ignore_eos=True)
+def sampling_of(length, top_k=-1):
+    return Sampling(max_new_tokens=length, ignore_eos=True, top_k=top_k)
 
 
-def p_value(model, verifier, spec, length) -> tuple[float, float]:
-    """(p-value of the target's distribution, TV of the binned frequencies from it) for SAMPLES samples."""
-    expected = Target(*model, sampling_of(length)).sequences(PROMPT, length)
-    where = bins_of(expected)
-    mass = np.zeros(16)
+def p_value(model, verifier, spec, length, top_k=-1) -> tuple[float, float]:
+    """(p-value of the target's distribution, TV of the binned frequencies from it) for SAMPLES samples.
+
+    The p-value is 0 if a sample has a text that the target never gives.
+    """
+    sampling = sampling_of(length, top_k)
+    expected = Target(*model, sampling).sequences(PROMPT, length)
+    bins = min(16, sum(p > 0 for p in expected.values()))
+    where = bins_of(expected, bins)
+    mass = np.zeros(bins)
     for outcome, p in expected.items():
         mass[where[outcome]] += p
     engine = engine_of(model, verifier, spec, torch.float32)
-    counts = np.zeros(16)
-    for sample in engine.generate(oracle.requests([PROMPT], group=SAMPLES, seed=1), sampling_of(length)):
-        counts[where[tuple(sample.response.tolist())]] += 1
-    return chi_square(counts, mass), 0.5 * np.abs(counts / SAMPLES - mass).sum()
+    counts, impossible = np.zeros(bins), 0
+    for sample in engine.generate(oracle.requests([PROMPT], group=SAMPLES, seed=1), sampling):
+        found = where[tuple(sample.response.tolist())]
+        if found < 0:
+            impossible += 1
+        else:
+            counts[found] += 1
+    tv = 0.5 * (np.abs(counts / SAMPLES - mass).sum() + impossible / SAMPLES)
+    return 0.0 if impossible else chi_square(counts, mass), tv
 
 
-def exact_tv(model, verifier, control) -> float:
+def exact_tv(model, verifier, control, top_k=-1) -> float:
     """Over two tokens, drafted one at a time, with the control in place."""
-    target = Target(*model, sampling_of(2))
+    sampling = sampling_of(2, top_k)
+    target = Target(*model, sampling)
     with pytest.MonkeyPatch.context() as patch:
         enumeration = Enumeration(patch)
         control(patch)
@@ -69,7 +80,7 @@ def exact_tv(model, verifier, control) -> float:
                     got[(block + more)[:2]] += p * q
         else:
             engine = engine_of(model, verifier, SpecConfig(1), torch.float64)
-            got = whole_samples(engine, enumeration, sampling_of(2), PROMPT)
+            got = whole_samples(engine, enumeration, sampling, PROMPT)
     assert sum(got.values()) == pytest.approx(1, abs=1e-9)
     return total_variation(got, target.sequences(PROMPT, 2))
 
@@ -166,6 +177,20 @@ def tree_pruned_by_sampled_q(patch):
     patch.setattr(verify, "draw", draw)
 
 
+def top_k_keeps_one_more(patch):
+    """Of tokens ranked 0, 1, 2, ... those above top_k stay out, but the one at top_k stays in."""
+    real = verify.filtered
+    patch.setattr(
+        verify, "filtered", lambda logp, top_p, top_k: real(logp, top_p, torch.where(top_k > 0, top_k + 1, top_k))
+    )
+
+
+def periodic_noise(patch):
+    """The noise of a position comes back eight positions later."""
+    real = verify.draw
+    patch.setattr(verify, "draw", lambda logprobs, seeds, keys: real(logprobs, seeds, keys % 8))
+
+
 def _patch_reject(patch, residual):
     def reject(drafts, q, p, coin_seeds, residual_seeds, keys):
         b, k = drafts.shape
@@ -195,7 +220,9 @@ CONTROLS = {
     stale_target_keys_after_a_rejected_branch: "target_only",
     thresholds_below_one: "rejection",
     tree_pruned_by_sampled_q: "rejection",
+    top_k_keeps_one_more: "position_keyed",
 }
+TOP_K = {top_k_keeps_one_more: 2}  # what the controls sample with, if not with the whole softmax
 
 
 def test_the_power_is_what_the_docstring_says():
@@ -206,7 +233,8 @@ def test_the_power_is_what_the_docstring_says():
 
 def test_every_control_is_wrong_and_one_only_just(model):
     assert exact_tv(model, "rejection", lambda patch: None) < 1e-12
-    sizes = {control: exact_tv(model, verifier, control) for control, verifier in CONTROLS.items()}
+    assert exact_tv(model, "position_keyed", lambda patch: None, top_k=2) < 1e-12
+    sizes = {control: exact_tv(model, v, control, TOP_K.get(control, -1)) for control, v in CONTROLS.items()}
     for control, tv in sizes.items():
         print(f"  {control.__name__}: TV {tv:.4f}")
     assert all(tv > DETECTABLE for tv in sizes.values())
@@ -215,28 +243,83 @@ def test_every_control_is_wrong_and_one_only_just(model):
 
 @pytest.mark.parametrize(
     "control",
-    [c if c is thresholds_below_one else pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS],
+    [
+        c if c in (thresholds_below_one, top_k_keeps_one_more) else pytest.param(c, marks=pytest.mark.slow)
+        for c in CONTROLS
+    ],
     ids=lambda control: control.__name__,
 )
 def test_the_statistical_test_rejects_the_controls(model, monkeypatch, control):
     control(monkeypatch)
-    p, tv = p_value(model, CONTROLS[control], SpecConfig(1), 2)
+    p, tv = p_value(model, CONTROLS[control], SpecConfig(1), 2, TOP_K.get(control, -1))
     print(f"  {control.__name__}: p = {p:.1e}, observed TV {tv:.4f}")
     assert p < ALPHA
 
 
 @pytest.mark.parametrize(
-    ("verifier", "spec", "length"),
+    ("verifier", "spec", "length", "top_k"),
     [
-        ("rejection", SpecConfig(1), 2),
-        pytest.param("rejection", SpecConfig(3), 4, marks=pytest.mark.slow),
-        pytest.param("target_only", SpecConfig(1), 2, marks=pytest.mark.slow),
-        pytest.param("target_only", SpecConfig(3), 4, marks=pytest.mark.slow),
-        ("target_only", SpecConfig(3, 2, 6), 4),
-        pytest.param("position_keyed", SpecConfig(3, 2, 6), 4, marks=pytest.mark.slow),
+        ("rejection", SpecConfig(1), 2, -1),
+        pytest.param("rejection", SpecConfig(3), 4, -1, marks=pytest.mark.slow),
+        pytest.param("target_only", SpecConfig(1), 2, -1, marks=pytest.mark.slow),
+        pytest.param("target_only", SpecConfig(3), 4, -1, marks=pytest.mark.slow),
+        ("target_only", SpecConfig(3, 2, 6), 4, -1),
+        pytest.param("position_keyed", SpecConfig(3, 2, 6), 4, -1, marks=pytest.mark.slow),
+        ("position_keyed", SpecConfig(1), 2, 2),
     ],
 )
-def test_sampling_is_lossless_in_float32(model, verifier, spec, length):
-    p, tv = p_value(model, verifier, spec, length)
-    print(f"  {verifier} {spec}, {length} tokens: p = {p:.3f}, observed TV {tv:.4f}")
+def test_sampling_is_lossless_in_float32(model, verifier, spec, length, top_k):
+    p, tv = p_value(model, verifier, spec, length, top_k)
+    print(f"  {verifier} {spec}, {length} tokens, top_k {top_k}: p = {p:.3f}, observed TV {tv:.4f}")
     assert p > ALPHA
+
+
+# -- noise that comes back: two tokens far apart in one text must be independent where their distributions are
+
+LONGEST_LAG, TEXTS = 16, 4000
+
+
+def unconditional():
+    """A model whose next token does not depend on the text: all tokens have one embedding. Texts are then
+    independent draws from one distribution, so the joint distribution of two positions is known exactly."""
+    config, tensors = oracle.tiny(vocab=4, hidden=8, layers=1, heads=2, kv_heads=1, seed=11, sharpness=0.7)
+    tensors["model.embed_tokens.weight"][:] = tensors["model.embed_tokens.weight"][0].clone()
+    return config, tensors
+
+
+def lag_test() -> tuple[float, int, float, float]:
+    """Under the default verifier: (least p-value of any lag, that lag, observed TV there, exact TV of equal noise)."""
+    model = unconditional()
+    sampling = sampling_of(LONGEST_LAG + 1)
+    single = np.array(Target(*model, sampling).next(PROMPT))
+    engine = oracle.engine_of(
+        *model,
+        SpecConfig(3),
+        dtype=torch.float32,
+        max_running_requests=2000,
+        max_total_tokens=100_000,
+        max_length=48,
+        max_draft_tokens=8,
+    )
+    samples = engine.generate(oracle.requests([PROMPT], group=TEXTS, seed=1), sampling)
+    texts = np.array([sample.response for sample in samples])
+    joint = np.outer(single, single).ravel()
+    worst = (1.0, 0, 0.0)
+    for lag in range(1, LONGEST_LAG + 1):
+        counts = np.bincount(4 * texts[:, 0] + texts[:, lag], minlength=16)
+        tv = 0.5 * np.abs(counts / TEXTS - joint).sum()
+        worst = min(worst, (chi_square(counts, joint), lag, tv))
+    return *worst, total_variation(dict(enumerate(np.diag(single).ravel())), dict(enumerate(joint)))
+
+
+def test_noise_does_not_come_back_under_the_default_verifier():
+    p, lag, tv, _ = lag_test()
+    print(f"  {LONGEST_LAG} lags, {TEXTS} texts: least p = {p:.3f} at lag {lag}, observed TV {tv:.4f}")
+    assert p > ALPHA / LONGEST_LAG
+
+
+def test_periodic_noise_is_rejected_under_the_default_verifier(monkeypatch):
+    periodic_noise(monkeypatch)
+    p, lag, tv, exact = lag_test()
+    print(f"  periodic_noise: p = {p:.1e} at lag {lag}, observed TV {tv:.4f}, exact TV {exact:.4f}")
+    assert p < ALPHA / LONGEST_LAG and lag in (8, 16) and tv == pytest.approx(exact, abs=0.03)
