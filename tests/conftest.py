@@ -43,11 +43,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return short_run.make_start(tmp_path_factory.mktemp("start"))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by file, since module-scoped fixtures start engines and jobs, and put the longest files first."""
+    """Put the longest files first. A file stays with one worker (--dist loadfile): its fixtures start engines and jobs."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    names = {item: item.path.relative_to(TESTS).as_posix() for item in items}
-    items.sort(key=lambda item: places.get(names[item], len(LONGEST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(names[item]))
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(LONGEST)))

@@ -8,4 +8,4 @@ bash tools/setup_cpu.sh
 export OMP_NUM_THREADS=1
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --check --quiet . || { echo "run.sh: 'ruff format .' would change files" >&2; exit 1; }
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
