@@ -44,6 +44,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first. A file stays with one worker (--dist loadfile): its fixtures start engines and jobs."""
+    """Put the longest files first. Workers take whole files (--dist loadfile): fixtures start engines and jobs."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(LONGEST)))
