@@ -8,7 +8,6 @@ appears only when it is whole.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rlspec.weights import checkpoint
+from megatron_rlspec.weights import checkpoint, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
 from megatron_rlspec.weights.names import Family, family_of
+from megatron_rlspec.weights.tensor_file import TensorFile
 from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 
 Kind = Literal["hf", "megatron"]
@@ -219,15 +217,14 @@ class _HfSink:
                 tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
                 copies = self.work.family.rows[name].copies
                 tensors |= {copy: tensors[hf].clone() for copy in copies}
-        save_file(tensors, file.with_suffix(".partial"), metadata={"format": "pt"})
-        os.replace(file.with_suffix(".partial"), file)
+        tensor_file.save(tensors, file)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self) -> None:
         file_of = {}
         for file in sorted(self.directory.glob("shard-*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                file_of |= dict.fromkeys(opened.keys(), file.name)
+            with TensorFile(file) as opened:
+                file_of |= dict.fromkeys(opened, file.name)
         checkpoint.finish(self.directory, self.work.target, self.work.config, file_of, self.work.small_files)
 
 

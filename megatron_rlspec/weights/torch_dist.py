@@ -10,20 +10,24 @@ writer and reader need not match. Megatron's choice of names:
     norms may be named as fused                      ....self_attention.linear_qkv.layer_norm_weight
 
 The index is the only pickle that is read, by an unpickler that knows the classes it may hold and refuses any other.
+What it holds is checked by a schema. Of every stored part the CRCs of its zip archive are compared. A checkpoint that
+`TorchDistWriter` wrote also has the checksum of every tensor (`rlspec-checksums.json`), which the reader compares.
 """
 
 from __future__ import annotations
 
 import io
-import os
+import math
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -35,10 +39,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_rlspec import files
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json, write_json
 from megatron_rlspec.weights.names import Family, canonical
+from megatron_rlspec.weights.tensor_file import checksum, verify
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CHECKSUMS = "rlspec-checksums.json"
 _INDEX, _BACKEND, _COMMON = ".metadata", "metadata.json", "common.pt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
@@ -104,12 +111,9 @@ class TorchDistReader(Mapping[str, Tensor]):
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
         index = _load_index(self.directory / _INDEX)
-        self._stored: dict[str, TensorStorageMetadata] = {
-            key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
-        }
-        self._where: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
-            (entry.fqn, tuple(entry.offset)): info for entry, info in index.storage_data.items() if entry.offset
-        } | {(entry.fqn, ()): info for entry, info in index.storage_data.items() if not entry.offset}
+        self._stored = index.tensors
+        self._where = index.parts
+        self._checksums = _load_checksums(self.directory / CHECKSUMS)
         self._places = {name: self._find(family, name) for name in family.rows}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -118,20 +122,32 @@ class TorchDistReader(Mapping[str, Tensor]):
             raise KeyError(name)
         stored = self._stored[found.key]
         lead = len(found.at)
-        full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
-        filled = 0
-        for chunk in stored.chunks:
-            first, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            inside = [at - start for at, start in zip(found.at, first[:lead], strict=True)]
-            if any(not 0 <= i < size for i, size in zip(inside, sizes[:lead], strict=True)):
-                continue
-            part = self._read(found.key, first)[tuple(inside)]
-            spans = zip(first[lead:], sizes[lead:], strict=True)
-            full[tuple(slice(start, start + size) for start, size in spans)] = part
-            filled += part.numel()
-        if filled != full.numel():
-            raise CheckpointError(f"{self.directory}: {found.key} is not whole ({filled} of {full.numel()} elements)")
-        return full
+        if stored.size[:lead] != found.of:
+            raise CheckpointError(
+                f"{self.directory}: {found.key} is stacked {list(stored.size[:lead])}, expected {list(found.of)}"
+            )
+        chunks = [chunk for chunk in stored.chunks if _holds(chunk, found.at)]
+        elements = math.prod(stored.size[lead:])
+        present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
+        if present != elements:  # asked before memory is taken for what an index promises
+            raise CheckpointError(f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)")
+        full: Tensor | None = None
+        filled = torch.zeros(0)
+        for chunk in chunks:
+            part = self._read(found.key, chunk, stored.properties.dtype)
+            if full is None:
+                full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
+                filled = torch.zeros(stored.size[lead:], dtype=torch.bool)
+            inside = tuple(at - start for at, start in zip(found.at, chunk.offsets[:lead], strict=True))
+            spans = zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
+            target = tuple(slice(start, start + size) for start, size in spans)
+            if filled[target].any():
+                raise CheckpointError(f"{self.directory}: {found.key} holds parts that overlap")
+            full[target] = part[inside]
+            filled[target] = True
+        if full is None:
+            full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
+        return verify(full, self._checksums.get(canonical(name)), f"{self.directory}: {name}")
 
     def __iter__(self):
         return (name for name, found in self._places.items() if found is not None)
@@ -143,18 +159,28 @@ class TorchDistReader(Mapping[str, Tensor]):
         candidates = (place(family, name, stacked, spec) for stacked in (True, False) for spec in ("te", "local"))
         return next((c for c in candidates if c.key in self._stored), None)
 
-    def _read(self, key: str, offset: tuple[int, ...]) -> Tensor:
-        info = self._where.get((key, offset)) or self._where[(key, ())]
+    def _read(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        """One stored part, of the chunk's sizes. Raises CheckpointError if it is missing, damaged or something else."""
+        info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
+        if info is None:
+            raise CheckpointError(f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}")
         file = self.directory / info.relative_path
         try:
+            if not file.is_file():
+                raise CheckpointError(f"{file}: no such file, though the index names it")
+            if file.stat().st_size < info.offset + info.length:
+                raise CheckpointError(f"{file}: truncated; {key} should end at byte {info.offset + info.length}")
             with file.open("rb") as stream:
                 stream.seek(info.offset)
                 data = stream.read(info.length)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}") from None
-        if len(data) != info.length:
-            raise CheckpointError(f"{file}: truncated; {key} should end at byte {info.offset + info.length}")
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        part = _load_part(data, f"{file}: {key}")
+        if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
+            raise CheckpointError(
+                f"{file}: {key}: {part.dtype} of shape {list(part.shape)}, expected {dtype} of {list(chunk.sizes)}"
+            )
+        return part
 
 
 def checkpoint_directory(path: Path) -> Path:
@@ -163,11 +189,88 @@ def checkpoint_directory(path: Path) -> Path:
         raise CheckpointError(f"{path}: no such directory; expected a Megatron checkpoint")
     tracker = path / TRACKER
     if tracker.exists():
-        step = tracker.read_text().strip()
+        try:
+            step = files.read_text(tracker, most=100).strip()
+        except files.FileError as error:
+            raise CheckpointError(str(error)) from None
+        if not re.fullmatch(r"release|[0-9]{1,9}", step):
+            raise CheckpointError(f"{tracker}: {step!r}, expected `release` or a step number")
         path /= "release" if step == "release" else f"iter_{int(step):07d}"
     if not (path / _INDEX).exists():
         raise CheckpointError(f"{path}: neither {TRACKER} nor {_INDEX}; expected a torch_dist checkpoint")
     return path
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(from_attributes=True, strict=True, arbitrary_types_allowed=True)
+
+
+class _Chunk(_Record):
+    """A part of a global tensor."""
+
+    offsets: tuple[NonNegativeInt, ...]
+    sizes: tuple[NonNegativeInt, ...]
+
+
+class _Properties(_Record):
+    dtype: torch.dtype
+
+
+class _Stored(_Record):
+    """A global tensor. Its chunks have its number of axes and lie inside it."""
+
+    properties: _Properties
+    size: tuple[NonNegativeInt, ...]
+    chunks: list[_Chunk]
+
+    @model_validator(mode="after")
+    def _chunks_lie_inside(self) -> _Stored:
+        for chunk in self.chunks:
+            ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if len(ends) != len(self.size) or any(end > size for end, size in zip(ends, self.size, strict=True)):
+                raise ValueError(f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}")
+        return self
+
+
+class _Part(_Record):
+    fqn: str
+    offset: tuple[NonNegativeInt, ...] | None = None
+
+
+class _Where(_Record):
+    """Bytes of a file of the checkpoint's own directory."""
+
+    relative_path: str = Field(pattern=r"^[^/\\\x00]+$", min_length=1)
+    offset: NonNegativeInt
+    length: NonNegativeInt
+
+
+class _IndexRecord(_Record):
+    """What is used of torch's `Metadata`."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Global tensors by name, and where their parts lie, by name and offsets."""
+
+    tensors: dict[str, _Stored]
+    parts: dict[tuple[str, tuple[int, ...]], _Where]
+
+
+def _index(record: _IndexRecord) -> _Index:
+    tensors = {
+        key: _Stored.model_validate(entry)
+        for key, entry in record.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    parts = {}
+    for key, info in record.storage_data.items():
+        part = _Part.model_validate(key)
+        parts[part.fqn, part.offset or ()] = _Where.model_validate(info)
+    return _Index(tensors, parts)
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -191,12 +294,60 @@ class _IndexUnpickler(pickle.Unpickler):
         raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
 
 
-def _load_index(file: Path) -> Metadata:
+def _load_index(file: Path) -> _Index:
     try:
-        with file.open("rb") as stream:
-            return _IndexUnpickler(stream).load()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file}: unreadable index: {error}") from None
+        found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    except Exception as error:  # damaged bytes make an unpickler raise almost anything
+        raise CheckpointError(f"{file}: unreadable index: {_line(error)}") from None
+    try:
+        return _index(_IndexRecord.model_validate(found))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:100]
+        raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
+
+
+def _load_checksums(file: Path) -> dict[str, str]:
+    """canonical name -> checksum, as `TorchDistWriter` left it; empty for checkpoints of other writers."""
+    if not file.exists():
+        return {}
+    found = read_json(file)
+    if not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{file}: expected an object of tensor names and checksums")
+    return found
+
+
+def _load_part(data: bytes, where: str) -> Tensor:
+    """The tensor of one `torch.save`d part, after comparing the CRCs of its zip archive."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise CheckpointError(f"{where}: its checksum differs from what was written: the file is damaged")
+        part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged bytes make zipfile and torch.load raise almost anything
+        raise CheckpointError(f"{where}: damaged, or something else than a tensor ({_line(error)})") from None
+    if not isinstance(part, Tensor) or part.is_sparse or part.is_quantized:
+        raise CheckpointError(f"{where}: expected a tensor, found {type(part).__name__}")
+    return part
+
+
+def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
+    """Whether a chunk holds slice `at` of the leading axes."""
+    lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
+    return all(start <= i < start + size for i, start, size in lead)
+
+
+def _line(error: Exception) -> str:
+    """The first sentence of an error: torch's go on with advice that does not apply here."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -227,11 +378,11 @@ class TorchDistWriter:
 
     def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Returns the bytes written. Tensors are consumed one by one."""
-        data = self.directory / _file(group)
-        partial = data.with_suffix(".partial")
         entries = []
-        with partial.open("wb") as stream:
+        checksums = {}
+        with files.replacing(self.directory / _file(group)) as partial, partial.open("wb") as stream:
             for name, tensor in tensors:
+                checksums[name] = checksum(tensor)
                 where = place(self.family, name, self.stacked, self.family.spec)
                 # The leading axes of the global tensor are part of what is stored; and only this tensor's bytes.
                 whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
@@ -242,18 +393,18 @@ class TorchDistWriter:
                 if _LINEAR.search(name):
                     stem = where.key.rpartition(".")[0]
                     entries.append(_append(stream, Place(f"{stem}._extra_state", where.at, where.of), [None], (), ""))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, data)
-        write_json(self._note(group), {"entries": [asdict(entry) for entry in entries]})
+        write_json(self._note(group), {"entries": [asdict(entry) for entry in entries], "checksums": checksums})
         return sum(entry.length for entry in entries)
 
     def finish(self, groups: int) -> None:
         """The index over all groups, and the small files that Megatron expects beside it."""
         parts: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
+        checksums: dict[str, str] = {}
         for group in range(groups):
-            for note in read_json(self._note(group))["entries"]:
+            written = read_json(self._note(group))
+            checksums |= written["checksums"]
+            for note in written["entries"]:
                 entry = _Entry(**{**note, **{f: tuple(note[f]) for f in ("at", "of", "shape")}})
                 info = _StorageInfo(_file(group), entry.offset, entry.length)
                 if not entry.dtype:
@@ -271,8 +422,8 @@ class TorchDistWriter:
                     raise CheckpointError(f"{entry.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
                 stored.chunks.append(chunk)
                 where[MetadataIndex(entry.key, offset)] = info
-        with (self.directory / _INDEX).open("wb") as stream:
-            pickle.dump(Metadata(parts, planner_data=None, storage_data=where), stream)
+        files.write(self.directory / _INDEX, pickle.dumps(Metadata(parts, planner_data=None, storage_data=where)))
+        write_json(self.directory / CHECKSUMS, checksums)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
