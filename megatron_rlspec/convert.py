@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from megatron_rlspec.weights.checkpoint import CheckpointError
+from megatron_rlspec import arguments, files
 from megatron_rlspec.weights.convert import Plan, convert, plan, weight_files
 
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 CHECKED = ("MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what --check can compute on both sides
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
         prog="rlspec convert",
         description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included. Any TP/PP/EP may have "
         "written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
@@ -37,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 2 for what was asked wrongly or cannot be read, 1 for logits that `--check` finds different."""
+    """Exit status: 2 for what was asked wrongly or cannot be read or written, 1 for a full disk, and for logits that
+    `--check` finds different.
+    """
     options = parser().parse_args(argv)
     try:
         work = plan(
@@ -54,9 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(work)
             return 0
         _convert_visibly(work, options.quiet)
-    except (CheckpointError, ValueError) as error:
+    except ValueError as error:  # CheckpointError and FileError among them
         print(f"rlspec convert: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
+        print(f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}", file=sys.stderr)
+        return 1 if note else 2
+    except KeyboardInterrupt:
+        print("rlspec convert: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
     if options.check:
         from megatron_rlspec.train.check_conversion import compare_logits
 
@@ -70,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert_visibly(work: Plan, quiet: bool) -> None:
     columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), disable=hidden, console=console) as progress:
         task = progress.add_task("starting", total=sum(file.stat().st_size for file in weight_files(work.source)))
 
         def advance(label: str, size: int) -> None:

@@ -157,6 +157,27 @@ def check_output(path: str | Path) -> None:
         raise FileError(f"{path}: cannot be written: no permission to write into {parent}")
 
 
+def check_new_directory(path: str | Path) -> None:
+    """Raise FileError unless a directory of this name, which a command line asked for, can be made."""
+    path = Path(path)
+    try:
+        parent = path.parent.stat()
+        path.lstat()
+        problem = "exists already; expected the name of a new directory"
+    except FileNotFoundError as error:
+        problem = "" if path.parent.exists() else f"cannot be made: {reason(error)}"
+    except (OSError, ValueError) as error:
+        problem = f"cannot be made: {reason(error)}"
+    if not problem and not stat.S_ISDIR(parent.st_mode):
+        problem = f"cannot be made: {path.parent} is not a directory"
+    elif not problem and not os.access(path.parent, os.W_OK):
+        problem = f"cannot be made: no permission to write into {path.parent}"
+    elif not problem and len(os.fsencode(path.name)) > 240:  # a name beside it has some letters more
+        problem = "cannot be made: File name too long"
+    if problem:
+        raise FileError(f"{shown(path)}: {problem}")
+
+
 def write_output(path: str | Path, content: str | bytes) -> None:
     """Write a file that was named on a command line, as `write`. Raises FileError; makes no directory."""
     check_output(path)

@@ -218,11 +218,41 @@ def finish(
     publish(partial, target)
 
 
+def companions(source: Path) -> list[Path]:
+    """The tokenizer and the other small files that belong to a checkpoint."""
+    found = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
+
+
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer and the other small files that belong to a checkpoint."""
-    for pattern in _COMPANIONS:
-        for file in source.glob(pattern):
-            shutil.copy2(file, target / file.name)
+    """Copy the tokenizer and the other small files that belong to a checkpoint. Raises OSError."""
+    for file in companions(source):
+        shutil.copy2(file, target / file.name)
+
+
+def check_companions(source: Path) -> None:
+    """Raise CheckpointError if a tokenizer or another small file beside the weights is damaged."""
+    from tokenizers import Tokenizer
+
+    for file in companions(source):
+        if file.stat().st_size == 0:
+            raise CheckpointError(f"{file}: the file is empty")
+        if file.suffix == ".json":
+            read_json(file)
+        elif file.suffix != ".model":
+            _check_text(file)
+        if file.name == "tokenizer.json":
+            try:
+                Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises nothing narrower
+                raise CheckpointError(f"{file}: no tokenizer: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_text(file: Path) -> None:
+    try:
+        files.read_text(file)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def publish(partial: Path, target: Path) -> None:

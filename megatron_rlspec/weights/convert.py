@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_rlspec import files
 from megatron_rlspec.weights import checkpoint, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
 from megatron_rlspec.weights.names import Family, family_of
@@ -135,15 +136,16 @@ def plan(
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
-        raise CheckpointError(f"{source}: no such directory")
+        what = "not a directory" if source.exists() else "no such directory"
+        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
     kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
     if kind == to and not add_mtp:
         raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
-    if target.exists():
-        raise CheckpointError(f"{target}: exists already; a checkpoint is never overwritten")
+    files.check_new_directory(target)
     small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
     config = read_json(small_files / "config.json")
+    checkpoint.check_companions(small_files)
     if config.get("quantization_config"):
         raise ValueError(f"{small_files}: quantised weights are not converted; start from a bf16 or fp32 checkpoint")
     family = family_of(config, spec)
@@ -171,18 +173,33 @@ def plan(
 
 
 def convert(work: Plan, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
-    """Carry a plan out, or continue it. `advance(label, bytes)` is called after every group."""
+    """Carry a plan out, or continue it. `advance(label, bytes)` is called after every group.
+
+    Raises CheckpointError for a damaged source, which leaves nothing behind; and OSError, after which the same
+    conversion goes on (a full disk, for example).
+    """
     unfinished = work.target.with_name(f".{work.target.name}.partial")
     note = unfinished / "plan.json"
-    if note.exists() and read_json(note) != work.identity():
+    if note.exists() and not _continues(note, work):
         shutil.rmtree(unfinished)  # what was interrupted was another conversion
-    unfinished.mkdir(parents=True, exist_ok=True)
+    unfinished.mkdir(exist_ok=True)
     write_json(note, work.identity())
-    sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
-    for index, (label, names) in enumerate(work.groups):
-        advance(label, sink.write(index, names))
+    try:
+        sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
+        for index, (label, names) in enumerate(work.groups):
+            advance(label, sink.write(index, names))
+    except CheckpointError:
+        shutil.rmtree(unfinished)
+        raise
     note.unlink()
     sink.finish()
+
+
+def _continues(note: Path, work: Plan) -> bool:
+    try:
+        return read_json(note) == work.identity()
+    except CheckpointError:
+        return False
 
 
 class _MegatronSink:

@@ -11,7 +11,8 @@ writer and reader need not match. Megatron's choice of names:
 
 The index is the only pickle that is read, by an unpickler that knows the classes it may hold and refuses any other.
 What it holds is checked by a schema. Of every stored part the CRCs of its zip archive are compared. A checkpoint that
-`TorchDistWriter` wrote also has the checksum of every tensor (`rlspec-checksums.json`), which the reader compares.
+`TorchDistWriter` wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of
+the index. The reader compares them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ from megatron_rlspec.weights.tensor_file import checksum, verify
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "rlspec-checksums.json"
+_DAMAGED = "its checksum differs from what was written: the file is damaged"
 _INDEX, _BACKEND, _COMMON = ".metadata", "metadata.json", "common.pt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
@@ -110,10 +113,13 @@ class TorchDistReader(Mapping[str, Tensor]):
         self.directory = checkpoint_directory(Path(path))
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
-        index = _load_index(self.directory / _INDEX)
+        self._written = _Checksums.load(self.directory / CHECKSUMS)
+        index = _load_index(self.directory / _INDEX, self._written.index)
         self._stored = index.tensors
         self._where = index.parts
-        self._checksums = _load_checksums(self.directory / CHECKSUMS)
+        for (key, _), info in self._where.items():
+            if self._written.parts and key not in self._stored:  # a module's extra state: small, and not read later
+                self._bytes(key, info)
         self._places = {name: self._find(family, name) for name in family.rows}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -147,7 +153,7 @@ class TorchDistReader(Mapping[str, Tensor]):
             filled[target] = True
         if full is None:
             full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
-        return verify(full, self._checksums.get(canonical(name)), f"{self.directory}: {name}")
+        return verify(full, self._written.tensors.get(canonical(name)), f"{self.directory}: {name}")
 
     def __iter__(self):
         return (name for name, found in self._places.items() if found is not None)
@@ -164,6 +170,16 @@ class TorchDistReader(Mapping[str, Tensor]):
         info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
         if info is None:
             raise CheckpointError(f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}")
+        part = _load_part(self._bytes(key, info), f"{self.directory / info.relative_path}: {key}")
+        if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
+            raise CheckpointError(
+                f"{self.directory / info.relative_path}: {key}: {part.dtype} of shape {list(part.shape)}, "
+                f"expected {dtype} of {list(chunk.sizes)}"
+            )
+        return part
+
+    def _bytes(self, key: str, info: _Where) -> bytes:
+        """What is stored of a part, after comparing its CRC. Raises CheckpointError."""
         file = self.directory / info.relative_path
         try:
             if not file.is_file():
@@ -175,12 +191,10 @@ class TorchDistReader(Mapping[str, Tensor]):
                 data = stream.read(info.length)
         except OSError as error:
             raise CheckpointError(f"{file}: {error.strerror}") from None
-        part = _load_part(data, f"{file}: {key}")
-        if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
-            raise CheckpointError(
-                f"{file}: {key}: {part.dtype} of shape {list(part.shape)}, expected {dtype} of {list(chunk.sizes)}"
-            )
-        return part
+        expected = self._written.crc(info)
+        if expected is not None and zlib.crc32(data) != expected:
+            raise CheckpointError(f"{file}: {key}: {_DAMAGED}")
+        return data
 
 
 def checkpoint_directory(path: Path) -> Path:
@@ -245,6 +259,35 @@ class _Where(_Record):
     length: NonNegativeInt
 
 
+class _Checksums(_Record):
+    """`rlspec-checksums.json`; empty for checkpoints of other writers.
+
+    tensors  canonical name -> checksum of the full tensor
+    parts    "file:offset:length" -> CRC32 of a stored part
+    index    CRC32 of the index
+    """
+
+    tensors: dict[str, str] = Field(default_factory=dict)
+    parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    index: NonNegativeInt | None = None
+
+    @classmethod
+    def load(cls, file: Path) -> _Checksums:
+        if not file.exists():
+            return cls()
+        try:
+            return cls.model_validate(read_json(file))
+        except ValidationError:
+            raise CheckpointError(f"{file}: {_DAMAGED}") from None
+
+    def crc(self, where: _Where) -> int | None:
+        """Of a part; None where nothing is known. Raises CheckpointError for a part that is not listed."""
+        key = f"{where.relative_path}:{where.offset}:{where.length}"
+        if self.parts and key not in self.parts:
+            raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
+        return self.parts.get(key)
+
+
 class _IndexRecord(_Record):
     """What is used of torch's `Metadata`."""
 
@@ -294,15 +337,19 @@ class _IndexUnpickler(pickle.Unpickler):
         raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
 
 
-def _load_index(file: Path) -> _Index:
+def _load_index(file: Path, expected: int | None) -> _Index:
+    """The index, whose CRC is `expected` where it is known. Raises CheckpointError."""
     try:
-        found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
+        content = files.read_bytes(file)
+        found = _IndexUnpickler(io.BytesIO(content)).load()
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {_line(error)}") from None
+    if expected is not None and zlib.crc32(content) != expected:
+        raise CheckpointError(f"{file}: {_DAMAGED}")
     try:
         return _index(_IndexRecord.model_validate(found))
     except ValidationError as error:
@@ -311,23 +358,13 @@ def _load_index(file: Path) -> _Index:
         raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
 
 
-def _load_checksums(file: Path) -> dict[str, str]:
-    """canonical name -> checksum, as `TorchDistWriter` left it; empty for checkpoints of other writers."""
-    if not file.exists():
-        return {}
-    found = read_json(file)
-    if not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"{file}: expected an object of tensor names and checksums")
-    return found
-
-
 def _load_part(data: bytes, where: str) -> Tensor:
     """The tensor of one `torch.save`d part, after comparing the CRCs of its zip archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
         if broken is not None:
-            raise CheckpointError(f"{where}: its checksum differs from what was written: the file is damaged")
+            raise CheckpointError(f"{where}: {_DAMAGED}")
         part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -364,6 +401,7 @@ class _Entry:
     dtype: str
     offset: int
     length: int
+    crc: int
 
 
 class TorchDistWriter:
@@ -380,7 +418,7 @@ class TorchDistWriter:
         """Returns the bytes written. Tensors are consumed one by one."""
         entries = []
         checksums = {}
-        with files.replacing(self.directory / _file(group)) as partial, partial.open("wb") as stream:
+        with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
             for name, tensor in tensors:
                 checksums[name] = checksum(tensor)
                 where = place(self.family, name, self.stacked, self.family.spec)
@@ -401,12 +439,14 @@ class TorchDistWriter:
         parts: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
         checksums: dict[str, str] = {}
+        crcs: dict[str, int] = {}
         for group in range(groups):
             written = read_json(self._note(group))
             checksums |= written["checksums"]
             for note in written["entries"]:
                 entry = _Entry(**{**note, **{f: tuple(note[f]) for f in ("at", "of", "shape")}})
                 info = _StorageInfo(_file(group), entry.offset, entry.length)
+                crcs[f"{_file(group)}:{entry.offset}:{entry.length}"] = entry.crc
                 if not entry.dtype:
                     at, of = entry.at or (0,), entry.of or (1,)
                     key = f"{entry.key}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
@@ -422,8 +462,10 @@ class TorchDistWriter:
                     raise CheckpointError(f"{entry.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
                 stored.chunks.append(chunk)
                 where[MetadataIndex(entry.key, offset)] = info
-        files.write(self.directory / _INDEX, pickle.dumps(Metadata(parts, planner_data=None, storage_data=where)))
-        write_json(self.directory / CHECKSUMS, checksums)
+        index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
+        files.write(self.directory / _INDEX, index)
+        written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
+        write_json(self.directory / CHECKSUMS, written)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
@@ -437,7 +479,13 @@ class TorchDistWriter:
 def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dtype: str) -> _Entry:
     first = stream.tell()
     torch.save(content, stream)
-    return _Entry(where.key, where.at, where.of, shape, dtype, first, stream.tell() - first)
+    length = stream.tell() - first
+    stream.flush()
+    crc = 0
+    stream.seek(first)
+    while block := stream.read(1 << 24):
+        crc = zlib.crc32(block, crc)
+    return _Entry(where.key, where.at, where.of, shape, dtype, first, length, crc)
 
 
 def _file(group: int) -> str:

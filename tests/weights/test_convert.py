@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, checkpoint
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from weight_oracles import mimo_checkpoint, one_rank
 
 from megatron_rlspec.convert import main
@@ -24,7 +26,7 @@ def hf_directory(tmp_path, model="mimo", **changes):
         config = {**(GLM4_MOE if model == "glm4_moe" else DEEPSEEK_V3), **changes}
         tensors = checkpoint(config, tmp_path)
     write_hf(tmp_path / "hf", config, tensors, shard_bytes=200_000)
-    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "hf" / "tokenizer.json"))
     return config, tensors
 
 

@@ -1,0 +1,388 @@
+"""`rlspec convert`: sources that are damaged or not what they say, and targets that cannot be made."""
+
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Case, check, ids, model_files, warm, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rlspec import convert as command
+from megatron_rlspec.weights import checkpoint, torch_dist
+from megatron_rlspec.weights.checkpoint import read_hf
+from megatron_rlspec.weights.convert import HfSource, convert, plan
+from megatron_rlspec.weights.names import family_of
+
+TO_MEGATRON = "convert hf out --quiet"
+TO_HF = "convert megatron out --quiet"
+
+
+@cache
+def megatron_files() -> dict[str, bytes]:
+    """The harness's model as a Megatron checkpoint, relative path -> bytes."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as scratch:
+        write_model(Path(scratch) / "hf")
+        convert(plan(Path(scratch) / "hf", Path(scratch) / "megatron"))
+        root = Path(scratch) / "megatron"
+        return {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+
+
+def hf(**changes: bytes | str | None) -> Callable[[Path], None]:
+    """Write the model with some files replaced, or left out (None). `__` in a name stands for a dot."""
+
+    def write(here: Path) -> None:
+        write_model(here / "hf")
+        for name, content in changes.items():
+            file = here / "hf" / name.replace("__", ".")
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return write
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    def write(here: Path) -> None:
+        data = json.loads(model_files()["config.json"]) | changes
+        hf(config__json=json.dumps({k: v for k, v in data.items() if v is not ...}))(here)
+
+    return write
+
+
+def megatron(edit: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Write the Megatron checkpoint, then `edit(directory)`."""
+
+    def write(here: Path) -> None:
+        for name, content in megatron_files().items():
+            (here / "megatron" / name).parent.mkdir(parents=True, exist_ok=True)
+            (here / "megatron" / name).write_bytes(content)
+        edit(here / "megatron")
+
+    return write
+
+
+def replaced(name: str, content: bytes | str) -> Callable[[Path], None]:
+    data = content.encode() if isinstance(content, str) else content
+    return megatron(lambda root: (root / name).write_bytes(data))
+
+
+def removed(name: str) -> Callable[[Path], None]:
+    return megatron(lambda root: (root / name).unlink())
+
+
+def biggest(root: Path) -> Path:
+    return max(root.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flipped(position: float) -> Callable[[Path], None]:
+    def edit(root: Path) -> None:
+        file = biggest(root)
+        data = bytearray(file.read_bytes())
+        data[int(position * len(data))] ^= 16
+        file.write_bytes(data)
+
+    return megatron(edit)
+
+
+class Owned:
+    def __reduce__(self):
+        return os.mkdir, ("owned",)
+
+
+def part_of(content: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def another_part(content: object) -> Callable[[Path], None]:
+    """Put `content` where the index expects the embedding, with lengths that fit."""
+
+    def edit(root: Path) -> None:
+        with_index(lambda index, file: _redirect(index, file, part_of(content)))(root.parent)
+
+    return megatron(edit)
+
+
+def _redirect(index, directory: Path, data: bytes) -> None:
+    (directory / "evil.distcp").write_bytes(data)
+    for key, info in index.storage_data.items():
+        if key.fqn == "embedding.word_embeddings.weight":
+            info.relative_path, info.offset, info.length = "evil.distcp", 0, len(data)
+
+
+def with_index(edit: Callable[[object, Path], object]) -> Callable[[Path], None]:
+    """Write the Megatron checkpoint with an index that `edit(index, directory)` has changed."""
+
+    def change(root: Path) -> None:
+        file = root / "release" / ".metadata"
+        index = pickle.loads(file.read_bytes())
+        edit(index, file.parent)
+        foreign(pickle.dumps(index))(root)
+
+    return megatron(change)
+
+
+def foreign(index: bytes) -> Callable[[Path], object]:
+    """Put another index, as another writer would: without checksums."""
+
+    def change(root: Path) -> None:
+        (root / INDEX).write_bytes(index)
+        (root / "release" / CHECKSUMS).unlink()
+
+    return change
+
+
+def embedding(index):
+    return index.state_dict_metadata["embedding.word_embeddings.weight"]
+
+
+def set_where(**values: object) -> Callable[[Path], None]:
+    def edit(index, _) -> None:
+        for info in index.storage_data.values():
+            for name, value in values.items():
+                setattr(info, name, value)
+
+    return with_index(edit)
+
+
+def overlapping(index, _) -> None:
+    entry = index.state_dict_metadata["decoder.final_layernorm.weight"]
+    (chunk,) = entry.chunks
+    entry.size = torch.Size([2 * chunk.sizes[0]])
+    entry.chunks = [chunk, chunk]
+
+
+def flip_in_a_name(root: Path) -> None:
+    """Change a name that no tensor of the model has, so that nothing but the checksum can tell."""
+    content = (root / INDEX).read_bytes()
+    (root / INDEX).write_bytes(content.replace(b"_extra_state", b"_extra_stat_", 1))
+
+
+def directory_for_data(root: Path) -> None:
+    file = biggest(root)
+    file.unlink()
+    file.mkdir()
+
+
+def linked(here: Path) -> None:
+    write_model(here / "hf")
+    (here / "out").symlink_to(here / "nowhere")
+
+
+def with_pipe(here: Path) -> None:
+    write_model(here / "hf")
+    (here / "hf" / "model.safetensors").unlink()
+    os.mkfifo(here / "hf" / "model.safetensors")
+
+
+CHECKSUMS = torch_dist.CHECKSUMS
+WEIGHTS = model_files()["model.safetensors"]
+INDEX = "release/.metadata"
+HEADER = int.from_bytes(WEIGHTS[:8], "little")
+TOKENIZER = model_files()["tokenizer.json"].decode()
+
+CASES = [
+    Case("no arguments", "convert", ("required: source, target",)),
+    Case("bogus flag", "convert hf out --bogus", ("unrecognized arguments: --bogus",), hf()),
+    Case("bad kind", "convert hf out --to gguf", ("--to", "'gguf'", "megatron"), hf()),
+    Case("no source", "convert none out", ("none: no such directory",)),
+    Case("source is a file", "convert f out", ("f: not a directory",), {"f": "x"}),
+    Case("source is empty", "convert hf out", ("hf: ", "expected"), lambda here: (here / "hf").mkdir()),
+    Case("target exists", "convert hf hf", ("hf: exists already",), hf()),
+    Case("target is a file", "convert hf hf/config.json", ("config.json: exists already",), hf()),
+    Case("target is a link", TO_MEGATRON, ("out: exists already",), linked),
+    Case("target in no directory", "convert hf no/out", ("no/out: cannot be made: No such file",), hf()),
+    Case("target in /nosuch", "convert hf /nosuch/out", ("/nosuch/out: cannot be made",), hf()),
+    Case("target in a file", "convert hf hf/config.json/out", ("cannot be made: Not a directory",), hf()),
+    Case("target in /proc", "convert hf /proc/x --quiet", ("/proc/",), hf()),
+    Case("target in /sys", "convert hf /sys/x --quiet", ("/sys/",), hf()),
+    Case("target name too long", ["convert", "hf", "x" * 250], ("cannot be made: File name too long",), hf()),
+    Case("target with a null", ["convert", "hf", "a\0b"], ("cannot be made", "null"), hf()),
+    Case("same kind", "convert hf out --to hf", ("nothing to do",), hf()),
+    Case("drafter twice", "convert hf out --add-mtp", ("has a drafter already",), hf()),
+    Case("hf is no directory", "convert megatron out --hf no", ("no/config.json",), megatron(lambda root: None)),
+    Case("config missing", TO_MEGATRON, ("hf",), hf(config__json=None)),
+    Case("config empty", TO_MEGATRON, ("config.json: not valid JSON: the file is empty",), hf(config__json="")),
+    Case("config list", TO_MEGATRON, ("config.json: expected a JSON object",), hf(config__json="[]")),
+    Case("config deep", TO_MEGATRON, ("config.json", "nested too deeply"), hf(config__json="[" * 99_999)),
+    Case("config nan", TO_MEGATRON, ("config.json", "NaN"), hf(config__json='{"rms_norm_eps": NaN}')),
+    Case("config binary", TO_MEGATRON, ("config.json: not UTF-8",), hf(config__json=b"\xff\x00")),
+    Case("quantised", TO_MEGATRON, ("quantis",), config(quantization_config={"quant_method": "fp8"})),
+    Case("no tokenizer text", TO_MEGATRON, ("tokenizer.json: the file is empty",), hf(tokenizer__json="")),
+    Case("tokenizer junk", TO_MEGATRON, ("tokenizer.json: not valid JSON",), hf(tokenizer__json="{junk")),
+    Case("tokenizer of nothing", TO_MEGATRON, ("tokenizer.json: no tokenizer",), hf(tokenizer__json="{}")),
+    Case("tokenizer cut", TO_MEGATRON, ("tokenizer.json: not valid JSON",), hf(tokenizer__json=TOKENIZER[:-9])),
+    Case("tokenizer model", TO_MEGATRON, ("tokenizer.json: no tok",), hf(tokenizer__json='{"model": {"type": "x"}}')),
+    Case("tokenizer config", TO_MEGATRON, ("tokenizer_config.json: not valid",), hf(tokenizer_config__json="nope")),
+    Case("tokenizer config empty", TO_MEGATRON, ("tokenizer_config.json: the file is",), hf(tokenizer_config__json="")),
+    Case("merges binary", TO_MEGATRON, ("merges.txt: not UTF-8",), hf(merges__txt=b"\xff\xfe")),
+    Case("generation list", TO_MEGATRON, ("generation_config.json: expected a",), hf(generation_config__json="[1]")),
+    Case("no weights", TO_MEGATRON, ("hf: neither model.safetensors nor",), hf(model__safetensors=None)),
+    Case("weights are a pipe", TO_MEGATRON, ("model.safetensors",), with_pipe),
+    Case("weights empty", TO_MEGATRON, ("model.safetensors: truncated",), hf(model__safetensors=b"")),
+    Case("weights cut", TO_MEGATRON, ("model.safetensors: truncated",), hf(model__safetensors=WEIGHTS[:-5])),
+    Case("weights junk", TO_MEGATRON, ("model.safetensors: truncated",), hf(model__safetensors=b"\xff" * 500)),
+    Case(
+        "weights with a flipped bit",
+        TO_MEGATRON,
+        ("model.safetensors", "checksum differs", "damaged"),
+        hf(model__safetensors=WEIGHTS[:-3] + bytes([WEIGHTS[-3] ^ 4]) + WEIGHTS[-2:]),
+    ),
+    Case("weights are a pickle", TO_MEGATRON, ("truncated or not safe",), hf(model__safetensors=pickle.dumps(Owned()))),
+    Case(
+        "tracker junk",
+        TO_HF,
+        ("latest_checkpointed_iteration.txt", "'../../etc'", "expected `release`"),
+        replaced(torch_dist.TRACKER, "../../etc"),
+    ),
+    Case("tracker empty", TO_HF, ("latest_checkpointed_iteration.txt", "''"), replaced(torch_dist.TRACKER, "")),
+    Case("tracker huge", TO_HF, ("latest_checkpointed",), replaced(torch_dist.TRACKER, "9" * 5000)),
+    Case("tracker binary", TO_HF, ("latest_checkpointed",), replaced(torch_dist.TRACKER, b"\xff\xff")),
+    Case("tracker of another step", TO_HF, ("iter_0000007",), replaced(torch_dist.TRACKER, "7")),
+    Case("backend missing", TO_HF, ("metadata.json: No such file",), removed("release/metadata.json")),
+    Case("backend junk", TO_HF, ("metadata.json: not valid JSON",), replaced("release/metadata.json", "{{")),
+    Case("backend zarr", TO_HF, ("not a checkpoint of the torch_dist",), replaced("release/metadata.json", "{}")),
+    Case("index empty", TO_HF, (".metadata: unreadable index",), replaced(INDEX, b"")),
+    Case("index junk", TO_HF, (".metadata: unreadable index",), replaced(INDEX, b"\x80\x04not a pickle")),
+    Case("index evil", TO_HF, (".metadata", "refers to posix.mkdir"), megatron(foreign(pickle.dumps(Owned())))),
+    Case("index is an integer", TO_HF, ("not the index of a checkpoint",), megatron(foreign(pickle.dumps(7)))),
+    Case("index is a list", TO_HF, ("not the index of a checkpoint",), megatron(foreign(pickle.dumps([])))),
+    Case("index is text", TO_HF, ("not the index of a checkpoint",), megatron(foreign(pickle.dumps("text")))),
+    Case("index flipped", TO_HF, (".metadata", "damaged"), megatron(flip_in_a_name)),
+    Case("index cut", TO_HF, ("unreadable index",), megatron(lambda r: os.truncate(r / INDEX, 900))),
+    Case("index without tensors", TO_HF, ("lacks",), with_index(lambda i, _: i.state_dict_metadata.clear())),
+    Case("index without parts", TO_HF, (".metadata: no place for",), with_index(lambda i, _: i.storage_data.clear())),
+    Case("index of lists", TO_HF, ("storage_data",), with_index(lambda i, _: setattr(i, "storage_data", [1]))),
+    Case("path out of the directory", TO_HF, ("relative_path",), set_where(relative_path="../../../etc/passwd")),
+    Case("absolute path", TO_HF, ("relative_path",), set_where(relative_path="/etc/passwd")),
+    Case("path is a number", TO_HF, ("relative_path",), set_where(relative_path=3)),
+    Case("offset negative", TO_HF, ("offset",), set_where(offset=-8)),
+    Case("offset text", TO_HF, ("offset",), set_where(offset="0")),
+    Case("length huge", TO_HF, (".distcp: truncated",), set_where(length=1 << 60)),
+    Case("length zero", TO_HF, (".distcp", "damaged"), set_where(length=0)),
+    Case("size huge", TO_HF, ("is not whole",), with_index(
+        lambda i, _: setattr(embedding(i), "size", torch.Size([1 << 50, 16])))),
+    Case("size short", TO_HF, ("lies outside a tensor",), with_index(
+        lambda i, _: setattr(embedding(i), "size", torch.Size([2, 16])))),
+    Case("size of another rank", TO_HF, ("lies outside a tensor",), with_index(
+        lambda i, _: setattr(embedding(i), "size", torch.Size([16])))),
+    Case("dtype changed", TO_HF, ("expected torch.int8",), with_index(
+        lambda i, _: setattr(embedding(i).properties, "dtype", torch.int8))),
+    Case("parts overlap", TO_HF, ("parts that overlap",), with_index(overlapping)),
+    Case("data missing", TO_HF, (".distcp: no such file",), megatron(lambda root: biggest(root).unlink())),
+    Case("data empty", TO_HF, (".distcp: truncated",), megatron(lambda root: os.truncate(biggest(root), 0))),
+    Case("data is a directory", TO_HF, (".distcp: no such file",), megatron(directory_for_data)),
+    *(
+        Case(f"data flipped at {position}", TO_HF, (".distcp", "damaged"), flipped(position))
+        for position in (0.001, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999)
+    ),
+    Case("data evil", TO_HF, ("evil.distcp", "damaged, or something else than a tensor"), another_part(Owned())),
+    Case("data is a dictionary", TO_HF, ("expected a tensor, found dict",), another_part({"a": 1})),
+    Case("data is text", TO_HF, ("expected a tensor, found str",), another_part("abc")),
+    Case("data of another shape", TO_HF, ("of shape [3]",), another_part(torch.zeros(3))),
+    Case("data sparse", TO_HF, ("expected a tensor",), another_part(torch.zeros(3, 3).to_sparse())),
+    Case("checksums junk", TO_HF, (CHECKSUMS,), replaced(f"release/{CHECKSUMS}", "{")),
+    Case("checksums text", TO_HF, (CHECKSUMS, "damaged"), replaced(f"release/{CHECKSUMS}", '{"parts": "x"}')),
+    Case("checksums of no part", TO_HF, ("lists no part",), replaced(f"release/{CHECKSUMS}", '{"parts": {"a": 1}}')),
+    Case("tokenizer junk beside Megatron's", TO_HF, ("tokenizer.json",), replaced("release/tokenizer.json", "junk")),
+    Case("tokenizer empty beside Megatron's", TO_HF, ("tokenizer.json",), replaced("release/tokenizer.json", "")),
+    Case(
+        "tokenizer config beside Megatron's",
+        TO_HF,
+        ("tokenizer_config.json",),
+        replaced("release/tokenizer_config.json", "x"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    warm("megatron_rlspec.convert", "tokenizers")
+    megatron_files()
+    check(case, tmp_path, capfd, monkeypatch)
+
+
+def test_good_ones_are_converted(tmp_path):
+    megatron(lambda root: None)(tmp_path)
+    hf()(tmp_path)
+    for source in ("megatron", "hf"):
+        assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}"), "--quiet"]) == 0
+
+
+def test_a_part_with_right_crcs_and_other_bits_is_found_by_its_checksum(tmp_path):
+    """Someone else's tensor of the same name, shape and type, whole by itself."""
+    megatron(lambda root: None)(tmp_path)
+    root = tmp_path / "megatron" / "release"
+    (file,) = [f for f in root.glob("*.distcp") if b"data/0" in f.read_bytes() and f == biggest(root.parent)]
+    data = file.read_bytes()
+    index = pickle.loads((root / ".metadata").read_bytes())
+    info = next(i for i in index.storage_data.values() if i.relative_path == file.name)
+    part = data[info.offset : info.offset + info.length]
+    tensor = torch.load(io.BytesIO(part), weights_only=True)
+    other = part_of(tensor + 1)
+    assert len(other) == len(part) and zipfile.ZipFile(io.BytesIO(other)).testzip() is None
+    file.write_bytes(data[: info.offset] + other + data[info.offset + info.length :])
+    listed = json.loads((root / CHECKSUMS).read_text())
+    (root / CHECKSUMS).write_text(json.dumps({"tensors": listed["tensors"]}))
+    with pytest.raises(checkpoint.CheckpointError, match="its checksum differs from what was written"):
+        convert(plan(tmp_path / "megatron", tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path, capfd):
+    """A limit on the size of files stands in for a full disk."""
+    hf()(tmp_path)
+    argv = [str(tmp_path / "hf"), str(tmp_path / "out"), "--quiet"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        code = command.main(argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, previous)
+    told = capfd.readouterr().err
+    assert code in (1, 2) and told.startswith("rlspec convert: ") and told.count("\n") == 1, told
+    assert not (tmp_path / "out").exists()
+    assert command.main(argv) == 0 and (tmp_path / "out/release/config.json").exists()
+
+
+@given(data=st.data(), checksums=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checksums):
+    """Of every file of a Megatron checkpoint. With checksums, what is read is what was written."""
+    folder = tmp_path_factory.mktemp("flipped")
+    megatron(lambda root: None)(folder)
+    root = folder / "megatron"
+    if not checksums:
+        (root / "release" / CHECKSUMS).unlink()
+    name = data.draw(st.sampled_from(sorted(str(f.relative_to(root)) for f in root.rglob("*") if f.is_file())))
+    content = bytearray((root / name).read_bytes())
+    position = data.draw(st.integers(0, max(8 * len(content) - 1, 0)))
+    content[position // 8] ^= 1 << position % 8
+    (root / name).write_bytes(content)
+    family = family_of(json.loads(model_files()["config.json"]))
+    original = HfSource(family, read_hf(write_model(folder / "hf"))[1])
+    try:
+        found = dict(torch_dist.TorchDistReader(root, family))
+    except checkpoint.CheckpointError as error:
+        assert "\n" not in str(error) and str(folder) in str(error) or CHECKSUMS in str(error)
+        return
+    if checksums:
+        assert found.keys() == set(original)
+        assert all(torch.equal(found[name], original[name]) for name in found)
+    shutil.rmtree(folder)
