@@ -7,7 +7,7 @@ E = 1 + sum over d <= k of a_1 * ... * a_d (docs/design.md, Acceptance).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,26 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
         beams = candidates[: config.topk]
     best = np.sort(np.concatenate(nodes))[::-1]
     return 1.0 + float(best[: config.num_draft_tokens - 1].sum())
+
+
+def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
+    """Tokens per round, the target's own included: 1 + accepted drafts / rounds. NaN without rounds.
+
+    `histogram[i]` rounds accepted i drafts; pool several histograms first, so that the result is a ratio of sums.
+    """
+    counts = np.asarray(histogram, dtype=np.int64)
+    rounds = int(counts.sum())
+    return 1 + int(counts @ np.arange(len(counts))) / rounds if rounds else float("nan")
+
+
+def pooled(histograms: Iterable[Sequence[int]]) -> np.ndarray:
+    """Sum histograms of different lengths, element by element; `[longest] int64`."""
+    total = np.zeros(0, dtype=np.int64)
+    for histogram in histograms:
+        if len(histogram) > len(total):
+            total = np.pad(total, (0, len(histogram) - len(total)))
+        total[: len(histogram)] += np.asarray(histogram, dtype=np.int64)
+    return total
 
 
 def beta_interval(successes: float, failures: float, mass: float = 0.95) -> tuple[float, float]:

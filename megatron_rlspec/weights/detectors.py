@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from megatron_rlspec.config import HealthConfig
 from megatron_rlspec.types import RoundStats, Sample, SpecConfig
 
 Detector = Literal["session", "fingerprint", "stamp", "canary", "drift", "logprobs"]
 Action = Literal["speculate", "push_again", "plain", "drop"]
+_DEFAULTS = HealthConfig()
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class HealthSettings:
     `correlated_rounds`   rounds that count as one observation there: those of one request resemble each other
     """
 
-    on_failure: Literal["plain", "stop"] = "plain"
+    on_failure: Literal["plain", "stop"] = _DEFAULTS.on_failure
     canary_steps: int = 3
-    canary_tokens: int = 8
-    canary_share: float = 1.0
-    floor_share: float = 0.5
+    canary_tokens: int = _DEFAULTS.canary_tokens
+    canary_share: float = _DEFAULTS.canary_share
+    floor_share: float = _DEFAULTS.floor_share
     z: float = 4.0
     false_alarm: float = 1e-9
     correlated_rounds: int = 8
@@ -149,6 +151,30 @@ class Drift:
             return None
         mean = 1 + self.accepted / max(1, self.rounds)
         return Finding("drift", f"accept length {mean:.2f} over {self.rounds} rounds since the push", target=False)
+
+
+class DriftWatch:
+    """One `Drift` per engine and push. Each gives its finding once."""
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self.settings = settings
+        self._tests: dict[str, Drift] = {}
+
+    def begin(self, name: str) -> None:
+        """Start the engine's test anew: its weights are new."""
+        self._tests[name] = Drift(self.settings, {})
+
+    def observe(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
+        """Take in an engine's rounds; `predicted` are accept lengths by configuration, the latest ones hold."""
+        if name not in self._tests:
+            self.begin(name)
+        test = self._tests[name]
+        test.predicted.update(predicted)
+        finding = test.observe(stats)
+        if finding is None or test.alarmed:
+            return None
+        test.alarmed = True
+        return finding
 
 
 def decide(first: Sequence[Finding], second: Sequence[Finding] | None) -> Action:

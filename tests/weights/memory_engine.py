@@ -22,7 +22,8 @@ class MemoryEngine:
         self.tensors: dict[str, torch.Tensor] = {}
         self.version, self.serving = -1, False
         self.good_drafter: dict[str, int] = {}
-        self.schedule = SpecSchedule.fixed(OFF)
+        self.waiting = SpecSchedule.fixed(OFF)  # the schedule that holds, or waits while speculation is held
+        self.held = ""
         self.schedules: list[str] = []
         self.sessions: list[tuple[int, str, int]] = []  # version, scope, tensors received
         self.fail_at: int | None = None  # raise after so many tensors of a session
@@ -47,8 +48,19 @@ class MemoryEngine:
     def fingerprints(self):
         return {name: fingerprint(tensor) for name, tensor in self.tensors.items()}
 
+    @property
+    def schedule(self) -> SpecSchedule:
+        return SpecSchedule.fixed(OFF) if self.held else self.waiting
+
+    def hold(self, reason):
+        self.held = reason
+        self.schedules.append("off")
+
+    def release(self):
+        self.held = ""
+
     def set_schedule(self, schedule):
-        self.schedule = schedule
+        self.waiting = schedule
         self.schedules.append(str(schedule.configs[0][0]))
 
     def generate(self, requests, sampling):

@@ -62,7 +62,11 @@ class Room:
         self.engines = {name: Engine(self.config, self.old.items()) for name in "ab"}
         is_drafter = set(family_of(self.config).drafter_names).__contains__
         self.health = Health(
-            Pusher(self.engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(canary_tokens=24)
+            Pusher(self.engines),
+            is_drafter,
+            speculate,
+            PROMPTS,
+            settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         self.first = self.health.push(0, lambda scope: self.old.items())
         assert not self.first.records and self.first.accept_lengths["a"] > 2.0

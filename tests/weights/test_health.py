@@ -44,7 +44,9 @@ def speculate(engine) -> None:
 
 
 def healthy(engines, **settings) -> Health:
-    return Health(Pusher(engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(**settings))
+    return Health(
+        Pusher(engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(**{"canary_share": 1.0} | settings)
+    )
 
 
 def good_for(engines, version: int) -> None:
@@ -281,7 +283,7 @@ def test_drift_turns_speculation_off_once():
 
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
-    health = Health(Pusher(engines), is_drafter, None, PROMPTS)
+    health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))
     assert not health.push(0, exporter(0), predicted=3.0).records and engines["a"].schedules == []
     engines["a"].after_update = lambda engine: setattr(engine, "version", 0)
     with pytest.raises(HealthError, match="no engine is left to serve: a: stamp"):

@@ -82,7 +82,11 @@ class Room:
         self.engines = dict(zip("ab", map(Engine, urls), strict=True))
         is_drafter = set(family_of(self.config).drafter_names).__contains__
         self.health = Health(
-            Pusher(self.engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(canary_tokens=24)
+            Pusher(self.engines),
+            is_drafter,
+            speculate,
+            PROMPTS,
+            settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
         report = self.health.push(0, lambda scope: self.old.items())
         assert not report.records and report.accept_lengths["a"] > 2.0

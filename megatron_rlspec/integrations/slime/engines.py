@@ -21,9 +21,10 @@ import requests
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
-from megatron_rlspec.weights.detectors import Action, Finding, decide
+from megatron_rlspec.weights import contract
+from megatron_rlspec.weights.contract import Findings, HealthError, enforce
+from megatron_rlspec.weights.detectors import Action, Finding
 from megatron_rlspec.weights.fingerprint import Difference, compare
-from megatron_rlspec.weights.health import HealthError
 from megatron_rlspec.weights.names import family_of
 
 logger = logging.getLogger(__name__)
@@ -91,32 +92,27 @@ def after_push(
     """
     engines = {url: Engine(url, api_key) for url in urls}
     examined = _Examination(version, is_drafter, quantised)
+
+    def push_and_examine(doubted: Sequence[str]) -> Findings:
+        assert push_again is not None
+        return examined.findings(engines, push_again())
+
     first = examined.findings(engines, sent)
-    doubted = [url for url, findings in first.items() if decide(findings, None) == "push_again"]
-    second: dict[str, list[Finding]] = {}
-    if doubted:
-        for url in doubted:
-            hold(engines[url], first[url])
-        if push_again is not None:
-            sent = push_again()
-            second = examined.findings(engines, sent)
-        else:
-            second = first
-    # An engine that was healthy was pushed to as well, and is judged by what it holds now.
-    asked_twice = {url for url in urls if url in doubted or second.get(url)}
-    actions = {url: decide(first[url] or second.get(url, ()), second.get(url)) for url in urls}
-    records = tuple(_record(url, version, first[url], second[url], actions[url]) for url in urls if url in asked_twice)
-    for record in records:
-        logger.error("rlspec: %s", told(record))
-    dropped = [record for record in records if record["action"] == "drop"]
+    verdict = enforce(
+        version,
+        first,
+        push_and_examine if push_again is not None else None,
+        lambda url, findings: contract.hold(engines[url], findings),
+    )
+    for record in verdict.records:
+        logger.error("rlspec: %s", contract.summary(record))
+    dropped = [contract.summary(record) for record in verdict.records if record["action"] == "drop"]
     if dropped:
-        raise HealthError("; ".join(map(told, dropped)))
-    for url, action in actions.items():
-        if action == "plain" and url not in doubted:
-            hold(engines[url], second[url])
-        elif action == "speculate" and url not in examined.unchecked:
-            release(engines[url])
-    return PushHealth(actions, records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
+        raise HealthError("; ".join(dropped))
+    for url in verdict.engines("speculate"):
+        if url not in examined.unchecked:
+            contract.release(engines[url])
+    return PushHealth(verdict.actions, verdict.records, frozenset(examined.by_delivery), frozenset(examined.unchecked))
 
 
 @cache
@@ -127,28 +123,6 @@ def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
         return frozenset(family_of(config).drafter_names).__contains__
     except ValueError:
         return frozenset().__contains__
-
-
-def told(record: Mapping[str, Any]) -> str:
-    """A record of `after_push` in one line: engine, what was found, what followed."""
-    lasting = record["after_second_push"]
-    outcome = {"speculate": "healthy after a second push", "plain": "no speculation until a later push"}
-    verdict = outcome.get(record["action"], "may not serve")
-    return f"{record['engine']}, version {record['version']}: {verdict}: {'; '.join(lasting or record['found'])}"
-
-
-def _record(
-    url: str, version: int, first: Sequence[Finding], second: Sequence[Finding], action: Action
-) -> dict[str, Any]:
-    lines = [[f"{f.detector}: {f.message}" for f in findings] for findings in (first, second)]
-    return {
-        "event": "health",
-        "version": version,
-        "engine": url,
-        "found": lines[0],
-        "after_second_push": lines[1],
-        "action": action,
-    }
 
 
 class _Examination:
@@ -199,18 +173,3 @@ class _Examination:
         needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
         return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})
 
-
-def hold(engine: Engine, findings: Sequence[Finding]) -> None:
-    """No speculation until the next healthy push; an engine that cannot be told drafts on."""
-    try:
-        engine.hold("; ".join(f.message for f in findings)[:500])
-    except EngineError as error:  # it drafts on: slower, not wrong, since the target verifies
-        logger.warning("rlspec: speculation could not be turned off: %s", error)
-
-
-def release(engine: Engine) -> None:
-    """Speculation as before `hold`."""
-    try:
-        engine.release()
-    except EngineError as error:
-        logger.warning("rlspec: speculation could not be turned on again: %s", error)

@@ -149,6 +149,7 @@ class EmbeddedEngine:
         self._broken, self._doubtful = "no weights", set(self.model.tensors)
         self.candidates = tuple(candidates)
         self._held = ""
+        self._schedule: SpecSchedule | SpecRule
         self.set_schedule(schedule or SpecSchedule.fixed(OFF))
         self.update_weights(version, tensors)
 
@@ -218,19 +219,24 @@ class EmbeddedEngine:
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check_configs(config for row in schedule.configs for config in row)
-        self.schedule: SpecSchedule | SpecRule = schedule
+        self._schedule = schedule
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Decide every round by `SpecRule.from_json(rule)`; candidates are the engine's own if it names none."""
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
         made = SpecRule.from_json({"candidates": own} | dict(rule))
         self._check_configs(made.candidates)
-        self.schedule = made
+        self._schedule = made
+
+    @property
+    def schedule(self) -> SpecSchedule | SpecRule:
+        """What chooses the next round's configuration."""
+        return SpecSchedule.fixed(OFF) if self._held else self._schedule
 
     def spec_rule_report(self) -> dict[str, Any]:
         """`SpecRule.report` since the last call; empty under a schedule."""
         with self._lock:
-            return self.schedule.report() if isinstance(self.schedule, SpecRule) else {}
+            return self._schedule.report() if isinstance(self._schedule, SpecRule) else {}
 
     def hold(self, reason: str) -> None:
         with self._lock:
@@ -351,13 +357,13 @@ class EmbeddedEngine:
         began = time.perf_counter()
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
-        wanted = OFF if self._held else self.schedule.choose(len(runs), context)
-        config, columns = self.rounds.config_for(wanted, rows)
+        schedule = self.schedule
+        config, columns = self.rounds.config_for(schedule.choose(len(runs), context), rows)
         runs = self._back(runs, columns)
         verified = self.rounds.verified
         committed = self.rounds.round(np.array([run.row for run in runs]), config)
-        if isinstance(self.schedule, SpecRule) and not self._held:
-            self.schedule.observe(config, [new.accepted for new in committed])
+        if isinstance(schedule, SpecRule):
+            schedule.observe(config, [new.accepted for new in committed])
         counts = [0] * (config.num_steps + 1)
         for run, new in zip(runs, committed, strict=True):
             counts[new.accepted] += 1
