@@ -42,7 +42,7 @@ ERRORS = {
     "megatron_rlspec.rollout.sweep:SweepError": 1,
     "megatron_rlspec.engine:EngineError": 1,
     "megatron_rlspec.weights.push:PushError": 1,
-    "megatron_rlspec.weights.health:HealthError": 1,
+    "megatron_rlspec.weights.contract:HealthError": 1,
     "megatron_rlspec.session:RunStopped": 1,
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.

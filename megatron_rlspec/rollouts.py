@@ -25,6 +25,7 @@ from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
@@ -38,8 +39,9 @@ from megatron_rlspec.types import (
     SpecConfig,
     SpecSchedule,
 )
+from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings, stamp_finding
-from megatron_rlspec.weights.health import Health, HealthError
+from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
@@ -320,15 +322,13 @@ def _has_signal(group: Group) -> bool:
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """What samples say of reward, length and speculation; accept length is a ratio of sums, over all rounds."""
-    rounds = sum(sum(s.accepted) for s in samples)
-    drafts = sum(i * n for s in samples for i, n in enumerate(s.accepted))
     lengths = [len(s.response) for s in samples]
     return {
         "samples": float(len(samples)),
         "reward": float(np.mean([s.reward for s in samples])),
         "reward_std": float(np.std([s.reward for s in samples])),
         "failed_rewards": float(sum(rewards.failed(s) for s in samples)),
-        "accept_length": 1 + drafts / rounds if rounds else math.nan,
+        "accept_length": accept_length(pooled(s.accepted for s in samples)),
         "response_tokens": float(sum(lengths)),
         "response_length": float(np.mean(lengths)),
         "median_response": float(np.median(lengths)),

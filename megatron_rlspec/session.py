@@ -31,7 +31,7 @@ from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
-from megatron_rlspec.weights.health import HealthError
+from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import PushError, exporting
 

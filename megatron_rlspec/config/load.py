@@ -129,7 +129,8 @@ def _metavar(field: FieldInfo) -> str:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
     if get_origin(kind) is tuple:
         return "INTEGER,..." if _of_integers(field) else "TEXT,..."
-    return {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")
+    metavars: dict[object, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
+    return metavars.get(kind, "TEXT")
 
 
 def _expected(field: FieldInfo) -> str:
@@ -142,7 +143,8 @@ def _expected(field: FieldInfo) -> str:
         return f"a list of {'integers' if _of_integers(field) else 'texts'}"
     if kind is bool:
         return "true or false"
-    noun = {int: "an integer", float: "a number"}.get(kind, "text")
+    nouns: dict[object, str] = {int: "an integer", float: "a number"}
+    noun = nouns.get(kind, "text")
     return f"{noun}{_bounds(field, kind is int)}"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
@@ -75,7 +76,8 @@ class Calibration:
         self.last: list[float] | None = None  # rates that the previous rollout showed
 
     def apply(self, rates: Sequence[float]) -> list[float]:
-        return _sigmoid(np.einsum("gt,gtd->d", self.weights(), self._log_odds(rates))).tolist()
+        corrected = _sigmoid(np.einsum("gt,gtd->d", self.weights(), self._log_odds(rates)))
+        return [float(rate) for rate in corrected]
 
     def weights(self) -> np.ndarray:
         """What each gain and trust counts in the forecast, `[gains, trusts]`, summing to 1."""
@@ -83,15 +85,15 @@ class Calibration:
         variance = loss.min() / (self.scored + PRIOR_STEPS)
         weights = np.array(PRIOR) * (np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else 1.0)
         weights = np.broadcast_to(weights, loss.shape)
-        return weights / weights.sum()
+        return np.asarray(weights / weights.sum())
 
-    def update(self, prediction: Prediction, observed: Mapping[int, Sequence[int]]) -> dict[str, float]:
+    def update(self, prediction: Prediction, observed: Mapping[int, ArrayLike]) -> dict[str, float]:
         """Score `prediction` by the rollout it was made for, then learn from it; returns metrics for the record.
 
         `observed[k][i]` requests accepted i drafts in rounds of k steps. Step counts not predicted are left out.
         `last_value_error` is what assuming the previous rollout's rates would have cost.
         """
-        known = {k: np.asarray(h, float) for k, h in observed.items() if k in prediction.steps and sum(h) > 0}
+        known = {k: np.asarray(h, float) for k, h in observed.items() if k in prediction.steps and np.sum(h) > 0}
         if not known:
             return {}
         rounds = {k: float(h.sum()) for k, h in known.items()}
@@ -120,7 +122,7 @@ class Calibration:
         shift = (self.level - self.before)[:, None, : len(rates)] + (np.array(TRUST)[:, None] - 1) * change[:, None]
         shift = np.where(self.steps[: len(rates)] > 0, shift, 0.0)
         beyond = np.repeat(shift[..., -1:], max(len(rates) - depth, 0), axis=-1)
-        return predicted + np.concatenate([shift, beyond], axis=-1)
+        return np.asarray(predicted + np.concatenate([shift, beyond], axis=-1))
 
     def _score(self, raw: Mapping[int, Sequence[float]], rounds: Mapping[int, float], seen: float) -> None:
         rates = {k: _sigmoid(self._log_odds(r)) for k, r in raw.items()}

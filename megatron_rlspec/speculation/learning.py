@@ -37,7 +37,7 @@ class Learning:
         self.forecast = Forecast(max(depth, adapter.acceptance.depth))
         self._table: CostTable | None = None
         if scale_table and "table" in adapter.cost:
-            self._table = CostTable.load(adapter.cost["table"])
+            self._table = CostTable.load(str(adapter.cost["table"]))
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take training's prediction of the rollout that comes next; None if there is none."""

@@ -25,8 +25,6 @@ from megatron_rlspec.weights.detectors import DriftWatch, Finding, HealthSetting
 from megatron_rlspec.weights.fingerprint import Difference
 from megatron_rlspec.weights.push import Pusher, PushReport, Source
 
-__all__ = ["Health", "HealthError", "HealthReport"]
-
 
 @dataclass(frozen=True)
 class HealthReport:

@@ -167,7 +167,7 @@ def test_engines_are_checked_and_taught_and_slime_logs_it(run, options):
     for row in rollouts:
         found = logged["rollout", row["rollout"]]
         assert found["rollout/accept_length"] == 1 + row["drafts"] / row["rounds"]
-        assert found["health/deaf_engines"] == 0 and found["rollout/spec_rounds"] > 0
+        assert found["health/unreachable_engines"] == 0 and found["rollout/spec_rounds"] > 0
         assert sum(v for name, v in found.items() if name.startswith("rollout/spec_share")) == pytest.approx(1)
         assert ("predict/next_tokens_k3" in found) == (row["rollout"] > ahead)
     checks = [found for found in logged.values() if "health/incidents" in found]

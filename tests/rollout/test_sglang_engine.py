@@ -32,9 +32,9 @@ from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings
 from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.health import HealthError
 
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
@@ -492,7 +492,7 @@ def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEn
     )
     few.set_schedule(k(2))
     few.generate(requests(4), Sampling(max_new_tokens=20, ignore_eos=True))
-    assert by_table.after_rollout([few.url])["health/deaf_engines"] == 0
+    assert by_table.after_rollout([few.url])["health/unreachable_engines"] == 0
     given = by_table.learning.rule()
     measured = CostTable.load(costs)
     scaled = CostTable.from_json(given["table"]).ms(SpecConfig(2), 4, 400) / measured.ms(SpecConfig(2), 4, 400)

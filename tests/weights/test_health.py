@@ -6,6 +6,7 @@ import torch
 from memory_engine import MemoryEngine
 
 from megatron_rlspec.types import OFF, Prompt, RoundStats, Sample, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import (
     Drift,
     Finding,
@@ -16,7 +17,7 @@ from megatron_rlspec.weights.detectors import (
     stamp_finding,
 )
 from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.health import Health, HealthError
+from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.push import Pusher
 
 CHAIN = SpecConfig(3)

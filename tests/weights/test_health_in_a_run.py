@@ -18,7 +18,7 @@ from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
-from megatron_rlspec.weights.health import HealthError
+from megatron_rlspec.weights.contract import HealthError
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
 CHAIN = SpecConfig(3)

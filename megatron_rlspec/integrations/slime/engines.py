@@ -172,4 +172,3 @@ class _Examination:
         # Each loader is given everything and takes what is its own.
         needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
         return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})
-

@@ -20,7 +20,7 @@ from slime.observability.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from megatron_rlspec.config import HealthConfig, SpecSection
+from megatron_rlspec.config import SpecSection
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import Engine, after_push, drafter_names
@@ -129,7 +129,7 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
     )
-    settings = HealthSettings(canary_share=HealthConfig().canary_share)
+    settings = HealthSettings()
     found = Speculation(Learning(adapter, scale_table=True), configs, settings, _key(args))
     if state := slime_state.read_rollouts(slime_state.folder(args)):
         if lost := found.learning.restore(state):

@@ -1,11 +1,11 @@
 """What rollouts teach slime's engines about speculation: one `Speculation` where rollouts are driven.
 
     speculation = Speculation(learning, configs)
-    speculation.expect(prediction)                    what training saw coming
+    speculation.expect(prediction)                    training's prediction of the next rollout
     speculation.canary(urls, prompts, sampling)       if weights are new
-    speculation.before_rollout(urls)                  tell every engine
-    speculation.after_rollout(urls)                   learn, and tell every engine
-    speculation.forget(urls)                          instead, after an evaluation
+    speculation.before_rollout(urls)                  set every engine's rule
+    speculation.after_rollout(urls)                   learn, and set every engine's rule
+    speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
 Each returns metrics. `urls` as in `engines.py`.
 """
@@ -13,29 +13,37 @@ Each returns metrics. `urls` as in `engines.py`.
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.integrations.slime.engines import Engine, hold
+from megatron_rlspec.integrations.slime.engines import Engine
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import Prompt, Request, RoundStats, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.detectors import Drift, HealthSettings, canary_finding
+from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
+from megatron_rlspec.weights import contract
+from megatron_rlspec.weights.canary import Canary
+from megatron_rlspec.weights.detectors import DriftWatch, Finding, HealthSettings
 
 logger = logging.getLogger(__name__)
 
 
-class Speculation:
-    """What rollouts teach about speculation, and how engines hear of it: one object as long as rollouts are driven.
+class Observations(NamedTuple):
+    """What one engine observed since it was last asked, and the weight version that it names now."""
 
-    `configs`: what the engines can run, by their own account; a canary drafts by one of them.
+    rounds: list[RoundStats]
+    report: dict[str, Any]
+    version: str
+
+
+class Speculation:
+    """What rollouts teach about speculation, and how engines learn of it: one object as long as rollouts are driven.
+
+    `configs`: what the engines can run, by their own description; a canary drafts by one of them.
     """
 
     def __init__(
@@ -45,86 +53,66 @@ class Speculation:
         settings: HealthSettings | None = None,
         api_key: str = "",
     ) -> None:
-        self.learning, self.configs, self.api_key = learning, frozenset(configs), api_key
+        self.learning = learning
+        self.configs = frozenset(configs)
+        self.api_key = api_key
         self.settings = settings or HealthSettings()
-        self.drift: dict[str, Drift] = {}
-        self.versions: dict[str, str] = {}  # under which each engine's drift test began
-        self._canary_lengths: dict[str, float] = {}  # accept length of each engine's last good canary
-        self._canary_versions: dict[str, str] = {}
-        self._spent, self._began = 0.0, time.perf_counter()  # on canaries; since when
+        self._canary = Canary(self.settings)
+        self._canary_versions: dict[str, int] = {}  # of the latest canary, by engine
+        self._drift = DriftWatch(self.settings)
+        self._drift_versions: dict[str, str] = {}  # under which each engine's drift test began
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Training's prediction of what the rollout that begins will accept, calibrated: `predict/next_tokens_k*`."""
+        """Take training's prediction of the rollout that begins. Returns it, calibrated: `predict/next_tokens_k*`."""
         return _named(self.learning.expect(prediction))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Give every engine the rule that follows from what was expected. Returns `health/deaf_engines`."""
-        engines, rule = [Engine(url, self.api_key) for url in urls], self.learning.rule()
+        """Give every engine the rule that follows from what was expected. Returns `health/unreachable_engines`."""
+        engines = [Engine(url, self.api_key) for url in urls]
+        rule = self.learning.rule()
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            heard = sum(threads.map(lambda engine: _tell(engine, rule), engines))
-        return {"health/deaf_engines": float(len(engines) - heard)}
+            reached = sum(threads.map(lambda engine: _set_rule(engine, rule), engines))
+        return {"health/unreachable_engines": float(len(engines) - reached)}
 
     def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
         """Before a rollout under new weights: a few tokens to `prompts` under a fixed chain.
 
-        What bits cannot show, an exporter's mistake, costs acceptance: an engine whose accept length lies below its
-        floor (`HealthSettings`) is held without speculation until the next push. Canaries keep to `canary_share` of the
-        time. Returns `health/canary_*`; nothing where none was due.
+        An engine whose accept length lies below its floor (`HealthSettings`) is held without speculation until the
+        next push. An engine is asked once under each version, and not while it is held. Returns `health/canary_*`;
+        {} if no canary was due.
         """
-        began = time.perf_counter()
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
-        if not prompts or not steps or self._spent > self.settings.canary_share * (began - self._began):
+        if not prompts or not steps or not self._canary.due():
             return {}
-        chain = SpecConfig(max(steps))
         engines = {url: Engine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            counted = threads.map(lambda engine: self._run_canary(engine, chain, prompts, sampling), engines.values())
-            accepted = {url: counts for url, counts in zip(engines, counted, strict=True) if counts}
-        if not accepted:
-            return {}
-        expected = self.learning.accept_length(chain)
+            named = dict(zip(engines, threads.map(self._canary_version, engines.values()), strict=True))
+        versions = {url: version for url, version in named.items() if version is not None}
+        chain = SpecConfig(max(steps))
+        seconds = self._canary.seconds
+        asked = {url: engines[url] for url in versions}
+        wanted = [Prompt(i, np.asarray(prompt)) for i, prompt in enumerate(prompts)]
+        results = self._canary.run(asked, versions, wanted, sampling, chain, self.learning.accept_length(chain))
         failed = 0
-        for url, counts in accepted.items():
-            known = [length for length in (expected, self._canary_lengths.get(url)) if length is not None]
-            finding = canary_finding(counts, min(known, default=None), self.settings.floor_share, self.settings.z)
-            if finding is not None:
+        for url, result in results.items():
+            self._after_canary(engines[url])
+            if result.error:
+                logger.warning("rlspec: no canary: %s", result.error)
+                continue
+            self._canary_versions[url] = versions[url]
+            if result.findings:
                 failed += 1
-                logger.error("rlspec: %s: no speculation until a later push: canary: %s", url, finding.message)
-                hold(engines[url], [finding])
-            elif sum(counts):
-                self._canary_lengths[url] = _accept_length([counts])
-        self._spent += time.perf_counter() - began
+                self._hold(engines[url], result.findings)
+            else:
+                self._canary.remember(url, result)
+        answered = [result.accepted for result in results.values() if not result.error]
+        if not answered:
+            return {}
         return {
-            "health/canary_accept_length": _accept_length(accepted.values()),
+            "health/canary_accept_length": accept_length(pooled(answered)),
             "health/canary_failures": float(failed),
-            "health/canary_seconds": time.perf_counter() - began,
+            "health/canary_seconds": self._canary.seconds - seconds,
         }
-
-    def _run_canary(
-        self, engine: Engine, chain: SpecConfig, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[int]:
-        """How often an engine accepted 0, 1, … drafts; nothing if it is held, was heard under its version, or fails."""
-        try:
-            version = engine.version()
-            if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
-                return []
-            if self._canary_versions.get(engine.url) == version or engine.describe()["held"]:
-                return []
-            engine.set_schedule(SpecSchedule.fixed(chain))
-            sampling = replace(sampling, max_new_tokens=self.settings.canary_tokens)
-            # No id may be a prefix of another, hence the fixed width.
-            requests = [
-                Request(f"canary-{version:>8}-{i:04d}", Prompt(i, np.asarray(prompt)), seed=i)
-                for i, prompt in enumerate(prompts)
-            ]
-            samples = engine.generate(requests, sampling)
-            engine.stats()  # what a canary shows is not the rollout's
-            engine.set_spec_rule(self.learning.rule())
-        except EngineError as error:
-            logger.warning("rlspec: no canary: %s", error)
-            return []
-        self._canary_versions[engine.url] = version
-        return [sum(s.accepted[i] for s in samples if i < len(s.accepted)) for i in range(chain.num_steps + 1)]
 
     def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Gather every engine's rounds, learn from them together, and give every engine the rule that follows.
@@ -136,18 +124,17 @@ class Speculation:
         """
         engines = {url: Engine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            seen = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
-            heard = {url: found for url, found in seen.items() if found is not None}
-            held = [url for url, found in heard.items() if self._drifts(engines[url], *found)]
-            stats = [s for rounds, _, _ in heard.values() for s in rounds]
-            reports = [report for _, report, _ in heard.values()]
-            values = self.learning.observe(stats, reports) if stats else {}
+            answers = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
+            seen = {url: answer for url, answer in answers.items() if answer is not None}
+            drifting = [url for url, answer in seen.items() if self._drifts(engines[url], answer)]
+            rounds = [stats for answer in seen.values() for stats in answer.rounds]
+            reports = [answer.report for answer in seen.values()]
+            values = self.learning.observe(rounds, reports) if rounds else {}
             rule = self.learning.rule()
-            told = threads.map(lambda url: _tell(engines[url], rule), heard)
-            deaf = len(seen) - sum(told)
+            reached = sum(threads.map(lambda url: _set_rule(engines[url], rule), seen))
         return _named(values) | {
-            "health/drifting_engines": float(len(held)),
-            "health/deaf_engines": float(deaf),
+            "health/drifting_engines": float(len(drifting)),
+            "health/unreachable_engines": float(len(engines) - reached),
         }
 
     def forget(self, urls: Sequence[str]) -> None:
@@ -155,18 +142,40 @@ class Speculation:
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
             list(threads.map(lambda url: _observations(Engine(url, self.api_key)), urls))
 
-    def _drifts(self, engine: Engine, stats: Sequence[RoundStats], _: Any, version: str) -> bool:
-        if self.versions.get(engine.url) != version:
-            self.versions[engine.url], self.drift[engine.url] = version, Drift(self.settings, {})
-        drift = self.drift[engine.url]
-        drift.predicted.update(self.learning.accept_lengths())
-        finding = drift.observe(stats)
-        if finding is None or drift.alarmed:
-            return False
-        drift.alarmed = True
-        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, finding.message)
-        hold(engine, [finding])
-        return True
+    def _canary_version(self, engine: Engine) -> int | None:
+        """The version to run a canary under; None if it ran already, or none may run."""
+        try:
+            version = engine.version()
+            if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
+                return None
+            if self._canary_versions.get(engine.url) == int(version) or engine.describe()["held"]:
+                return None
+        except EngineError as error:
+            logger.warning("rlspec: no canary: %s", error)
+            return None
+        return int(version)
+
+    def _after_canary(self, engine: Engine) -> None:
+        """Drop the canary's rounds, which are not a rollout's, and set the rule again."""
+        try:
+            engine.stats()
+        except EngineError as error:
+            logger.warning("rlspec: the canary's rounds count as the rollout's: %s", error)
+        _set_rule(engine, self.learning.rule())
+
+    def _drifts(self, engine: Engine, seen: Observations) -> bool:
+        if self._drift_versions.get(engine.url) != seen.version:
+            self._drift_versions[engine.url] = seen.version
+            self._drift.begin(engine.url)
+        finding = self._drift.observe(engine.url, seen.rounds, self.learning.accept_lengths())
+        if finding is not None:
+            self._hold(engine, [finding])
+        return finding is not None
+
+    def _hold(self, engine: Engine, findings: Sequence[Finding]) -> None:
+        found = "; ".join(contract.lines(findings))
+        logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, found)
+        contract.hold(engine, findings)
 
 
 def _named(values: Mapping[str, float]) -> dict[str, float]:
@@ -177,23 +186,16 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _accept_length(histograms: Iterable[Sequence[int]]) -> float:
-    """Tokens per round over all of them: a ratio of sums."""
-    histograms = list(histograms)
-    rounds = sum(map(sum, histograms))
-    return 1 + sum(i * n for counts in histograms for i, n in enumerate(counts)) / rounds if rounds else math.nan
-
-
-def _observations(engine: Engine) -> tuple[list[RoundStats], dict[str, Any], str] | None:
-    """(rounds, rule's report, version), or None of an engine that does not tell."""
+def _observations(engine: Engine) -> Observations | None:
     try:
-        return engine.stats(), engine.spec_rule_report(), engine.version()
+        return Observations(engine.stats(), engine.spec_rule_report(), engine.version())
     except EngineError as error:
         logger.warning("rlspec: nothing is learnt of this engine's rounds: %s", error)
         return None
 
 
-def _tell(engine: Engine, rule: Mapping[str, Any]) -> bool:
+def _set_rule(engine: Engine, rule: Mapping[str, Any]) -> bool:
+    """False if the engine cannot be reached, or refuses."""
     try:
         engine.set_spec_rule(rule)
     except EngineError as error:
