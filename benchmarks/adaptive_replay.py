@@ -4,10 +4,10 @@
 
 Without --tables the machines are rooflines from vendors' figures (simulated): two profiles of each, independently
 perturbed. With --tables each pair holds two measured profiles of one engine. The oracle knows the true acceptance of
-every round and the scoring table, and switches for free; regret is 1 - (its time for the same tokens) / (ours).
+every round and the scoring table, and switches free of charge. Regret is 1 - (its time for the same tokens) / (ours).
 
-After rounds that were off the drafter catches up as in SGLang: on those requests that the rule names, and only their
-drafts are accepted and observed, until it names all. What the others go on missing is owed.
+After rounds without drafting the drafter reads the missed tokens as in SGLang: of those requests that the rule names.
+Only their drafts are accepted and observed, until the rule names all requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WALKS = ("random", "rising", "falling")
 
 @dataclass
 class Run:
-    """One (machine, batch, first acceptance): what the rule lost, and what fixed choices lose on the same rounds."""
+    """One (machine, batch, first acceptance): the regret of the rule and of fixed choices on the same rounds."""
 
     machine: str
     batch: int
@@ -68,7 +68,7 @@ def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable
 
 
 class Drafters:
-    """How many tokens each request's drafter has not read."""
+    """Count the tokens that the drafter has not read, per request."""
 
     def __init__(self, batch: int) -> None:
         self.behind = np.zeros(batch, int)
@@ -79,7 +79,7 @@ class Drafters:
         return int(self.behind.sum())
 
     def round(self, config: SpecConfig, n: int, rates: np.ndarray, rng: np.random.Generator) -> tuple[list[int], int]:
-        """What each request that drafted accepted, and the tokens that its drafter read before; the others emit one."""
+        """Return accepted drafts of each drafting request, and the tokens its drafter read first. Others emit one token."""
         if config.off:
             self.behind += 1
             return [], 0
@@ -92,7 +92,7 @@ class Drafters:
 
 
 def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> np.ndarray:
-    """a_1 of every round, between 0 and 0.95."""
+    """Draw a_1 of every round, between 0 and 0.95."""
     segments = -(-rounds // PER)
     slopes = {"random": rng.uniform(-DRIFT, DRIFT, segments), "rising": [DRIFT] * segments}.get(
         walk, [-DRIFT] * segments
@@ -131,13 +131,13 @@ def replay(
     off = index[OFF]
 
     def regret(choice: np.ndarray, part: np.ndarray, read: int) -> float:
-        """Switches are paid for, and what the drafter has to catch up on when drafting starts again."""
+        """Charge switches, and the missed tokens that the drafter reads when drafting starts again."""
         took = ms[choice, at].sum() + score.switch_ms * (np.diff(choice) != 0).sum() + score.catch_up_ms * read
         emitted = 1 + part * (tokens[choice, at] - 1)
         return float(1 - (emitted / best).sum() / took)
 
     def of_all(choice: np.ndarray) -> float:
-        """Whose drafters all catch up whenever one does."""
+        """Requests whose drafters all catch up whenever one does."""
         drafting = np.flatnonzero(choice != off)
         last = drafting[-1] if len(drafting) else 0
         return regret(choice, np.ones(rounds), batch * int((choice[:last] == off).sum()))
@@ -163,7 +163,7 @@ def replay(
 
 
 def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
-    """Median microseconds of `choose` and of `observe` at this batch."""
+    """Measure median microseconds of `choose` and of `observe` at this batch."""
     rule, rng = SpecRule(decide.configs(), decide), np.random.default_rng(0)
     choosing, observing = [], []
     for t in range(3000):
@@ -179,14 +179,14 @@ def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
 
 
 class Engine:
-    """Rounds whose acceptance is set from outside; what they cost is charged by the scoring table."""
+    """Rounds with a given acceptance. The scoring table charges their cost."""
 
     def __init__(self, decide: CostTable, score: CostTable) -> None:
         self.rule = SpecRule(decide.configs(), decide, start=SpecConfig(3))
         self.score, self.rng, self.drafters = score, np.random.default_rng(0), Drafters(0)
 
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
-        if len(self.drafters.behind) != batch:  # Other requests, whose prompts the drafter has read.
+        if len(self.drafters.behind) != batch:  # a new set of requests, whose prompts the drafter has read
             self.drafters = Drafters(batch)
         configs, ms = [], 0.0
         for _ in range(rounds):

@@ -2,16 +2,16 @@
 
     python benchmarks/adaptive_sglang.py [--quick] [--json FILE]
 
-One engine speculates and is told, run by run, which contestant decides: `off` (ours), `k0` (SGLang's step 0), fixed
-steps, `stock` (SGLang's own adaptive rule, its code and its built-in steps per batch size), `ours` (the rule, by a
-cost table that `rlspec profile` measured on this engine a moment before). A second engine was launched without
-speculation: `plain`. All sample with the same position-keyed sampler. The workload is a long tail: most responses are
-short, a few are long, so the batch shrinks from many to one; lengths are fixed by request, so every contestant emits
-the same tokens, and texts are compared to the last one. A good, a middling and a useless drafter are pushed in turn.
+One engine speculates. In each run one contestant decides how: `off` (ours), `k0` (SGLang's step 0), fixed steps,
+`stock` (SGLang's own adaptive rule with its built-in steps per batch size), `ours` (the rule, by a cost table that
+`rlspec profile` has just measured on this engine). A second engine was launched without speculation: `plain`. All use
+the same position-keyed sampler. The workload is a long tail: most responses are short, a few are long, so the batch
+shrinks from many to one. Lengths are fixed by request, so every contestant emits the same tokens, and all texts are
+compared. A good, a middling and a useless drafter are pushed in turn.
 
 Contestants run in turn within each repetition, in an order that rotates; ratios are medians over repetitions of
 plain's time / the contestant's within the same one, with the 95 % interval of their bootstrap. The first repetition of
-each drafter is not counted: there, ours and stock learn what it is worth, and keep what they learnt, as in training.
+each drafter is not counted: ours and stock learn its acceptance there and keep it, as in training.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ SHARPNESS, PROMPT = 16.0, 8
 
 
 def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
-    """Response lengths: log-normal, the longest one given; half of them are below a tenth of it."""
+    """Draw response lengths: log-normal, half of them below a tenth of the longest, which is given."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.0, samples)
     return np.maximum(4, np.round(longest * drawn / drawn.max())).astype(int).tolist()
 
 
 def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
-    """Seconds of one rollout, and its texts. Prompts and seeds are the same for every engine."""
+    """Run one rollout: (seconds, texts). Prompts and seeds are the same for every engine."""
     rng = np.random.default_rng(seed)
     wanted = [
         {
@@ -82,7 +82,7 @@ _serial = itertools.count()
 
 
 class Contestants:
-    """The two engines, and who decides on the one that speculates."""
+    """The two engines, and the contestant that decides on the speculating one."""
 
     def __init__(self, spec: SGLangEngine, plain: SGLangEngine, table: Path, layers: int) -> None:
         self.spec, self.plain = spec, plain
@@ -111,7 +111,7 @@ class Contestants:
 def compete(
     contestants: Contestants, names: Sequence[str], lengths: Sequence[int], repetitions: int, salt: int
 ) -> dict[str, np.ndarray]:
-    """Seconds `[repetitions]` of each contestant; their texts must agree."""
+    """Measure seconds `[repetitions]` of each contestant. Their texts must agree."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(-1, repetitions):
         turn = max(repetition, 0) % len(names)
@@ -131,7 +131,7 @@ def compete(
 
 
 def ratio(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
-    """Median of slow / fast within repetitions, and the 95 % interval of its bootstrap."""
+    """Compute the median of slow / fast within repetitions, and the 95 % interval of its bootstrap."""
     paired = slow / fast
     rng = np.random.default_rng(0)
     medians = np.median(paired[rng.integers(0, len(paired), (4000, len(paired)))], axis=1)
@@ -152,7 +152,7 @@ def shares(stats: Sequence[RoundStats]) -> str:
 
 
 def overhead(table: CostTable, most: int) -> dict[int, float]:
-    """What choosing and observing takes of a round, by batch: at the cheapest round of the table, the worst case."""
+    """Compute the share of a round that choosing and observing take, by batch, at the cheapest round of the table."""
     found = {}
     for batch in (1, most):
         rule, took = SpecRule(table.configs(), table), []
@@ -166,7 +166,7 @@ def overhead(table: CostTable, most: int) -> dict[int, float]:
 
 
 def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -> dict[str, bool]:
-    """The aims, each with what was found; intervals decide where two contestants are close."""
+    """Return the aims, each with the measured figure. Intervals decide where two contestants are close."""
     aims = {}
     for drafter, row in found.items():
         ahead, behind = row["ours / stock"], row["ours / best fixed"]
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer repetitions and a coarser cost table")
     p.add_argument("--json", type=Path, help="write every figure to this file")
-    p.add_argument("--layers", type=int, default=16, help="of the target; narrow and deep, so that a drafter is cheap")
+    p.add_argument("--layers", type=int, default=16, help="layers of the target; many, so that a drafter is cheap")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     p.add_argument("--samples", type=int, default=64, help="requests of a rollout")
     p.add_argument(
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {}
             for version, drafter in enumerate(args.drafters.split(","), start=1):
                 spec.update_weights(version, worse_drafter(tensors, NOISE[drafter]).items(), scope="drafter")
-                # What another drafter was accepted at says nothing of this one: everybody learns anew.
+                # the acceptance of another drafter says nothing about this one: all learn again
                 contestants = Contestants(spec, plain, table, args.layers)
                 seconds = compete(contestants, names, lengths, repetitions, 1000 * version)
                 found[drafter] = _report(drafter, seconds, contestants.rounds, sum(lengths))

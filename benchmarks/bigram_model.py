@@ -1,8 +1,8 @@
 """Random models whose acceptance is known by construction: nearly bigram targets, drafters that compute the bigram.
 
-The target's layers are computed in full but add little to the embedding, so its next token turns on the last one; the
-head's sharpness sets the entropy. The MTP layer passes the embedding of the newest token on, so its argmax is nearly
-the target's. What it misses can be set by mixing noise into what it passes on.
+The target's layers are computed in full but add little to the embedding, so its next token depends on the last one.
+The scale of the head sets the entropy. The MTP layer passes on the embedding of the newest token, so its argmax is
+nearly the target's. Noise mixed into that embedding sets how often it is not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MTP = "model.mtp_layers.0."
 
 
 def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config.json, tensors) of a MiMo whose MTP layer passes the embedding on and whose layers add little to it."""
+    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding and whose layers add little to it."""
     g, heads, kv, inter = torch.Generator().manual_seed(0), 4, 2, 3 * hidden
 
     def normal(*shape: int, std: float) -> torch.Tensor:
@@ -53,7 +53,7 @@ def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, An
 
 
 def worse_drafter(tensors: dict[str, torch.Tensor], noise: float) -> dict[str, torch.Tensor]:
-    """The MTP tensors with a share `noise` of random directions in what the drafter passes on; 1 leaves nothing."""
+    """Make MTP tensors that mix a share `noise` of random directions into what the drafter passes on; 1: only noise."""
     drafter = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(MTP)}
     mix = drafter[MTP + "input_proj.weight"]
     hidden = len(mix)

@@ -1,11 +1,11 @@
-"""What `rlspec convert` costs: seconds and peak memory both ways, and how they grow with the checkpoint.
+"""Measure seconds and peak memory of `rlspec convert` both ways, and how they grow with the checkpoint.
 
     python benchmarks/convert.py [--quick] [--json FILE] [--room DIRECTORY]
 
 Synthetic bf16 checkpoints of MiMo's shape (0.5 to 4 GB; --quick: 32 to 128 MB) go from Hugging Face's format to
 Megatron's torch_dist and back, each way in a process of its own. Peak is the growth of anonymous memory, sampled every
-5 ms. Beside it stands a plain copy of the same files. One thread. Needs room for three times the largest checkpoint.
-Tensors that come back are compared bit for bit.
+5 ms. A plain copy of the same files is timed for comparison. One thread. The disk must hold three times the largest
+checkpoint. The tensors that come back are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def conversion(gigabytes: float, room: Path) -> dict[str, Any]:
     os.sync()
     found["copy_seconds"] = time.perf_counter() - began
     shutil.rmtree(room / "copy")
-    context = multiprocessing.get_context("spawn")  # memory that this process has freed must not count as there
+    context = multiprocessing.get_context("spawn")  # memory that this process has freed must not count
     for name, source, target in (("to_megatron", "hf", "megatron"), ("to_hf", "megatron", "back")):
         with context.Pool(1) as pool:
             seconds, peak = pool.apply(_timed_conversion, (room / source, room / target))
@@ -66,7 +66,7 @@ def _timed_conversion(source: Path, target: Path) -> tuple[float, int]:
 
 
 class PeakMemory:
-    """Growth of this process's anonymous memory (not of file pages, which the system may take back), sampled."""
+    """Sample the growth of this process's anonymous memory (file pages, which the system may reclaim, do not count)."""
 
     def __enter__(self) -> PeakMemory:
         self.first = self.peak = _anonymous()

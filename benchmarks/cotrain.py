@@ -1,9 +1,9 @@
-"""What co-training costs: the policy's step with and without the drafter, side by side in one process.
+"""Measure the cost of co-training: the policy's step with and without the drafter, side by side in one process.
 
     python benchmarks/cotrain.py [--quick] [--json FILE]
 
 Overhead is (t_on - t_off) / t_off over the drafter's share of FLOPs, F_drafter / F_policy (docs/design.md, Loss cost):
-1 means that its FLOPs cost what the policy's do. Steps alternate; figures are medians with bootstrapped intervals.
+1 means that its FLOPs cost as much as the policy's. Steps alternate; figures are medians with bootstrapped intervals.
 Also: forward passes of the policy with a KD loss, memory of the drafter's head against the number of tokens, and the
 time that masking saves the head on a batch of long prompts. Gloo on a CPU, one rank, float32.
 """
@@ -30,7 +30,7 @@ from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 
 def model(hidden: int, layers: int, vocab: int) -> dict:
-    """config.json of a MiMo shape with 64-wide heads and a threefold feed-forward."""
+    """Make config.json of a MiMo shape with 64-wide heads and a threefold feed-forward."""
     heads = hidden // 64
     return {
         "architectures": ["MiMoForCausalLM"],
@@ -79,7 +79,7 @@ def batch_of(sequences: int, prompt: int, response: int, vocab: int, depth: int)
 
 
 def trainer(shape: dict, depth: int, **drafter: object) -> Trainer:
-    """Fresh weights, left as they are initialised: only time is of interest."""
+    """Build a trainer with freshly initialised weights: only time matters here."""
     options = {"model": {"dtype": "float32"}, "drafter": {"depth": depth, **drafter}}
     return Trainer(Config.model_validate(options), shape)
 
@@ -113,7 +113,7 @@ def overhead(shape: dict, depth: int, repeats: int) -> dict:
 
 
 def policy_forwards(shape: dict, depth: int) -> dict[str, int]:
-    """Forward passes of the policy in one step with one micro-batch, by the drafter's loss."""
+    """Count the policy's forward passes in one step with one micro-batch, by the drafter's loss."""
     counts = {}
     for loss in ("ce", "forward_kl"):
         side, calls = trainer(shape, depth, loss=loss), []
@@ -124,7 +124,7 @@ def policy_forwards(shape: dict, depth: int) -> dict[str, int]:
 
 
 def head_memory(rows: int, hidden: int, vocab: int) -> float:
-    """MiB that the drafter's loss takes beyond its inputs and its gradient, in a process of its own."""
+    """Measure MiB that the drafter's loss takes beyond its inputs and its gradient, in a process of its own."""
     torch.set_num_threads(2)
     states = torch.randn(rows, hidden, requires_grad=True)
     states.grad = torch.zeros(rows, hidden)
@@ -136,7 +136,7 @@ def head_memory(rows: int, hidden: int, vocab: int) -> float:
 
 
 def masking(hidden: int, vocab: int, repeats: int) -> dict[str, float]:
-    """Head time on rows of which one in eight is trained, over that of all rows trained; and the share of FLOPs."""
+    """Compare head time with one row in eight trained to that with all rows trained; and the share of FLOPs."""
     rows = 2048
     states, head = torch.randn(rows, hidden, requires_grad=True), torch.randn(vocab, hidden)
     labels, everything = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)

@@ -1,12 +1,12 @@
-"""Accept length that each unrolling and each loss gives a fresh drafter at equal steps, on the quickstart's policy.
+"""Measure the accept length that each unrolling and each loss gives a fresh drafter, on the quickstart's policy.
 
     python benchmarks/drafter_objectives.py --run runs/quickstart [--quick] [--json FILE]
 
 Every variant starts from the same random drafter, sees the same demonstrations in the same order, and leaves the policy
 (the warm start) alone. Accept length is the embedded engine's: three drafts a round at temperature 1, position-keyed,
 the same prompts and seeds, so the texts are the same and only the drafts differ. "megatron" trains one layer as
-megatron-core unrolls it: every depth attends to its own inputs, at unshifted positions. One seed: read differences
-below the interval as none.
+megatron-core unrolls it: every depth attends to its own inputs, at unshifted positions. One seed: differences below
+the interval are noise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIANTS = {
 
 
 def trained(run: Path, name: str, steps: int) -> list[tuple[str, torch.Tensor]]:
-    """The drafter of this variant after `steps` steps of 32 demonstrations."""
+    """Train the drafter of this variant for `steps` steps of 32 demonstrations."""
     options = {"lr": 3e-3, **VARIANTS[name]}
     settings = {"model": {"dtype": "float32", "max_length": 512}, "rollout": {"max_new_tokens": 384}}
     config = Config.model_validate({**settings, "drafter": options, "optimizer": {"decay_steps": steps}})

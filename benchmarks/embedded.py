@@ -3,17 +3,17 @@
     python benchmarks/embedded.py [--quick] [--json FILE] [--parts huggingface,sglang,trees,selection]
 
 huggingface  the same weights, prompts and machine, sampling at temperature 1: plain generation at batch 1, 8 and 64,
-             and assisted generation at batch 1, whose assistant is as good as our drafter
+             and assisted generation at batch 1, with an assistant as good as our drafter
 sglang       SGLang's own engine on the CPU (float32, over HTTP), without and with the drafter
 trees        one budget for the batch against one n per round (RLHFSpec) and the best fixed n, over acceptance and
              batch: tokens per verified token, tokens per second
 selection    RLHFSpec's table 1: the throughput of its selection as a share of the best fixed n in 2 to 48, by samples
 
 The models are random. Each target is nearly a bigram model and its drafter computes the bigram part exactly, so that
-the sharpness of the output distribution sets the acceptance; every layer is computed in full. What the budgets know of
-cost and acceptance is fitted on other prompts and seeds than they are scored on. All contestants of a row run in turn,
-in one process, one thread; ratios are medians over medians with the 5 % and 95 % quantiles of their bootstrap. Texts
-of our own engine must be identical in every row. These are CPU figures: a verified token is never free here.
+the sharpness of the output distribution sets the acceptance; every layer is computed in full. Cost and acceptance are
+fitted on other prompts and seeds than the budgets are scored on. All contestants of a row run in turn, in one process,
+one thread; ratios are medians over medians with the 5 % and 95 % quantiles of their bootstrap. Texts of our own engine
+must be identical in every row. These are CPU figures: each verified token costs time here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIXED = (2, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 class FixedTree:
-    """A budget that verifies each sample's n best candidates, and records what became of them."""
+    """A budget that verifies each sample's n best candidates and records how many were accepted."""
 
     def __init__(self, n: int) -> None:
         self.n, self.scores, self.accepted = n, [], []
@@ -86,7 +86,7 @@ class Contestant:
         return [s.response.tolist() for s in samples]
 
     def tokens_per_round(self) -> float:
-        """Accepted drafts and one per sample and round, over everything since the last call."""
+        """Return accepted drafts plus one, per sample and round, since the last call."""
         stats = self.engine.stats()
         rounds = sum(sum(s.accepted) for s in stats)
         return sum((i + 1) * n for s in stats for i, n in enumerate(s.accepted)) / rounds
@@ -104,7 +104,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def in_turn(calls: dict[str, Callable[[int], Any]], repetitions: int, same: Sequence[str]) -> dict[str, np.ndarray]:
-    """Seconds [repetitions] of each call, which is told the repetition; `same`: whose results must agree."""
+    """Measure seconds [repetitions] of each call, which gets the repetition's number; results of `same` must agree."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(-1, repetitions):  # the first is a warm-up
         results = {}
@@ -118,7 +118,7 @@ def in_turn(calls: dict[str, Callable[[int], Any]], repetitions: int, same: Sequ
 
 
 def ratio(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
-    """median(slow) / median(fast), and the 5 % and 95 % quantiles of its bootstrap."""
+    """Compute median(slow) / median(fast), and the 5 % and 95 % quantiles of its bootstrap."""
     rng = np.random.default_rng(0)
     pick = rng.integers(0, len(slow), (2, 2000, len(slow)))
     spread = np.median(slow[pick[0]], 1) / np.median(fast[pick[1]], 1)
@@ -228,7 +228,7 @@ def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
-    """Cost and acceptance of trees, from fixed trees on prompts of their own."""
+    """Fit cost and acceptance of trees, from fixed trees on prompts of their own."""
     rounds, acceptance = [], AcceptanceMap(window=1e9)
     for n in FIXED[:: 1 if not options.quick else 3]:
         budget = FixedTree(n)
@@ -247,7 +247,7 @@ def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[Veri
 
 
 def scored(model: tuple[dict, dict], batch: int, fixed: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """Times and verified tokens of every fixed n, of one n per round and of one budget per round."""
+    """Measure times and verified tokens of every fixed n, of one n per round and of one budget per round."""
     cost, acceptance = model_profile(model, options)
     contestants = {f"n = {n}": Contestant(model, TREE, options.tree_tokens, FixedTree(n)) for n in fixed}
     for name, share in (("one n per round", "sample"), ("one budget per round", "batch")):
@@ -318,7 +318,7 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="fewer repetitions and points")
     p.add_argument("--json", type=Path, help="write the rows here")
     p.add_argument("--parts", default=",".join(PARTS), help=f"among {','.join(PARTS)}")
-    p.add_argument("--layers", type=int, default=16, help="of the target; narrow and deep, so that depth costs")
+    p.add_argument("--layers", type=int, default=16, help="layers of the target; many, so that depth costs time")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     p.add_argument("--steps", type=int, default=7, help="drafter passes of chains")
     options = p.parse_args()

@@ -1,4 +1,4 @@
-"""How fast weights reach engines, against what the machine can do, and what it costs to prove them.
+"""Measure how fast weights reach engines, the machine's limit, and the cost of checking them.
 
     python benchmarks/push.py [--quick] [--json FILE] [--sglang]
 
@@ -6,7 +6,7 @@ Pushes a model of about 1 GB (bf16, --quick: 64 MB) into one embedded engine in 
 run, alternating: a copy of the same tensors (the in-process limit) and the fingerprints by themselves. With --sglang
 also into a real `rlspec serve` process by every transport (float32), in turns with that transport's limit: one loopback
 TCP stream of the same bytes for http and for the gloo group, writing and reading the same file for files in /dev/shm.
-`profile` says where an update's time goes. Medians; one thread; conditions are printed with the figures.
+`profile` lists the functions that take an update's time. Medians; one thread; conditions are printed with the figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rlspec.weights.push import Pusher
 
 
 def alternate(repeats: int, **work: Callable[[], None]) -> dict[str, float]:
-    """Median seconds of each, taken in turns so that a busy moment hits all of them."""
+    """Measure median seconds of each, in turns, so that a busy moment affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for function in work.values():
         function()
@@ -86,7 +86,7 @@ def in_process(gigabytes: float, repeats: int) -> dict[str, Any]:
 
 
 def profile(gigabytes: float) -> list[str]:
-    """The functions in which an in-process push spends its time, by their own seconds."""
+    """List the functions in which an in-process push spends its time, by their own seconds."""
     config, tensors = model(gigabytes)
     engine = EmbeddedEngine(
         config, tensors.items(), dtype=torch.bfloat16, max_length=64, max_total_tokens=256, max_running_requests=1
@@ -99,7 +99,7 @@ def profile(gigabytes: float) -> list[str]:
 
 
 def loopback(size: int, repeats: int) -> float:
-    """Bytes per second of one TCP stream to another process on this machine."""
+    """Measure bytes per second of one TCP stream to another process on this machine."""
     listener = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("spawn")
     reader = context.Process(target=_drain, args=(listener.getsockname()[1], size, repeats))
@@ -132,7 +132,7 @@ def _drain(port: int, size: int, repeats: int) -> None:
 
 
 def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
-    """Into a real SGLang process on the CPU, by each transport in turn."""
+    """Push into a real SGLang process on the CPU, by each transport in turn."""
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.rollout.sglang.client.launcher import launch
     from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http
@@ -175,7 +175,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
 
 
 def through_file(tensors: dict[str, torch.Tensor], directory: Path) -> float:
-    """Seconds to write the tensors as a file and to read every byte of it again."""
+    """Measure seconds to write the tensors as a file and to read every byte of it again."""
     began = time.perf_counter()
     safetensors.torch.save_file(tensors, directory / "limit.safetensors")
     for tensor in safetensors.torch.load_file(directory / "limit.safetensors").values():

@@ -1,11 +1,11 @@
-"""The one-exchange roll against megatron-core's packed roll, side by side over gloo: time and messages.
+"""Compare the one-exchange roll with megatron-core's packed roll over gloo: time and messages.
 
     python benchmarks/roll.py [--quick] [--json FILE] [--cp 2] [--tokens 32768]
 
 Both roll the same zigzag shards by one, interleaved call by call; results must be bit-identical. A call's time is the
 slowest rank's. "4" rolls tokens, positions, labels and mask, as a multi-token-prediction layer does; "4 + tables" also
 builds our index tables, which one batch needs once. Ratios are medians over medians, with the 5 % and 95 % quantiles
-of the medians' bootstrap. These are CPU figures: on a GPU, megatron-core's loop also synchronises with the host.
+of the medians' bootstrap. These are CPU figures: on a GPU megatron-core's loop also synchronises with the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEQUENCES = (1, 16, 64, 256)
 
 
 def uneven_lengths(sequences: int, total: int, unit: int) -> list[int]:
-    """Multiples of `unit` that sum to `total`: the first half longer, the second shorter, by up to a quarter."""
+    """Draw multiples of `unit` that sum to `total`: the first half longer, the second shorter, by up to a quarter."""
     lengths = np.full(sequences, total // sequences)
     half = sequences // 2
     extra = np.random.default_rng(1).integers(0, max(1, lengths[0] // 4), half) // unit * unit
@@ -47,7 +47,7 @@ def uneven_lengths(sequences: int, total: int, unit: int) -> list[int]:
 
 
 def messages(roll: Callable[[], Any]) -> int:
-    """Messages that all ranks together send during one call."""
+    """Count the messages that all ranks together send during one call."""
     sent, isend = [0], dist.isend
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def messages(roll: Callable[[], Any]) -> int:
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, np.ndarray]:
-    """Milliseconds `[repetitions]` of each call, the slowest rank's, one of each in turn after a warm-up."""
+    """Measure milliseconds `[repetitions]` of each call on the slowest rank, in turn, after a warm-up."""
     times = torch.zeros(repetitions + 1, len(calls), dtype=torch.float64)
     for row in times:
         for i, call in enumerate(calls.values()):
@@ -79,7 +79,7 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], repetitions: int) -> dic
 
 
 def ratio_of_medians(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
-    """Ratio, and the 5 % and 95 % quantiles of its bootstrap."""
+    """Compute the ratio, and the 5 % and 95 % quantiles of its bootstrap."""
     rng = np.random.default_rng(0)
     draws = [np.median(rng.choice(slow, len(slow))) / np.median(rng.choice(fast, len(fast))) for _ in range(1000)]
     return float(np.median(slow) / np.median(fast)), *(float(x) for x in np.quantile(draws, (0.05, 0.95)))

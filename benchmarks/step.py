@@ -1,11 +1,11 @@
-"""What a step costs beside its work: share of wall-clock outside generate, train and push; memory; time to begin.
+"""Measure the overhead of a step: time outside generate, train and push; memory; time until the first rollout.
 
 `python benchmarks/step.py [--quick] [--json FILE]` starts `rlspec train` as the quickstart does, with the quickstart's
-configuration on a random model of the quickstart's shape (so: long responses, little reward), on two ranks and one
+configuration on a random model of the quickstart's shape (hence long responses and little reward), on two ranks and one
 SGLang engine on a machine without a GPU. `--quick`: the embedded engine on one rank, few short samples.
 
 Time to the first rollout is from the start of the command until engines are asked for training samples. A step is from
-one record to the next; what the parts do not explain of it is told as "outside". Medians, without the first step.
+one record to the next; time that belongs to no part is printed as "outside". Medians, without the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--staleness", type=int, default=0, help="1: generation runs a step ahead")
+    parser.add_argument("--staleness", type=int, default=0, help="1: generation runs one step ahead of training")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def measure(folder: Path, quick: bool, steps: int, staleness: int) -> dict[str, 
 
 
 def watch(pid: int, peaks: dict[str, int]) -> None:
-    """Largest resident memory seen, in bytes, of trainer ranks and of engines, each summed over its processes."""
+    """Sample the largest resident memory, in bytes, of trainer ranks and of engines, each summed over its processes."""
     while True:
         now: dict[str, int] = {}
         try:
@@ -107,7 +107,7 @@ def watch(pid: int, peaks: dict[str, int]) -> None:
                 name = "trainer" if "megatron_rlspec.cli" in line else "engine" if "sglang" in line else "other"
                 now[name] = now.get(name, 0) + memory.rss
             except psutil.Error:
-                continue  # ended meanwhile
+                continue  # it has ended
         for name, bytes_ in now.items():
             peaks[name] = max(peaks.get(name, 0), bytes_)
         time.sleep(0.25)

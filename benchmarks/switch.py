@@ -1,13 +1,14 @@
-"""What it costs to start and to stop drafting in SGLang's real engine on a CPU, after rests of any length.
+"""Measure the cost of starting and stopping to draft in SGLang's engine on a CPU, after rests of several lengths.
 
     python benchmarks/switch.py [--quick] [--json FILE]
 
-One engine; its schedule rests for a while, drafts three steps for a few rounds, and rests again. It rests by `off`
-(ours: no drafter pass, and one pass that catches up when drafting starts) and by `k0` (SGLang's step 0: a drafter pass
-every round). Printed per batch and length of the rest, medians with the 95 % interval of their bootstrap, in ms:
+One engine; its schedule drafts nothing for a while (a rest), drafts three steps for a few rounds, and rests again. It
+rests by `off` (ours: no drafter pass, and one pass over the missed tokens when drafting starts) or by `k0` (SGLang's
+step 0: a drafter pass every round). Printed per batch and length of the rest, in ms: medians with the 95 % interval of
+their bootstrap of
 
-start   the first drafting round beyond the median of those after it: after off, it holds the catching up
-stop    the first resting round beyond the median of those after it
+start   the first drafting round minus the median of the next ones; after off, it includes the missed tokens
+stop    the first resting round minus the median of the next ones
 round   a resting round
 
 The drafter is useless, so that every round advances each request by about one token.
@@ -42,7 +43,7 @@ KINDS = ("start", "stop", "round")
 
 
 def measure(engine: SGLangEngine, rest: SpecConfig, batch: int, gap: int, samples: int) -> dict[str, list[float]]:
-    """Extra ms of starting and of stopping, and ms of resting rounds, of at least `samples` starts."""
+    """Measure extra ms of starting and of stopping, and ms of resting rounds, of at least `samples` starts."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cycles = max(1, min(samples, 600 // (gap + TURN)))
     edges, at = [0], PROMPT
@@ -79,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer batches, rests and samples")
     p.add_argument("--json", type=Path, help="write every figure to this file")
-    p.add_argument("--starts", type=int, default=0, help="at least, of each; default: 15, or 5 with --quick")
-    p.add_argument("--layers", type=int, default=16, help="of the target")
+    p.add_argument("--starts", type=int, default=0, help="starts of each kind; default: 15, or 5 with --quick")
+    p.add_argument("--layers", type=int, default=16, help="layers of the target")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     args = p.parse_args(argv)
     batches, gaps, samples = ((1, 64), (1, 64), 5) if args.quick else ((1, 8, 64), (1, 16, 64, 256), 15)

@@ -1,4 +1,4 @@
-"""A synthetic MiMo of a given size and the conditions of a run, for the benchmarks of pushes and conversions."""
+"""Make a synthetic MiMo of a given size, and describe the conditions of a run, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rlspec.weights.names import family_of
 
 
 def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A MiMo shape of about that size, with random tensors; layers 3584 wide, as at 7B, if there is room for some."""
+    """Make (config.json, tensors) of MiMo's shape and about that size; layers are 3584 wide, as at 7B, if some fit."""
     hidden = 3584 if gigabytes > 3 else 1536 if gigabytes > 0.5 else 512
     config = {
         "architectures": ["MiMoForCausalLM"],
@@ -38,7 +38,7 @@ def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[s
     outside = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." not in name) * size
     config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - outside) / per_layer))
     generator = torch.Generator().manual_seed(0)
-    # Drawing a gigabyte of normals takes longer than pushing it: blocks of one draw are as good.
+    # Drawing a gigabyte of normals takes longer than pushing it, so blocks of one draw are repeated.
     draw = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
     tensors = {}
     for name, shape in _shapes(config).items():
@@ -78,6 +78,6 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def conditions(**of_the_run: Any) -> dict[str, Any]:
-    """What the figures depend on: the machine, what else ran on it, and how the benchmark was called."""
+    """Describe what the figures depend on: machine, load, and the benchmark's command line."""
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     return machine | {"torch": torch.__version__} | of_the_run

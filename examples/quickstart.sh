@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and the proof.
-# bash examples/quickstart.sh [RUN_DIR]      about 6 minutes on 2 quiet cores after installation; a finished part is not redone
+# The whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and a closing table.
+# bash examples/quickstart.sh [RUN_DIR]      6 to 8 minutes on 2 cores after installation; finished parts are not repeated
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup_cpu.sh
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rlspec() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rlspec.cli "$@"; }
 part() { printf '\n== %s\n' "$*"; }
 
-part "a task, and a random model of MiMo's shape"
+part "a task, and a model of MiMo's shape with random weights"
 [ -e "$run/task/eval.jsonl" ] || "$python" examples/quickstart/make_task.py --out "$run/task"
 [ -e "$run/model" ] || "$python" examples/quickstart/make_model.py --task "$run/task" --out "$run/model"
 
@@ -24,9 +24,9 @@ part "RL: 30 GRPO steps, the drafter trained with the policy and pushed with it"
 [ -e "$run/rl/hf" ] || rlspec train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
     --train.run_dir "$run/rl"
 
-part "control: the warm-start drafter, as many more steps on the warm start's answers"
+part "control: the warm-start drafter trained for as many steps on the warm start's answers"
 [ -e "$run/control/hf" ] || rlspec sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/task/train.jsonl" \
     --train.run_dir "$run/control" --sft.drafter_only true --sft.steps 30 --sft.samples_per_step 128 --sft.eval_every 0
 
-part "proof: three drafters and a plain engine on the final policy"
+part "closing table: three drafters and a plain engine on the final policy"
 "$python" examples/quickstart/proof.py --run "$run"

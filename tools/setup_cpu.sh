@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root from the CPU lock file, and this package in it. Does nothing if it is up to date.
+# Makes .venv in the repository root from the CPU lock file and installs this package in it, unless that is up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=requirements/cpu.txt

@@ -20,7 +20,7 @@ MOST = 999
 
 
 def step(rng: random.Random, count: int, name: str, things: str) -> tuple[str, str, int] | None:
-    """(what happens, its calculation, the new count), or None if the drawn one would leave 1 to 999."""
+    """Draw (what happens, its calculation, the new count); None if the count would leave 1 to 999."""
     kind = rng.choice("+-*/")
     if kind == "+":
         n = rng.randint(2, 60)

@@ -1,4 +1,4 @@
-"""Write the simulated tables of this directory again: rooflines from vendors' figures, no engine, no noise.
+"""Write the simulated tables of this directory: rooflines from vendors' figures, without an engine, without noise.
 
 python examples/cost_tables/simulate.py
 """

@@ -1,4 +1,4 @@
-"""Write a small MiMo, random: `python make_model.py --task DIR --out DIR`.
+"""Write a small MiMo with random weights: `python make_model.py --task DIR --out DIR`.
 
 MiMo's shape on disk: a Qwen2 decoder with one MTP layer. SGLang loads it as MiMoForCausalLM and drafts with the MTP
 layer; Transformers loads the decoder (`model_type` qwen2) and ignores the MTP tensors. Deep and narrow, because on a
@@ -20,7 +20,7 @@ from megatron_rlspec.weights.checkpoint import write_hf
 
 
 def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> dict:
-    """config.json."""
+    """Make config.json."""
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",
@@ -30,7 +30,7 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
         "intermediate_size": args.ffn,
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.kv_heads,
-        "head_dim": args.hidden // args.heads,  # SGLang's MiMo knows no other
+        "head_dim": args.hidden // args.heads,  # SGLang's MiMo supports no other
         "attention_bias": True,
         "hidden_act": "silu",
         "vocab_size": vocabulary,
@@ -49,8 +49,11 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
 
 
 def initial(config: dict, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor. Projections into the residual stream are scaled down by the depth, so that it starts out as the
-    embedding (of standard deviation 0.5) and twelve layers train at a high rate from the first step."""
+    """Draw every tensor.
+
+    Projections into the residual stream are scaled down by the depth, so that the stream starts as the embedding (of
+    standard deviation 0.5) and twelve layers train at a high rate from the first step.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -106,7 +109,7 @@ def main() -> None:
     for name, tensor in tensors.items():
         count[".mtp_layers." in name] += tensor.numel()
     print(f"{args.out}: {args.layers} layers of width {args.hidden}, {count[False]:,} parameters")
-    print(f"{args.out}: and a drafter of one layer, {count[True]:,} parameters")
+    print(f"{args.out}: a drafter of one layer, {count[True]:,} parameters")
 
 
 if __name__ == "__main__":

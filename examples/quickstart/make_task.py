@@ -35,7 +35,7 @@ MOST_ITEMS = len(KEYS)
 
 
 def answer(keys: str, digits: list[int], slips: list[int]) -> tuple[str, str, str]:
-    """(prompt, response, true total); `slips[i]` is added to the i-th running total."""
+    """Render (prompt, response, true total); `slips[i]` is added to the i-th running total."""
     prompt = "".join(f"{key}{digit}" for key, digit in zip(keys, digits, strict=True)) + "="
     response, total = "", 0
     for key, digit, slip in zip(keys, digits, slips, strict=True):
@@ -45,7 +45,7 @@ def answer(keys: str, digits: list[int], slips: list[int]) -> tuple[str, str, st
 
 
 def draw(rng: random.Random, median: float, sigma: float, slip: float) -> tuple[str, str, str, int]:
-    """One task, with its number of items."""
+    """Draw one task, with its number of items."""
     items = min(MOST_ITEMS, max(2, round(rng.lognormvariate(math.log(median), sigma))))
     first = rng.randrange(len(KEYS))
     keys = (KEYS * 2)[first : first + items]
@@ -55,7 +55,7 @@ def draw(rng: random.Random, median: float, sigma: float, slip: float) -> tuple[
 
 
 def distinct(rng: random.Random, median: float, sigma: float, slip: float) -> Iterator[tuple[str, str, str, int]]:
-    """Tasks without end, each prompt once, so that no split shares one with another."""
+    """Yield tasks for ever, each prompt once, so that no two splits share one."""
     seen = set()
     while True:
         task = draw(rng, median, sigma, slip)
@@ -65,14 +65,14 @@ def distinct(rng: random.Random, median: float, sigma: float, slip: float) -> It
 
 
 def write_lines(path: Path, rows: Iterator[dict]) -> None:
-    """All of the file or nothing of it."""
+    """Write the whole file or nothing."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(partial, path)
 
 
 def write_tokenizer(directory: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: one token per character, and the special ones."""
+    """Write tokenizer.json and tokenizer_config.json: one token per character, and the special ones."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""The quickstart's closing table: what RL gained, what co-training gained, what speculation gained.
+"""Print the quickstart's closing table: what RL, co-training and speculation gained.
 
 `python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control}, starts two engines on the final
 policy, one that speculates and one launched without speculation, and writes RUN_DIR/summary.json and report.png.
@@ -75,13 +75,13 @@ def draw(engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling, sa
 
 
 def rule_file(run: Path) -> Path:
-    """`spec_rule.json` of a run, which runs before 0.2.0 call `policy.json`."""
+    """Read `spec_rule.json` of a run; before 0.2.0 it was called `policy.json`."""
     path = run / "spec_rule.json"
     return path if path.exists() else run / "policy.json"
 
 
 def rewards(run: Path) -> dict:
-    """Held-out reward before the first and after the last step, with Wilson's 95 % interval."""
+    """Compare held-out reward before the first and after the last step, with Wilson's 95 % interval."""
     found = {}
     for event in read_records(run / "rl/events.jsonl"):
         if event["kind"] == "evaluation":
@@ -94,14 +94,14 @@ def rewards(run: Path) -> dict:
 
 
 def times(run: Path) -> dict:
-    """Seconds of all RL steps together, by part."""
+    """Sum the seconds of all RL steps, by part."""
     records = read_records(run / "rl/metrics.jsonl")
     parts = ("seconds_generate", "seconds_push", "seconds_train")
     return {part: sum(record[part] for record in records) for part in parts} | {"steps": len(records)}
 
 
 def predictions(run: Path) -> dict:
-    """How far the training steps' predictions of the next rollout's tokens per round were off, in the mean."""
+    """Compute the mean absolute error of the training steps' predictions of the next rollout's tokens per round."""
     records = read_records(run / "rl/metrics.jsonl")
     scored = [r for r in records if "predict/error" in r and "predict/last_value_error" in r]
     if not scored:
@@ -117,7 +117,7 @@ def predictions(run: Path) -> dict:
 
 
 def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
-    """Tokens per round at three fixed steps; the drafter is swapped, the text stays the same to the last token."""
+    """Measure tokens per round at three fixed steps. The drafter is exchanged; the text must stay the same."""
     engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     found: dict = {"accept_length_num_steps": 3}
     texts = {}
@@ -126,7 +126,7 @@ def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], s
         drafter = [(key, tensors[key]) for key in tensors if ".mtp_layers." in key]
         engine.update_weights(version, drafter, scope="drafter")
         if version > len(DRAFTERS):
-            break  # only to leave the engine with its own drafter
+            break  # this only gives the engine its own drafter back
         samples = draw(engine, prompts, sampling, salt=1)
         texts[name] = [tuple(sample.response) for sample in samples]
         rounds = np.array([sum(s.accepted) for s in samples])
@@ -143,13 +143,13 @@ def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], s
 def speeds(
     name: str, engines: dict[str, SGLangEngine], prompts: Sequence[Prompt], sampling: Sampling, repeats: int
 ) -> dict:
-    """Median tokens per second of both engines over interleaved repetitions, and of the pairwise ratio."""
+    """Measure median tokens per second of both engines over interleaved repetitions, and the median pairwise ratio."""
     rates: dict[str, list[float]] = {key: [] for key in engines}
     for repeat in range(repeats + 1):
         for key in sorted(engines, reverse=bool(repeat % 2)):
             began = time.perf_counter()
             tokens = sum(len(s.response) for s in draw(engines[key], prompts, sampling, salt=10 + repeat))
-            if repeat:  # the first round warms both up
+            if repeat:  # the first repetition warms both up
                 rates[key].append(tokens / (time.perf_counter() - began))
     ratios = np.divide(rates["spec"], rates["plain"])
     return {
