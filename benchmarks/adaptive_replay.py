@@ -79,7 +79,7 @@ class Drafters:
         return int(self.behind.sum())
 
     def round(self, config: SpecConfig, n: int, rates: np.ndarray, rng: np.random.Generator) -> tuple[list[int], int]:
-        """Return accepted drafts of each drafting request, and the tokens its drafter read first. Others emit one token."""
+        """Return the accepted drafts of each drafting request, and the tokens that its drafter read first."""
         if config.off:
             self.behind += 1
             return [], 0

@@ -17,7 +17,7 @@ MTP = "model.mtp_layers.0."
 
 
 def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding and whose layers add little to it."""
+    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding; its layers add little to it."""
     g, heads, kv, inter = torch.Generator().manual_seed(0), 4, 2, 3 * hidden
 
     def normal(*shape: int, std: float) -> torch.Tensor:
