@@ -9,6 +9,7 @@ found by reading once is listed as such.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_rlspec import contracts
+from megatron_rlspec import arguments, contracts, files
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.integrations import patches
 from megatron_rlspec.rollout.sglang.server import versions as sglang
@@ -340,7 +341,11 @@ def versions() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: nothing present is reached by the configuration (or none was given); 1: it is affected; 2: bad usage."""
-    parser = argparse.ArgumentParser(prog="rlspec doctor", description=__doc__, allow_abbrev=False)
+    parser = arguments.Parser(
+        prog="rlspec doctor",
+        description="Run the known defects of the installed megatron-core, SGLang and slime, and say which are there.",
+        epilog="Exit status: 0; 1 if the configuration given by --config would run into a defect; 2 for a mistake.",
+    )
     parser.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
     parser.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
     parser.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
@@ -349,10 +354,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if unknown := set(options.names) - {d.name for d in DEFECTS}:
-        parser.error(f"no defect is called {sorted(unknown)[0]}; known: {', '.join(d.name for d in DEFECTS)}")
+        near = difflib.get_close_matches(min(unknown), [d.name for d in DEFECTS], n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        parser.error(f"no defect is called {min(unknown)[:60]!r}; {hint}known: {', '.join(d.name for d in DEFECTS)}")
     if options.worker:
         _work(options.worker, options.names, options.answer)
         return 0
+    if options.json and options.json != "-":
+        files.check_output(options.json)
     config = load(options.config) if options.config else None
     findings = examine(options.names or None, options.path)
     if config is not None:
@@ -362,29 +371,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _show(findings, config, patches.found(options.path))
         if options.json:
-            Path(options.json).write_text(json.dumps([asdict(f) for f in findings], indent=2))
+            files.write_output(options.json, json.dumps([asdict(f) for f in findings], indent=2) + "\n")
     return int(any(f.hits for f in findings))
 
 
 def _show(findings: Sequence[Finding], config: Config | None, patched: Mapping[str, str]) -> None:
+    """One paragraph a defect: its name whole on a line of its own, so that it can be copied back as an argument."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
     style = {"present": "bold red", "absent": "green", "unknown": "yellow", "read": "yellow", "not installed": "dim"}
     by_name = {d.name: d for d in DEFECTS}
-    table = Table(title="  ".join(f"{name} {version}" for name, version in versions().items()), show_lines=True)
-    for column in ("defect", "state", "what it does", "what was seen", "here"):
-        table.add_column(column)
+    console = Console(highlight=False)
+    for name, version in versions().items():
+        console.print(Text(f"{name} {version}"))
     for f in findings:
-        here = f"[bold red]hits {f.hits}[/]: {by_name[f.name].remedy}" if f.hits else by_name[f.name].remedy
-        table.add_row(f.name, f"[{style[f.state]}]{f.state}[/]", by_name[f.name].harm, f.seen, here)
-    console = Console()
-    console.print(table)
+        remedy = by_name[f.name].remedy
+        console.print()
+        console.print(Text.assemble((f.name, "bold"), "  ", (f.state, style[f.state])), no_wrap=True, overflow="ignore")
+        told = [("harm", by_name[f.name].harm), ("seen", f.seen), ("hits", f.hits), ("here", remedy)]
+        for title, text in told:
+            if text:
+                shown = Text(f"{title}: {text}", "bold red" if title == "hits" else "")
+                console.print(Padding(shown, (0, 0, 0, 2), expand=False))
+    console.print()
     for name, now in patched.items():
-        console.print(f"patches/{name}: {now}")
+        console.print(Text(f"patches/{name}: {now}"), soft_wrap=True)
     if config is not None:
         hit = ", ".join(f.name for f in findings if f.hits)
-        console.print(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}")
+        console.print(Text(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

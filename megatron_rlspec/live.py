@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of a run: one live panel on a terminal, one line a step anywhere else."""
+"""A run as the terminal shows it: one live panel on a terminal, one line a step anywhere else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from rich.text import Text
 PARTS = {"generate": "cyan", "train": "magenta", "push": "yellow"}
 HISTORY = 40  # steps in a curve
 BLOCKS = "▁▂▃▄▅▆▇█"
+BAR = 20  # columns of the bar of seconds
+NAMES, VALUES = 17, 8  # columns of the panel's names and numbers
+GAP = 2
+EDGES = 4  # columns of the panel's border and padding
 Numbers = Mapping[str, float]
-# Name of a record's value -> what it is called here, and how it is written.
+# Key of a record -> the name shown for it, and its format.
 SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
@@ -33,7 +37,7 @@ SHOWN = {
 
 
 class View:
-    """A context manager around the steps; `update` after each of them. `events` is looked at, never written to."""
+    """A context manager around the steps of a run, with `update` after each. It reads `events` and never writes it."""
 
     def __init__(self, total: int, done: int, events: Sequence[str], console: Console | None = None) -> None:
         self.total, self.first, self.events = total, done, events
@@ -58,7 +62,8 @@ class View:
             return
         seconds = (time.monotonic() - self.began) / (step + 1 - self.first)
         left = timedelta(seconds=round(seconds * (self.total - step - 1)))
-        self.live.update(panel(step, self.total, left, self.history, self.events), refresh=True)
+        shown = panel(step, self.total, left, self.history, self.events, self.console.width)
+        self.live.update(shown, refresh=True)
 
 
 def line(step: int, total: int, values: Numbers) -> str:
@@ -68,20 +73,35 @@ def line(step: int, total: int, values: Numbers) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def panel(step: int, total: int, left: timedelta, history: Sequence[Numbers], events: Sequence[str]) -> Panel:
-    """Everything at once: numbers with their curves, chosen configurations, where the time went, latest events."""
+def panel(
+    step: int, total: int, left: timedelta, history: Sequence[Numbers], events: Sequence[str], width: int = 100
+) -> Panel:
+    """Numbers with their curves, chosen configurations, where the time went and the latest events, `width` columns."""
     now = history[-1]
-    table = Table.grid(padding=(0, 2))
+    room = max(width - EDGES - NAMES - GAP, 1)  # columns beside the names
+    curves = min(HISTORY, max(room - VALUES - GAP, 1))
+    numbers = _grid(NAMES, VALUES, curves)
     for key, (name, style) in SHOWN.items():
         if key in now:
-            table.add_row(
-                name, style.format(now[key]), Text(curve([row.get(key, math.nan) for row in history]), "green")
-            )
-    table.add_row("configurations", configs(now) or "plain", "")
-    table.add_row("seconds", "", split(now))
+            values = [row.get(key, math.nan) for row in list(history)[-curves:]]
+            numbers.add_row(name, style.format(now[key]), Text(curve(values), "green"))
+    texts = _grid(NAMES, room)
+    texts.add_row("configurations", configs(now) or "plain")
+    texts.add_row("seconds", split(now, room))
     for event in events:
-        table.add_row("event", "", Text(event, "yellow", overflow="ellipsis", no_wrap=True))
-    return Panel(Group(ProgressBar(total, step + 1), table), title=f"step {step + 1} of {total}, {left} left")
+        texts.add_row("event", Text(event, "yellow"))
+    bar = Table.grid(expand=True)  # in a table of its own, since a bar ends without a newline
+    bar.add_row(ProgressBar(total, step + 1))
+    title = f"step {step + 1} of {total}, {left} left"
+    return Panel(Group(bar, numbers, texts), title=title, width=width)
+
+
+def _grid(*widths: int) -> Table:
+    """A table without lines, of columns of these widths. Nothing wraps: what is too long ends in an ellipsis."""
+    grid = Table.grid(padding=(0, GAP, 0, 0))
+    for width in widths:
+        grid.add_column(min_width=width, max_width=width, no_wrap=True, overflow="ellipsis")
+    return grid
 
 
 def configs(values: Numbers) -> str:
@@ -90,17 +110,37 @@ def configs(values: Numbers) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda x: -x[1]) if share > 0)
 
 
-def split(values: Numbers) -> Text:
-    """Seconds of a step's parts, behind a bar of their shares."""
+def split(values: Numbers, width: int = 100) -> Text:
+    """Seconds of a step's parts in at most `width` columns, behind a bar of their shares if there is room."""
     seconds = {part: values[f"seconds_{part}"] for part in PARTS if f"seconds_{part}" in values}
+    longest = ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
+    shorter = ", ".join(f"{part} {value:.0f} s" for part, value in seconds.items())
+    told = longest if len(longest) <= width else shorter
+    cells = min(BAR, width - len(told) - 1)
+    if cells < len(seconds):
+        return Text(told)
     whole = sum(seconds.values()) or 1.0
-    bar = [("█" * round(20 * value / whole), PARTS[part]) for part, value in seconds.items()]
-    return Text.assemble(*bar, " ", ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items()))
+    bar = []
+    drawn = 0
+    total = 0.0
+    for part, value in seconds.items():
+        total += value
+        end = round(cells * total / whole)  # of running sums, so that the parts fill the bar exactly
+        bar.append(("█" * (end - drawn), PARTS[part]))
+        drawn = end
+    return Text.assemble(*bar, " ", told)
 
 
 def curve(values: Sequence[float]) -> str:
-    """A line of blocks from the least to the greatest value; a space where there is none."""
+    """Draw values as a line of blocks, the lowest for the least; a space for a value that is not finite."""
     known = [value for value in values if math.isfinite(value)]
-    low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - low
+    if not math.isfinite(span) or span == 0.0:
+        span = 1.0
     height = len(BLOCKS) - 1
-    return "".join(BLOCKS[round(height * (v - low) / span)] if math.isfinite(v) else " " for v in values)
+    drawn = ""
+    for value in values:
+        level = min(round(height * (value - low) / span), height) if math.isfinite(value) else None
+        drawn += " " if level is None else BLOCKS[level]
+    return drawn

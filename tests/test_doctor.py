@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rlspec import doctor
+from megatron_rlspec import doctor, files
 from megatron_rlspec.config import Config, load
 from megatron_rlspec.doctor import Defect, Finding
 
@@ -112,3 +112,22 @@ def test_unknown_defect_is_refused(capsys):
         doctor.main(["mcore-nothing"])
     assert error.value.code == 2
     assert "known: mcore-contract" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_names_can_be_copied_back_at_any_width(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    seen = [Finding(d.name, d.package, "present", "a long sentence " * 20, "rollout.x") for d in doctor.DEFECTS]
+    doctor._show(seen, EMBEDDED, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [d.name for d in doctor.DEFECTS] == [line.split()[0] for line in lines if line.endswith("  present")]
+    body = lines[: lines.index("", len(lines) - 3)]
+    assert max(map(len, body)) <= width
+    text = " ".join(" ".join(body).split())
+    assert all(d.harm in text and d.remedy in text for d in doctor.DEFECTS)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("probed"))
+    with pytest.raises(files.FileError, match="there is no directory"):
+        doctor.main(["--json", str(tmp_path / "no" / "x.json")])

@@ -2,6 +2,7 @@ import io
 import math
 from datetime import timedelta
 
+import pytest
 from rich.console import Console
 
 from megatron_rlspec.live import View, curve, line, panel
@@ -51,3 +52,48 @@ def test_a_panel_of_a_warm_start_has_no_rollout():
 
 def test_curve_leaves_out_what_is_not_there():
     assert curve([0.0, math.nan, 1.0]) == "▁ █" and curve([2.0, 2.0]) == "▁▁" and curve([]) == ""
+
+
+FULL = RECORD | {
+    "rollout/response_length": 812.0,
+    "drafter/match_1": 0.91,
+    "policy/loss": -0.0123,
+    "drafter/objective": 1.234,
+    "seconds_generate": 123.456,
+    "seconds_train": 45.67,
+    "seconds_push": 8.9,
+    "spec/share_k1": 0.1,
+}
+EVENT = "[health] engine-1: drop: " + "a long reason " * 12
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 160])
+def test_every_row_is_a_line_of_its_own_at_any_width(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    history = [FULL | {"rollout/reward": 0.01 * i} for i in range(60)]
+    console.print(panel(59, 90, timedelta(seconds=4000), history, [EVENT, "[reward] short"], console.width))
+    lines = console.export_text().splitlines()
+    assert {len(text) for text in lines} == {width}
+    top, bar, *rows, bottom = lines
+    assert "step 60 of 90, 1:06:40 left" in top and set(bar) <= set("│ ━╸╺")
+    names = ["reward", "accept length", "tokens/s", "response length", "drafter agreement", "loss", "drafter loss"]
+    names += ["configurations", "seconds", "event", "event"]
+    assert [row[2:19].strip() for row in rows] == names
+    values = ["0.590", "2.25", "1234", "812", "0.91", "-0.012", "1.234"]
+    assert [row[21:29].strip() for row in rows[:7]] == values
+    curves = [row[31:].rstrip("│ ") for row in rows[:7]]
+    assert {len(drawn) for drawn in curves} == {min(40, width - 33)} and curves[0].endswith("█")
+    assert rows[7][21:].startswith("k3 75%, off 25%, k1 10%")
+    for part, exact in (("generate", "123.46"), ("train", "45.67"), ("push", "8.90")):
+        assert f"{part} {exact} s" in rows[8] or f"{part} {float(exact):.0f} s" in rows[8], rows[8]
+    assert ("█" in rows[8]) == (width > 60)
+    assert rows[9][21:].startswith("[health] engine-1: drop: a long") and "…" in rows[9]
+    assert rows[10][21:].startswith("[reward] short")
+
+
+def test_the_panel_of_a_view_has_its_console_s_width():
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, color_system=None, legacy_windows=False)
+    with View(3, 0, [], console) as view:
+        view.update(0, FULL)
+    assert "│ reward             0.500" in out.getvalue()
