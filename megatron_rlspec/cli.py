@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
@@ -47,6 +48,10 @@ ERRORS = {
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang"}
+# Six warnings that Megatron prints at its import. On a machine without a GPU that fallback is meant; on one with a
+# GPU they are left as they are, since training there is slow without these packages.
+MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
+GPU_DEVICE = "/dev/nvidiactl"
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
 TRAIN_NOTES = """\
 With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
@@ -69,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
         sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
+    if not os.path.exists(GPU_DEVICE):
+        warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))
 

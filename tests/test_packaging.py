@@ -45,3 +45,20 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path)
     (line,) = done.stderr.splitlines()
     assert line.startswith("rlspec") and all(word in line for word in expects), line
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(gpu, tmp_path):
+    device = tmp_path / "nvidiactl"
+    if gpu:
+        device.touch()
+    code = (
+        f"from megatron_rlspec import cli; cli.GPU_DEVICE = {str(device)!r}\n"
+        "cli.COMMANDS['imports'] = ('megatron.core.optimizer:get_megatron_optimizer', '')\n"
+        "cli.run = lambda act: __import__('megatron.core.optimizer') and 0\n"
+        "cli.main(['imports'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("Apex are not installed" in done.stderr) == gpu, done.stderr
+    assert gpu or not done.stderr.strip()
