@@ -14,6 +14,8 @@ from typing import Literal, NoReturn
 
 from megatron_rlspec import doctor
 from megatron_rlspec.config import Config, ConfigError, load, options
+from megatron_rlspec.inputs import check_inputs
+from megatron_rlspec.weights.model_directory import check_model
 
 COMMANDS = {
     "train": ("megatron_rlspec.cli:train", "GRPO with a co-trained drafter (start it under torchrun)"),
@@ -53,6 +55,7 @@ EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglan
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 GPU_DEVICE = "/dev/nvidiactl"
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
+MOST_RANKS = 65536
 TRAIN_NOTES = """\
 With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
 
@@ -114,7 +117,8 @@ def exit_code(error: Exception) -> int | None:
 def train(argv: list[str]) -> None:
     if "--dry-run" in argv:
         return dry_run(argv)
-    config = parse("train", argv)  # before the heavy imports: a mistake is told at once
+    config = parse("train", argv)  # mistakes are told before the heavy imports
+    check_inputs(config, "train")
     doctor.refuse_if_affected(config, engines=True)
     from megatron_rlspec import loop
 
@@ -123,6 +127,7 @@ def train(argv: list[str]) -> None:
 
 def sft(argv: list[str]) -> None:
     config = parse("sft", argv)
+    check_inputs(config, "sft")
     doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
     from megatron_rlspec import loop
 
@@ -135,13 +140,15 @@ def dry_run(argv: list[str]) -> None:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "1")))
     options, rest = parser.parse_known_args(argv)
-    if options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks}, expected 1 or more")
+    if not 1 <= options.ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
     config = parse("train", rest, options.ranks)
+    longest = config.model.max_length
+    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 
-    for line in dry_run.report(config, dry_run.config_of(config.model.path), options.ranks):
+    for line in dry_run.report(config, hf_config, options.ranks):
         print(line)
 
 

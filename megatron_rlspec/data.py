@@ -1,19 +1,24 @@
 """Prompts and demonstrations from JSONL and Parquet, in slime's format, and the order in which they are drawn.
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata; a demonstration has a response
-instead of a label. Whatever is wrong with a row is told with its file and line, and nothing is skipped in silence.
+instead of a label. An error names the row's file and line. Rows that are too long are counted; no other row is skipped.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from megatron_rlspec import files
 from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.types import Prompt, Sample
 
@@ -22,10 +27,12 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
+LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
+CHECKED_ROWS = 20_000  # that are looked at before a run starts; the others when they are read
 
 
 class DataError(ValueError):
-    """A row, file or tokenizer that cannot be used, told in one line: where, what is wrong, what was expected."""
+    """A row, file or tokenizer that cannot be used. One line: where, what is wrong, what was expected."""
 
 
 @dataclass
@@ -43,7 +50,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"an order of {self.size} rows never gives one")
+            raise ValueError("the dataset has no rows; expected at least one")
 
     def take(self, count: int) -> list[int]:
         """The next `count` indices; an epoch's end is crossed, so a row may come twice if `count` exceeds the rest."""
@@ -57,15 +64,28 @@ class Order:
         return taken
 
     def state(self) -> dict[str, int]:
+        """What `restore` takes."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": self.size}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Raises DataError if the state belongs to other data or another seed: the order would not continue."""
+        """Continue where `state` was taken.
+
+        Raises DataError if it belongs to other data or another seed, or is none: the order would not continue.
+        """
+        given = dict(state) if isinstance(state, Mapping) else {}
+        for name in ("size", "seed", "epoch", "position"):
+            value = given.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise DataError(f"cannot resume the data order: {name}={value!r}, expected an integer from 0 on")
         for name in ("size", "seed"):
-            if state[name] != getattr(self, name):
+            if given[name] != getattr(self, name):
                 raise DataError(
-                    f"cannot resume the data order: {name} was {state[name]}, but is {getattr(self, name)} now"
+                    f"cannot resume the data order: {name} was {given[name]}, but is {getattr(self, name)} now"
                 )
+        if given["position"] >= self.size:
+            raise DataError(
+                f"cannot resume the data order: position={given['position']}, expected a number below size={self.size}"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _permutation(self) -> np.ndarray:
@@ -109,14 +129,19 @@ class Demonstrations(Source[Sample]):
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local checkpoint directory. Raises DataError."""
-    from transformers import AutoTokenizer  # seconds, which whoever only reads rows should not pay
+    from transformers import AutoTokenizer  # takes seconds to import, and reading rows does not need it
 
     if not Path(path).is_dir():
         raise DataError(f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot read
         raise DataError(f"{path}: no tokenizer that Transformers can load ({_first_line(error)})") from None
+    if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
+        raise DataError(
+            f"{path}: its tokenizer makes no tokens of '1 + 1 ='; expected the files of the whole tokenizer"
+        )
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -138,9 +163,33 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix not in readers:
         raise DataError(f"{path}: expected a name that ends in {' or '.join(readers)}")
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise DataError(f"{path}: expected a regular file, found a {files.kind(mode)}")
         yield from readers[path.suffix](path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or _first_line(error)}") from None
+
+
+def check_prompts(path: str | Path, options: DataConfig) -> None:
+    """Check a file of prompts without a tokenizer: its first rows. Raises DataError."""
+    rows = 0
+    for where, row in islice(read_rows(path), CHECKED_ROWS):
+        _prompt(where, row, options)
+        _label(where, row, options.label_key)
+        _metadata(where, row, options.metadata_key)
+        rows += 1
+    _require(path, range(rows), 0, "prompts")
+
+
+def check_demonstrations(path: str | Path, options: DataConfig, response_key: str) -> None:
+    """Check a file of demonstrations without a tokenizer: its first rows. Raises DataError."""
+    rows = 0
+    for where, row in islice(read_rows(path), CHECKED_ROWS):
+        _prompt(where, row, options)
+        _response(where, row, response_key)
+        rows += 1
+    _require(path, range(rows), 0, "samples")
 
 
 def read_prompts(
@@ -151,18 +200,14 @@ def read_prompts(
     `Prompt.id` is the row's index in the file, whatever was left out; `Prompt.text` is what was tokenized, without
     special tokens added. Raises DataError, also if no prompt is short enough.
     """
-    rows = [
-        (
-            _render(where, _field(where, row, options.prompt_key), tokenizer, options.apply_chat_template),
-            _label(where, row, options.label_key),
-            _metadata(where, row, options.metadata_key),
-        )
-        for where, row in read_rows(path)
-    ]
+    rows = []
+    for where, row in read_rows(path):
+        text = _text(where, row, options, tokenizer)
+        rows.append((text, _label(where, row, options.label_key), _metadata(where, row, options.metadata_key)))
     prompts, dropped = [], 0
-    for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows])):
+    for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows], max_tokens)):
         text, label, metadata = rows[i]
-        if len(tokens) > max_tokens:
+        if tokens is None or len(tokens) > max_tokens:
             dropped += 1
         else:
             prompts.append(Prompt(i, tokens, label, text, metadata))
@@ -179,47 +224,55 @@ def read_demonstrations(
 ) -> tuple[list[Sample], int]:
     """All written answers as samples of at most `max_tokens` tokens, and how many longer ones were left out.
 
-    Trained are the response and the end-of-sequence token after it. Prompt and response are tokenized apart, since at
-    that border the policy will start to write, too. Raises DataError.
+    The response and the end-of-sequence token after it are trained. Prompt and response are tokenized apart, as in a
+    rollout, where the policy starts to write at that border. Raises DataError.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
     rows = []
     for where, row in read_rows(path):
-        prompt = _render(where, _field(where, row, options.prompt_key), tokenizer, options.apply_chat_template)
-        response = _field(where, row, response_key)
-        if not isinstance(response, str):
-            raise DataError(f"{where}: {response_key} is {_kind(response)}, expected text")
-        rows.append((prompt, response))
-    asked = _tokenize(tokenizer, [prompt for prompt, _ in rows])
-    answered = _tokenize(tokenizer, [response for _, response in rows])
+        rows.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
+    asked = _tokenize(tokenizer, [prompt for prompt, _ in rows], max_tokens)
+    answered = _tokenize(tokenizer, [response for _, response in rows], max_tokens)
     samples, dropped = [], 0
     for i, (prompt, response) in enumerate(zip(asked, answered, strict=True)):
-        tokens = np.concatenate([prompt, response, [tokenizer.eos_token_id]])
-        if len(tokens) > max_tokens:
+        if prompt is None or response is None or len(prompt) + len(response) + 1 > max_tokens:
             dropped += 1
             continue
+        tokens = np.concatenate([prompt, response, [tokenizer.eos_token_id]])
         mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
-        nothing = np.zeros(len(tokens), np.float32)
+        no_logprobs = np.zeros(len(tokens), np.float32)
         text, written = rows[i]
-        samples.append(Sample(f"row-{i}", Prompt(i, prompt, text=text), tokens, mask, nothing, text=written))
+        samples.append(Sample(f"row-{i}", Prompt(i, prompt, text=text), tokens, mask, no_logprobs, text=written))
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
     return samples, dropped
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+        for number in count(1):
+            line = file.readline(LONGEST_LINE + 1)
             where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # not UTF-8, or not JSON
-                raise DataError(f"{where}: not valid JSON: {_first_line(error)}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: {_kind(row)}, expected an object")
-            yield where, row
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row a line")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield where, _json_row(where, line)
+
+
+def _json_row(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = files.parse_json(line.decode(), where)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line") from None
+    except files.FileError as error:
+        raise DataError(str(error)) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {_kind(row)}, expected an object")
+    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -233,56 +286,92 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
-    except pyarrow.ArrowInvalid as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: truncated or not Parquet ({_first_line(error)})") from None
 
 
-def _field(where: str, row: Mapping[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        raise DataError(f"{where}: no {key}; the row has {', '.join(row) or 'nothing'}")
+def _field(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
+    if key not in row:
+        columns = ", ".join(map(str, row)) or "nothing"
+        raise DataError(f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column")
+    if row[key] is None:
+        raise DataError(f"{where}: {key} is null, expected a value")
     return row[key]
 
 
-def _render(where: str, prompt: Any, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> str:
-    """What the policy is to continue."""
-    if isinstance(prompt, str) and not apply_chat_template:
-        text = prompt
-    elif not apply_chat_template:
-        raise DataError(f"{where}: the prompt is {_kind(prompt)}; chat messages need data.apply_chat_template=true")
-    else:
-        text = _render_chat(
-            where, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tokenizer
+def _well_formed(where: str, key: str, text: str) -> str:
+    """Raise DataError for half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key} holds a lone surrogate, {text[error.start]!r} at character {error.start}; expected text "
+            "that UTF-8 can encode"
+        ) from None
+    return text
+
+
+def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
+    """Text, or chat messages if these are asked for."""
+    prompt = _field(where, row, options.prompt_key, "data.prompt_key")
+    if prompt in ("", []):
+        raise DataError(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        return _well_formed(where, "the prompt", prompt)
+    if not options.apply_chat_template:
+        raise DataError(
+            f"{where}: the prompt is {_kind(prompt)}, expected text; chat messages need data.apply_chat_template=true"
         )
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: the prompt is {_kind(prompt)}, expected text or a list of messages")
+    for message in prompt:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: a message is {_kind(message)}, expected an object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
+                raise DataError(f"{where}: {key} of a message is {_kind(message[key])}, expected text")
+            _well_formed(where, f"{key} of a message", message[key])
+    return prompt
+
+
+def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the policy continues."""
+    prompt = _prompt(where, row, options)
+    text = _render_chat(where, prompt, tokenizer) if options.apply_chat_template else str(prompt)
     if not text:
         raise DataError(f"{where}: the prompt is empty")
     return text
 
 
-def _render_chat(where: str, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    from jinja2 import TemplateError
-
+def _render_chat(where: str, prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         raise DataError(f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: the prompt is {_kind(messages)}, expected text or a list of messages")
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: a message is {_kind(message)}, expected an object with role and content")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of the model's author: it can raise anything
         raise DataError(f"{where}: the chat template refuses the messages: {_first_line(error)}") from None
 
 
+def _response(where: str, row: Mapping[str, Any], key: str) -> str:
+    response = _field(where, row, key, "sft.response_key")
+    if not isinstance(response, str):
+        raise DataError(f"{where}: {key} is {_kind(response)}, expected text")
+    return _well_formed(where, key, response)
+
+
 def _label(where: str, row: Mapping[str, Any], key: str) -> str:
-    """Text, or a number as JSON writes it; an empty key: rows have no label."""
+    """Text, or a number as JSON writes it; with an empty key rows have no label."""
     if not key:
         return ""
-    label = _field(where, row, key)
+    label = _field(where, row, key, "data.label_key")
     if isinstance(label, bool) or not isinstance(label, (str, int, float)):
         raise DataError(f"{where}: {key} is {_kind(label)}, expected text or a number")
-    return str(label)
+    if isinstance(label, float) and not math.isfinite(label):
+        raise DataError(f"{where}: {key} is {label}, expected text or a finite number")
+    return _well_formed(where, key, str(label))
 
 
 def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -291,15 +380,28 @@ def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]
         return {}
     if not isinstance(metadata, dict):
         raise DataError(f"{where}: {key} is {_kind(metadata)}, expected an object")
+    try:
+        _well_formed(where, key, json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False))
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where}: {key} holds NaN or infinity, expected finite numbers") from None
     return metadata
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """`[P] int64` per text. Special tokens are the chat template's business."""
-    tokens: list[np.ndarray] = []
-    for start in range(0, len(texts), TOKENIZER_BATCH):
-        batch = tokenizer(list(texts[start : start + TOKENIZER_BATCH]), add_special_tokens=False)
-        tokens += [np.asarray(ids, np.int64) for ids in batch["input_ids"]]
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int) -> list[np.ndarray | None]:
+    """`[P] int64` per text, without special tokens, which a chat template writes where they belong.
+
+    None for a text of more characters than `max_tokens` of the vocabulary's longest token: it is not tokenized.
+    """
+    longest = max_tokens * max(map(len, tokenizer.get_vocab()))
+    tokens: list[np.ndarray | None] = [None] * len(texts)
+    short = [index for index, text in enumerate(texts) if len(text) <= longest]
+    for start in range(0, len(short), TOKENIZER_BATCH):
+        chosen = short[start : start + TOKENIZER_BATCH]
+        batch = tokenizer([texts[index] for index in chosen], add_special_tokens=False)
+        for index, ids in zip(chosen, batch["input_ids"], strict=True):
+            tokens[index] = np.asarray(ids, np.int64)
     return tokens
 
 

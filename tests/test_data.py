@@ -165,12 +165,12 @@ BAD_ROWS = {
     "3": "a number, expected an object",
     "null": "null, expected an object",
     '{"label": "1"}': "no prompt; the row has label",
-    '{"prompt": null, "label": "1"}': "no prompt",
+    '{"prompt": null, "label": "1"}': "prompt is null, expected a value",
     "{}": "no prompt; the row has nothing",
     '{"prompt": "a1="}': "no label; the row has prompt",
     '{"prompt": "", "label": "1"}': "the prompt is empty",
-    '{"prompt": 5, "label": "1"}': "the prompt is a number; chat messages need data.apply_chat_template=true",
-    '{"prompt": [{"role": "user", "content": "x"}], "label": "1"}': "the prompt is a list; chat messages need",
+    '{"prompt": 5, "label": "1"}': "the prompt is a number, expected text; chat messages need",
+    '{"prompt": [{"role": "user", "content": "x"}], "label": "1"}': "the prompt is a list, expected text; chat",
     '{"prompt": "a1=", "label": ["1"]}': "label is a list, expected text or a number",
     '{"prompt": "a1=", "label": true}': "label is true or false, expected text or a number",
     '{"prompt": "a1=", "label": {"answer": 1}}': "label is an object, expected text or a number",
@@ -189,7 +189,7 @@ def test_a_bad_row_is_told_with_file_and_line(tmp_path, tokenizer, line, message
 
 BAD_CHATS = {
     "5": "the prompt is a number, expected text or a list of messages",
-    "[]": "the prompt is a list, expected text or a list of messages",
+    "[]": "the prompt is empty",
     '["hello"]': "a message is text, expected an object with role and content",
     '[{"role": "user"}]': "a message is an object, expected an object with role and content",
     '[{"role": "tool", "content": "x"}]': "the chat template refuses the messages: no tools here",
@@ -230,9 +230,9 @@ def test_bad_files_are_told(tmp_path, tokenizer):
     assert told(tmp_path / "none.parquet").startswith(f"{tmp_path}/none.parquet: ")
     assert told(tmp_path / "rows.json") == f"{tmp_path}/rows.json: expected a name that ends in .jsonl or .parquet"
     (tmp_path / "folder.jsonl").mkdir()
-    assert told(tmp_path / "folder.jsonl") == f"{tmp_path}/folder.jsonl: Is a directory"
+    assert told(tmp_path / "folder.jsonl") == f"{tmp_path}/folder.jsonl: expected a regular file, found a directory"
     (tmp_path / "latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xe9"}\n')
-    assert told(tmp_path / "latin.jsonl").startswith(f"{tmp_path}/latin.jsonl:2: not valid JSON: 'utf-8' codec")
+    assert told(tmp_path / "latin.jsonl").startswith(f"{tmp_path}/latin.jsonl:2: not valid JSON: not UTF-8 at byte 12")
     whole = tmp_path / "whole.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD] * 100), whole)
     (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
@@ -245,7 +245,7 @@ def test_bad_files_are_told(tmp_path, tokenizer):
 def test_a_parquet_row_is_told_by_its_number(tmp_path, tokenizer):
     rows = [GOOD, GOOD, {"prompt": None, "label": "1"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=f"{tmp_path}/rows.parquet: row 3: no prompt"):
+    with pytest.raises(DataError, match=f"{tmp_path}/rows.parquet: row 3: prompt is null"):
         read_prompts(tmp_path / "rows.parquet", DataConfig(), tokenizer, 100)
 
 

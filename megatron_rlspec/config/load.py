@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import stat
 import tomllib
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_rlspec import files
 from megatron_rlspec.config import upstream
 from megatron_rlspec.config.base import ConfigError
+from megatron_rlspec.config.expected import expected, metavar, of_integers, short, shown
 from megatron_rlspec.config.run import Config
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
@@ -55,7 +53,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
         section, _, key = dotted.partition(".")
         table = tree.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section}: expected a table [{section}] (got {_shown(table)})")
+            raise ConfigError(f"{path}: {section}: expected a table [{section}] (got {shown(table)})")
         table[key] = _converted(text, fields[dotted]) if dotted in fields else text
     try:
         return Config.model_validate(tree)
@@ -67,30 +65,19 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 def options() -> Iterator[Option]:
     """Every option, in order: what `--help` and docs/configuration.md show."""
     for name, field in _fields():
-        yield Option(name, field.default, field.description or "", _expected(field), _metavar(field))
+        yield Option(name, field.default, field.description or "", expected(field), metavar(field))
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; a byte order mark, which some editors write, is skipped. Raises ConfigError."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
-        with open(handle, "rb") as file:
-            about = os.fstat(handle)
-            if not stat.S_ISREG(about.st_mode):
-                raise ConfigError(f"{path}: not a file; expected a TOML file")
-            if about.st_size > LARGEST_FILE:
-                raise ConfigError(f"{path}: {about.st_size} bytes; expected a TOML file of at most {LARGEST_FILE}")
-            return tomllib.loads(file.read().decode("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; expected a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {_short(str(error))}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
+        return tomllib.loads(files.read_text(path, LARGEST_FILE))
+    except files.FileError as error:
+        raise ConfigError(f"{error}; expected a TOML file") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # an integer of more digits than Python converts, a date that does not exist
-        raise ConfigError(f"{path}: not valid TOML: {_short(str(error))}") from None
+    except ValueError as error:  # also an integer of more digits than Python converts, a date that does not exist
+        raise ConfigError(f"{path}: not valid TOML: {short(str(error))}") from None
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -105,7 +92,7 @@ def _converted(text: str, field: FieldInfo) -> Any:
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
-        return [_number(part, int) if _of_integers(field) else part for part in text.split(",") if part]
+        return [_number(part, int) if of_integers(field) else part for part in text.split(",") if part]
     return _number(text, kind) if kind in (int, float) else text
 
 
@@ -114,52 +101,6 @@ def _number(text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         return text
-
-
-def _of_integers(field: FieldInfo) -> bool:
-    return any(isinstance(value, int) for value in field.default)
-
-
-# ---- what an option accepts -----------------------------------------------------------------------------------------
-
-
-def _metavar(field: FieldInfo) -> str:
-    kind = field.annotation
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(map(str, get_args(kind))) + "}"
-    if get_origin(kind) is tuple:
-        return "INTEGER,..." if _of_integers(field) else "TEXT,..."
-    metavars: dict[object, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
-    return metavars.get(kind, "TEXT")
-
-
-def _expected(field: FieldInfo) -> str:
-    """In words: `an integer from 1 to 64`."""
-    kind = field.annotation
-    if get_origin(kind) is Literal:
-        *first, last = (repr(choice) for choice in get_args(kind))
-        return f"{', '.join(first)} or {last}"
-    if get_origin(kind) is tuple:
-        return f"a list of {'integers' if _of_integers(field) else 'texts'}"
-    if kind is bool:
-        return "true or false"
-    nouns: dict[object, str] = {int: "an integer", float: "a number"}
-    noun = nouns.get(kind, "text")
-    return f"{noun}{_bounds(field, kind is int)}"
-
-
-def _bounds(field: FieldInfo, whole: bool) -> str:
-    found: dict[type, float] = {}
-    for rule in field.metadata:
-        if isinstance(rule, (Gt, Ge, Lt, Le)):
-            found[type(rule)] = getattr(rule, type(rule).__name__.lower())
-    low = found.get(Ge, found[Gt] + 1 if whole and Gt in found else None)
-    high = found.get(Le)
-    if low is not None and high is not None:
-        return f" from {low:g} to {high:g}" if not whole else f" from {low} to {high}"
-    words = ((Gt, "greater than"), (Ge, "at least"), (Lt, "less than"), (Le, "at most"))
-    parts = [f"{word} {found[rule]:g}" for rule, word in words if rule in found]
-    return " " + " and ".join(parts) if parts else ""
 
 
 # ---- the message ----------------------------------------------------------------------------------------------------
@@ -171,7 +112,7 @@ def _one_line(error: ValidationError) -> str:
     dotted = ".".join(str(part) for part in loc if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
         return _unknown(dotted, first["input"])
-    got = f" (got {_shown(first['input'])})"
+    got = f" (got {shown(first['input'])})"
     if first["type"] == "model_type":
         return f"{dotted}: expected a table [{dotted}]{got}"
     if first["type"] == "value_error":
@@ -195,15 +136,15 @@ def _wanted(first: Mapping[str, Any], field: FieldInfo) -> str:
     if kind == "string_too_long":
         return f"expected text of at most {context['max_length']} characters"
     if kind == "finite_number":
-        return f"not finite; expected {_expected(field)}"
+        return f"not finite; expected {expected(field)}"
     inside_a_list = any(isinstance(part, int) for part in first["loc"])
     if inside_a_list and "int" in kind:
-        return f"expected {_expected(field)}"
+        return f"expected {expected(field)}"
     if inside_a_list and {"ge", "le", "gt", "lt"} & context.keys():
         bound, value = next(iter(context.items()))
         word = {"ge": "at least", "le": "at most", "gt": "greater than", "lt": "less than"}[bound]
-        return f"expected {_expected(field)}, each {word} {value}"
-    return f"expected {_expected(field)}"
+        return f"expected {expected(field)}, each {word} {value}"
+    return f"expected {expected(field)}"
 
 
 def _unknown(dotted: str, value: Any) -> str:
@@ -213,7 +154,7 @@ def _unknown(dotted: str, value: Any) -> str:
     written = (dotted, *upstream.leaves(value, dotted))
     for name in written:
         if said := upstream.answer(name):
-            return f"unknown option {_short(name)}; {said}"
+            return f"unknown option {short(name)}; {said}"
     sections = difflib.get_close_matches(dotted, Config.model_fields, n=1, cutoff=0.8)
     if sections and "." not in dotted:
         return f"unknown option {dotted}; did you mean {sections[0]}?"
@@ -223,22 +164,6 @@ def _unknown(dotted: str, value: Any) -> str:
     for name in written:
         leaf = upstream.plain(name).rpartition(".")[2]
         if leaf in ours:
-            return f"unknown option {_short(name)}; here it is {ours[leaf]}"
+            return f"unknown option {short(name)}; here it is {ours[leaf]}"
     near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.5)
-    return f"unknown option {_short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; see --help for all")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list, tuple, types.GeneratorType)):
-        return "a table" if isinstance(value, dict) else "a list"
-    if isinstance(value, bool):
-        return str(value).lower()
-    try:
-        return _short(repr(value))
-    except ValueError:  # an integer of more digits than Python converts
-        return "a huge integer"
-
-
-def _short(text: str) -> str:
-    plain = re.sub(r"\s+", " ", text).encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
-    return plain if len(plain) <= 80 else f"{plain[:77]}..."
+    return f"unknown option {short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; see --help for all")

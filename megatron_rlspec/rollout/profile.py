@@ -26,6 +26,8 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF
+from megatron_rlspec.weights.model_config import ModelConfigError
+from megatron_rlspec.weights.model_directory import check_model
 
 NOTES = """\
 Without --url an engine is started. With several, each configuration is measured on the first that runs it.
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {args.plot_only}")
             return 0
         run(args, serve)
-    except (SweepError, EngineError, CostTableError) as error:
+    except (SweepError, EngineError, CostTableError, ModelConfigError) as error:
         print(f"rlspec profile: {error}", file=sys.stderr)
         return 2
     return 0
@@ -192,6 +194,8 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
     """One bench per engine; each configuration is measured on the first that runs it."""
+    if args.model:
+        check_model(args.model, "serve", tokenizer=False)
     if args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
     elif args.model:

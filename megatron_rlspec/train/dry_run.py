@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import DTYPES, Policy, rotary_base, transformer_config
-from megatron_rlspec.weights.checkpoint import read_json
 from megatron_rlspec.weights.names import Family
 
 _META = torch.device("meta")
@@ -199,8 +197,3 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
             torch.cuda.current_device = present
     finally:
         runtime.shut_down()
-
-
-def config_of(directory: str) -> dict[str, Any]:
-    """config.json of a Hugging Face directory; the weights need not be there yet. Raises CheckpointError."""
-    return read_json(Path(directory) / "config.json")

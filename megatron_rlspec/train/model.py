@@ -22,13 +22,13 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
+from megatron_rlspec.weights.model_config import check_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-# Qwen2 has biases at q, k and v whatever its config.json says; the others unless it says so.
+# q, k and v have biases in Qwen2 whatever its config.json says, in the others if it says so.
 BIASED = ("Qwen2ForCausalLM", "MiMoForCausalLM")
-TRAINED = (*BIASED, "Qwen3ForCausalLM", "Glm4MoeForCausalLM")
 
 
 @dataclass
@@ -88,27 +88,22 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelCon
 
 
 def check(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Raise ConfigError, naming the field, if this model cannot be trained here under this configuration."""
-    tensor = config.parallel.tensor
-    groups = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    architecture = (hf_config.get("architectures") or ["missing"])[0]
+    """Raise ConfigError, naming the key, if this model cannot be trained here under this configuration."""
+    where = config.model.path or "the model"
+    typed = check_config(hf_config, where)
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     problems = [
-        ("kv_lora_rank" in hf_config, "kv_lora_rank: latent attention is converted, but not trained"),
-        (architecture not in TRAINED, f"architecture {architecture} is not trained; those are {', '.join(TRAINED)}"),
-        (not isinstance(hf_config.get("intermediate_size"), int), "no intermediate_size, the width of the MLP"),
-        (kind != "default", f"rotary embedding of type {kind}: only the unscaled one is supported"),
-        (hf_config.get("use_sliding_window", False), "use_sliding_window=true: only full attention is supported"),
-        (hf_config.get("hidden_act", "silu") != "silu", f"hidden_act={hf_config.get('hidden_act')}: expected silu"),
         *experts.problems(hf_config, config),
-        (hf_config["vocab_size"] % tensor, f"vocab_size={hf_config['vocab_size']} is no multiple of tensor={tensor}"),
-        (groups % tensor, f"num_key_value_heads={groups} is no multiple of parallel.tensor={tensor}"),
-        (hf_config["num_hidden_layers"] % config.parallel.pipeline, "num_hidden_layers is no multiple of the pipeline"),
+        (typed.vocab_size % tensor, f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}"),
+        (typed.groups % tensor, f"num_key_value_heads={typed.groups} is no multiple of parallel.tensor={tensor}"),
+        (
+            typed.num_hidden_layers % pipeline,
+            f"num_hidden_layers={typed.num_hidden_layers} is no multiple of parallel.pipeline={pipeline}",
+        ),
     ]
     for wrong, message in problems:
         if wrong:
-            raise ConfigError(f"config.json of {config.model.path or 'the model'}: {message}")
+            raise ConfigError(f"config.json of {where}: {message}")
 
 
 def rotary_base(hf_config: Mapping[str, Any]) -> float:

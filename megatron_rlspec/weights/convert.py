@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.weights import checkpoint, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
+from megatron_rlspec.weights.model_directory import check_model
 from megatron_rlspec.weights.names import Family, family_of
 from megatron_rlspec.weights.tensor_file import TensorFile
 from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
@@ -144,10 +145,9 @@ def plan(
         raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
     files.check_new_directory(target)
     small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
-    config = read_json(small_files / "config.json")
+    weights = kind == "hf" and small_files == source
+    config = check_model(small_files, "convert", drafter=not add_mtp, weights=weights, tokenizer=False)
     checkpoint.check_companions(small_files)
-    if config.get("quantization_config"):
-        raise ValueError(f"{small_files}: quantised weights are not converted; start from a bf16 or fp32 checkpoint")
     family = family_of(config, spec)
     if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
         raise ValueError(

@@ -239,7 +239,7 @@ def test_memory_is_that_of_a_real_trainer(index):
 REFUSED = [
     ({"--parallel.tensor": "3"}, MIMO, "needs a multiple of 3 ranks"),
     ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
-    ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers is no multiple of the pipeline"),
+    ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers=36 is no multiple of parallel.pipeline=8"),
     ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),
     ({"--ranks": "0"}, MIMO, "--ranks 0, expected 1 or more"),
 ]

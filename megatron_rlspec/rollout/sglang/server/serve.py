@@ -28,6 +28,8 @@ from typing import Any
 from megatron_rlspec.rollout.sglang.server import versions
 from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, SCRATCH_PREFIX, Settings, known_key
 from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.weights.model_config import ModelConfigError
+from megatron_rlspec.weights.model_directory import check_model
 
 # What torchrun and cluster launchers leave behind; SGLang would take it for its own process group.
 _DISTRIBUTED = {
@@ -109,6 +111,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
     arguments, settings = arguments_for(options, device)
+    _check_model(options)
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
@@ -117,6 +120,13 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         os.environ.update(_sglang().cpu_environment)
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    try:
+        check_model(options.model, "serve", drafter=options.spec != "off", tokenizer=False)
+    except ModelConfigError as error:
+        raise ServeError(f"--model {options.model}: {error}") from None
 
 
 def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings]:

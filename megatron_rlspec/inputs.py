@@ -1,0 +1,83 @@
+"""What a run reads, checked before anything heavy is imported and before anything starts: no torch in here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from megatron_rlspec import data
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.weights.model_directory import check_model
+
+REWARD_SECONDS = 120.0  # a reward's module may import heavy libraries
+_CHECK_REWARD = """\
+import os, sys
+sys.path.insert(0, os.getcwd())
+from megatron_rlspec.rl.reward_worker import build, one_line
+kind, answer = sys.argv[1], int(sys.argv[2])
+try:
+    build(kind, 1.0)
+    os.write(answer, b"importable")
+except Exception as error:
+    os.write(answer, one_line(error).encode("utf-8", "backslashreplace"))
+"""
+
+
+def check_inputs(config: Config, command: Literal["train", "sft"]) -> None:
+    """Raise ConfigError, DataError or CostTableError for model, data, cost table or reward that cannot be used.
+
+    On rank 0 of a job alone: the others would read the same. A reward's module is imported in a child process.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    evaluates = command == "train" or config.sft.eval_every > 0
+    with _reward_checked(config.reward.kind if evaluates else "exact"):
+        check_model(config.model.path, "train", drafter=config.drafter.train, longest=config.model.max_length)
+        if config.spec.cost_table:
+            CostTable.load(config.spec.cost_table)
+        if command == "train":
+            data.check_prompts(config.data.path, config.data)
+        else:
+            data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
+        if config.data.eval_path and evaluates:
+            data.check_prompts(config.data.eval_path, config.data)
+
+
+@contextmanager
+def _reward_checked(kind: str) -> Iterator[None]:
+    """Import a reward in a child process meanwhile, and raise ConfigError at the end if that fails."""
+    if kind == "exact" or kind.startswith(("http://", "https://")):
+        yield
+        return
+    reading, writing = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHECK_REWARD, kind, str(writing)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # what a module prints when it is imported is shown when the run imports it
+        stderr=subprocess.DEVNULL,
+        pass_fds=(writing,),
+        start_new_session=True,
+    )
+    os.close(writing)
+    try:
+        yield
+        child.wait(REWARD_SECONDS)
+        os.set_blocking(reading, False)
+        with suppress(BlockingIOError):
+            answer = os.read(reading, 4096).decode()
+            if answer != "importable":
+                ended = f"the import of its module ended the process with exit code {child.returncode}"
+                raise ConfigError(f"reward.kind={kind}: {answer or ended}")
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"reward.kind={kind}: its module takes longer than {REWARD_SECONDS:g} s to import") from None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        os.close(reading)

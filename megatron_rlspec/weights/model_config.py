@@ -1,0 +1,287 @@
+"""What a config.json may say, per model family: types, bounds, and the settings that are supported.
+
+A setting that changes what the model computes and that is not implemented here is refused. Keys that no class below
+knows must be empty (null, false, 0, "", [], {}), unless they stand in `HARMLESS`. No torch in here: a mistake is told
+at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.config.expected import expected, short
+
+Size = Annotated[int, Field(gt=0, le=2**24)]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+Number = Annotated[float, Field(gt=0, le=1e12)]
+TokenId = Annotated[int, Field(ge=0, le=2**24)]
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+
+# Metadata, training and generation settings: they do not change what a forward pass computes.
+HARMLESS = frozenset(
+    "architectures model_type transformers_version auto_map use_cache torchscript model_name name_or_path license "
+    "library_name max_window_layers output_attentions output_hidden_states return_dict use_return_dict id2label "
+    "label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix unsloth_version "
+    "unsloth_fixed transformers.js_config keys_to_ignore_at_inference router_aux_loss_coef output_router_logits "
+    "aux_loss_alpha seq_aux ep_size attn_implementation use_bfloat16 tf_legacy_loss pruned_heads unk_token_id "
+    "sep_token_id decoder_start_token_id gradient_checkpointing do_sample temperature top_p top_k typical_p "
+    "repetition_penalty length_penalty diversity_penalty max_length max_new_tokens min_length min_new_tokens num_beams "
+    "num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
+    "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
+    "is_decoder tie_encoder_decoder".split()
+)
+
+
+class ModelConfigError(ConfigError):
+    """A config.json, or a model directory, that cannot be used. One line: key, value and what was expected."""
+
+
+class Shared(BaseModel):
+    """Keys of every family. Unknown keys are kept, and left to the subclasses."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
+    architectures: list[str] = Field(min_length=1, max_length=1, description="one architecture is loaded")
+    model_type: str | None = None
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size
+    max_position_embeddings: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, le=0.1)] = 1e-6
+    initializer_range: Annotated[float, Field(ge=0, le=10)] = 0.02
+    tie_word_embeddings: bool = False
+    eos_token_id: TokenId | list[TokenId] | None = None
+    bos_token_id: TokenId | list[TokenId] | None = None
+    pad_token_id: Annotated[int, Field(ge=-1, le=2**24)] | None = None
+    torch_dtype: Dtype | None = None
+    dtype: Dtype | None = None
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=64)] | None = None
+    rope_theta: Number | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    intermediate_size: Size | None = None
+    moe_intermediate_size: Size | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Shared:
+        heads = self.num_attention_heads
+        if heads % self.groups:
+            raise ValueError(f"num_key_value_heads={self.groups}: expected a divisor of num_attention_heads={heads}")
+        if not self.head_dim and self.hidden_size % heads:
+            raise ValueError(f"num_attention_heads={heads}: expected a divisor of hidden_size={self.hidden_size}")
+        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            value = getattr(self, key)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and token >= self.vocab_size:
+                    raise ValueError(f"{key}={token}: expected an id below vocab_size={self.vocab_size}")
+        if self.dtype and self.torch_dtype and self.dtype != self.torch_dtype:
+            raise ValueError(f"torch_dtype={self.torch_dtype}: expected the same as dtype={self.dtype}")
+        return self
+
+
+class Converted(Shared):
+    """Families whose tensors are renamed and moved, but whose forward pass is not computed here."""
+
+
+class Trained(Shared):
+    """Families that are trained: every setting is either implemented, or refused."""
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+
+    intermediate_size: Size  # type: ignore[assignment]  # of these families it is needed
+    hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
+    use_sliding_window: Literal[False] | None = Field(False, description="only full attention is implemented")
+    sliding_window: Size | None = None
+    layer_types: list[str] | None = None
+    attention_bias: bool | None = None
+    attention_dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="dropout is not implemented")
+    quantization_config: None = Field(None, description="quantised weights are neither trained nor converted")
+    compression_config: None = Field(None, description="quantised weights are neither trained nor converted")
+    is_encoder_decoder: Literal[False] = False
+    pretraining_tp: Literal[1] = 1
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """What is said of rotary embeddings, all of it."""
+        return {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
+
+    @model_validator(mode="after")
+    def _only_what_is_implemented(self) -> Trained:
+        if self.model_type is not None and self.model_type not in self.model_types:
+            raise ValueError(f"model_type={self.model_type}: expected {' or '.join(self.model_types)}")
+        for key in ("rope_scaling", "rope_parameters"):
+            self._check_rope(key, getattr(self, key) or {})
+        bases = [base for base in (self.rope_theta, self.rope.get("rope_theta")) if base is not None]
+        if len(set(bases)) > 1:
+            raise ValueError(f"rope_theta={bases[0]:g}: expected the same as rope_parameters.rope_theta={bases[1]:g}")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim={self.head_size}: expected an even number, for rotary embeddings")
+        other = [kind for kind in self.layer_types or () if kind != "full_attention"]
+        if other:
+            raise ValueError(f"layer_types holds {other[0]}: only full_attention is implemented")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types: {len(self.layer_types)} of them, num_hidden_layers={self.num_hidden_layers}"
+            )
+        return self
+
+    def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
+        for name, value in rope.items():
+            if name in ("rope_type", "type"):
+                if value != "default":
+                    raise ValueError(
+                        f"{key}: rotary embedding of type {_shown(value)}; only the default is implemented"
+                    )
+            elif name == "rope_theta":
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e12:
+                    raise ValueError(f"{key}.rope_theta={_shown(value)}: expected a number greater than 0")
+            elif name == "partial_rotary_factor":
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                    raise ValueError(f"{key}.{name}={_shown(value)}: expected a number greater than 0 and at most 1")
+            elif value:
+                raise ValueError(
+                    f"{key}.{short(name)}={_shown(value)}: only unscaled rotary embeddings are implemented"
+                )
+
+
+class Dense(Trained):
+    """Qwen2, Qwen3 and MiMo."""
+
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = Field(
+        None, description="all channels of a head are rotated"
+    )
+
+    @model_validator(mode="after")
+    def _dense_and_wholly_rotated(self) -> Dense:
+        for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size"):
+            if getattr(self, key):
+                raise ValueError(f"{key}={getattr(self, key)}: this architecture has no experts; expected null")
+        share = self.rope.get("partial_rotary_factor", 1)
+        if share != 1:
+            raise ValueError(f"rope_parameters.partial_rotary_factor={share}: expected 1")
+        return self
+
+
+class Qwen2(Dense):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+
+    attention_bias: Literal[True] | None = Field(None, description="this architecture always has q, k and v biases")
+
+
+class MiMo(Qwen2):
+    model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2")
+
+
+class Qwen3(Dense):
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+
+
+class Glm4Moe(Trained):
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+
+    num_experts_per_tok: Size | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000)] = 0
+    n_group: Size = 1
+    topk_group: Size = 1
+    routed_scaling_factor: Number = 1.0
+    norm_topk_prob: bool = True
+    use_qk_norm: bool = False
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Glm4Moe:
+        experts, chosen = self.n_routed_experts or 0, self.num_experts_per_tok or 0
+        if chosen > experts:
+            raise ValueError(f"num_experts_per_tok={chosen}: expected at most n_routed_experts={experts}")
+        if experts % self.n_group:
+            raise ValueError(f"n_group={self.n_group}: expected a divisor of n_routed_experts={experts}")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group={self.topk_group}: expected at most n_group={self.n_group}")
+        if self.first_k_dense_replace > self.num_hidden_layers:
+            raise ValueError(
+                f"first_k_dense_replace={self.first_k_dense_replace}: expected at most "
+                f"num_hidden_layers={self.num_hidden_layers}"
+            )
+        return self
+
+
+SCHEMAS: dict[str, type[Shared]] = {
+    "MiMoForCausalLM": MiMo,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+    "Glm4MoeForCausalLM": Glm4Moe,
+}
+
+
+def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
+    """Check a config.json and return it typed. Raises ModelConfigError: `where`, key, value, expectation.
+
+    trained  refuse what cannot be trained, too; otherwise the model is only renamed, or run by SGLang
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    schema = SCHEMAS.get(name)
+    if trained and "kv_lora_rank" in config:
+        raise ModelConfigError(f"config.json of {where}: kv_lora_rank: latent attention is converted, but not trained")
+    if trained and name and schema is None:
+        raise ModelConfigError(
+            f"config.json of {where}: architecture {short(name)} is not trained; those are {', '.join(SCHEMAS)}"
+        )
+    schema = (schema or Trained) if trained else Converted
+    try:
+        found = schema.model_validate(dict(config))
+    except ValidationError as error:
+        raise ModelConfigError(f"config.json of {where}: {_one_line(error, schema, config)}") from None
+    if not trained:
+        if config.get("quantization_config"):
+            raise ModelConfigError(f"config.json of {where}: quantization_config: quantised weights are not converted")
+        return found
+    for key, value in (found.model_extra or {}).items():
+        if value and key not in HARMLESS and not key.startswith("_"):
+            raise ModelConfigError(
+                f"config.json of {where}: {short(key)}={_shown(value)}: unknown to {name}, and might change what the "
+                "model computes; expected null, or no such key"
+            )
+    return found
+
+
+def _one_line(error: ValidationError, schema: type[Shared], config: Mapping[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["msg"]).removeprefix("Value error, ")
+    key = str(first["loc"][0])
+    field = schema.model_fields.get(key)
+    if first["type"] == "missing" or field is None:
+        return f"no {key}; expected {expected(field) if field else 'a value'}"
+    reason = f"; {field.description}" if field.description else ""
+    return f"{key}={_shown(config[key])}: expected {expected(field)}{reason}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return short(value) if value and re.fullmatch(r"[\w./-]+", value) else short(repr(value))
+    return short(json.dumps(value, default=repr))

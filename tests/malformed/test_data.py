@@ -1,0 +1,247 @@
+"""Data files: rows, lines and files that cannot be trained on."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from harness import Case, check, ids, model_files, warm, write_model
+
+from megatron_rlspec import data
+from megatron_rlspec.config import DataConfig, load
+from megatron_rlspec.data import Order
+
+TRAIN = "train --model.path model --model.max_length 64 --rollout.max_new_tokens 32 --data.path "
+SFT = "sft --model.path model --model.max_length 64 --rollout.max_new_tokens 32 --sft.path "
+GOOD = '{"prompt": "a1", "label": "1", "response": "b"}\n'
+
+
+def beside_a_model(write: Callable[[Path], object]) -> Callable[[Path], None]:
+    def both(here: Path) -> None:
+        write_model(here / "model")
+        write(here)
+
+    return both
+
+
+def content(name: str, text: str | bytes) -> Callable[[Path], None]:
+    return beside_a_model(lambda here: (here / name).write_bytes(text.encode() if isinstance(text, str) else text))
+
+
+def row(text: str, *expects: str, act: str = TRAIN, options: str = "") -> Case:
+    """The second line of a file whose first is good."""
+    return Case(
+        f"{act.split()[0]}{options} {text}"[:100],
+        f"{act}x.jsonl{options}",
+        ("x.jsonl:2: ", *expects),
+        content("x.jsonl", GOOD + text),
+    )
+
+
+def file(name: str, path: str, write: Callable[[Path], object], *expects: str, act: str = TRAIN) -> Case:
+    return Case(f"{act.split()[0]} {name}", act + path, expects, beside_a_model(write))
+
+
+def parquet(rows: list[dict], schema: pyarrow.Schema | None = None) -> Callable[[Path], None]:
+    return lambda here: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), here / "x.parquet")
+
+
+CHAT = " --data.apply_chat_template true"
+ROWS = [
+    row("{", "not valid JSON"),
+    row('{"prompt": "a1", "label": "1"', "not valid JSON"),
+    row('{"prompt": "a1", "label": "1"} {}', "not valid JSON: Extra data"),
+    row("[1]", "a list, expected an object"),
+    row("3", "a number, expected an object"),
+    row("null", "null, expected an object"),
+    row("true", "true or false, expected an object"),
+    row('"text"', "text, expected an object"),
+    row("{}", "no prompt; the row has nothing", "data.prompt_key"),
+    row(
+        '{"question": "a", "label": "1"}', "no prompt; the row has question, label", "data.prompt_key names the column"
+    ),
+    row('{"prompt": null, "label": "1"}', "prompt is null, expected a value"),
+    row('{"prompt": "", "label": "1"}', "the prompt is empty"),
+    row('{"prompt": 3, "label": "1"}', "the prompt is a number, expected text"),
+    row('{"prompt": true, "label": "1"}', "the prompt is true or false, expected text"),
+    row('{"prompt": {"a": 1}, "label": "1"}', "the prompt is an object, expected text"),
+    row('{"prompt": [{"role": "user", "content": "x"}], "label": "1"}', "data.apply_chat_template=true"),
+    row('{"prompt": "a1"}', "no label; the row has prompt", "data.label_key names the column"),
+    row('{"prompt": "a1", "label": null}', "label is null, expected a value"),
+    row('{"prompt": "a1", "label": [1]}', "label is a list, expected text or a number"),
+    row('{"prompt": "a1", "label": {}}', "label is an object, expected text or a number"),
+    row('{"prompt": "a1", "label": true}', "label is true or false, expected text or a number"),
+    row('{"prompt": "a1", "label": NaN}', "NaN is no JSON number"),
+    row('{"prompt": "a1", "label": -Infinity}', "Infinity is no JSON number"),
+    row('{"prompt": "a1", "label": 1e999}', "label is inf, expected text or a finite number"),
+    row('{"prompt": "a1", "label": ' + "9" * 5000 + "}", "too many digits"),
+    row('{"prompt": "a1", "label": "1", "metadata": 3}', "metadata is a number, expected an object"),
+    row('{"prompt": "a1", "label": "1", "metadata": [3]}', "metadata is a list, expected an object"),
+    row('{"prompt": "a1", "label": "1", "metadata": {"x": NaN}}', "NaN is no JSON number"),
+    row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN or infinity"),
+    row('{"prompt": "a1", "label": "1", "label": "2"}', "'label' appears twice"),
+    row('{"prompt": "a\\ud800b", "label": "1"}', "the prompt holds a lone surrogate", "at character 1"),
+    row('{"prompt": "a1", "label": "\\udc00"}', "label holds a lone surrogate"),
+    row('{"prompt": "a1", "label": "1", "metadata": {"x": "\\udfff"}}', "metadata holds a lone surrogate"),
+    row('{"prompt": "a1", "label": "1", "metadata": ' + '{"x":' * 50000 + "1" + "}" * 50001, "nested too deeply"),
+    row("[" * 100000, "nested too deeply"),
+    row('{"prompt": 5, "label": "1"}', "the prompt is a number, expected text or a list of", options=CHAT),
+    row('{"prompt": [], "label": "1"}', "the prompt is empty", options=CHAT),
+    row('{"prompt": ["x"], "label": "1"}', "a message is text, expected an object with role", options=CHAT),
+    row('{"prompt": [{"role": "user"}], "label": "1"}', "an object with role and content", options=CHAT),
+    row('{"prompt": [{"role": "user", "content": 3}], "label": "1"}', "content of a message is a number", options=CHAT),
+    row('{"prompt": [{"role": null, "content": "x"}], "label": "1"}', "role of a message is null", options=CHAT),
+    row('{"prompt": [{"role": "user", "content": "\\ud800"}], "label": "1"}', "lone surrogate", options=CHAT),
+    row('{"prompt": "a1"}', "no response; the row has prompt", "sft.response_key", act=SFT),
+    row('{"prompt": "a1", "response": 3}', "response is a number, expected text", act=SFT),
+    row('{"prompt": "a1", "response": ["x"]}', "response is a list, expected text", act=SFT),
+    row('{"prompt": "a1", "response": null}', "response is null, expected a value", act=SFT),
+    row('{"prompt": "a1", "response": "\\ud800"}', "response holds a lone surrogate", act=SFT),
+    row('{"prompt": 7, "response": "x"}', "the prompt is a number, expected text", act=SFT),
+    row('{"prompt": "a1", "response": NaN}', "NaN is no JSON number", act=SFT),
+]
+
+FILES = [
+    file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file"),
+    file("missing parquet", "no.parquet", lambda here: None, "no.parquet: No such file"),
+    file("of another format", "x.csv", lambda here: (here / "x.csv").write_text("a,b"), "x.csv", ".jsonl or .parquet"),
+    file("without a suffix", "rows", lambda here: None, "rows", ".jsonl or .parquet"),
+    file("a directory", "d.jsonl", lambda here: (here / "d.jsonl").mkdir(), "d.jsonl", "found a directory"),
+    file("a pipe", "p.jsonl", lambda here: os.mkfifo(here / "p.jsonl"), "p.jsonl", "found a pipe"),
+    file("a parquet pipe", "p.parquet", lambda here: os.mkfifo(here / "p.parquet"), "p.parquet", "found a pipe"),
+    file("a device", "z.jsonl", lambda here: os.symlink("/dev/zero", here / "z.jsonl"), "z.jsonl", "found a device"),
+    file("a loop", "l.jsonl", lambda here: os.symlink("l.jsonl", here / "l.jsonl"), "l.jsonl", "symbolic links"),
+    file("empty", "x.jsonl", lambda here: (here / "x.jsonl").write_text(""), "x.jsonl: no prompts", "no rows"),
+    file("of empty lines", "x.jsonl", lambda here: (here / "x.jsonl").write_text("\n \n\n"), "the file has no rows"),
+    file("not UTF-8", "x.jsonl", lambda here: (here / "x.jsonl").write_bytes(b'{"prompt": "\xff"}'), "x.jsonl:1: not"),
+    file("UTF-16", "x.jsonl", lambda here: (here / "x.jsonl").write_text(GOOD, "utf-16"), "x.jsonl:1: not valid JSON"),
+    file("binary", "x.jsonl", lambda here: (here / "x.jsonl").write_bytes(os.urandom(4096)), "x.jsonl:1: not valid"),
+    file("gzip", "x.jsonl", lambda here: (here / "x.jsonl").write_bytes(b"\x1f\x8b\x08" + b"x" * 99), "x.jsonl:1: not"),
+    file("one JSON list", "x.jsonl", lambda here: (here / "x.jsonl").write_text(f"[{GOOD}]"), "x.jsonl:1: not valid"),
+    file("pretty JSON", "x.jsonl", lambda here: (here / "x.jsonl").write_text("{\n}"), "x.jsonl:1: not valid JSON"),
+    file("10 MB of junk", "x.jsonl", lambda here: (here / "x.jsonl").write_text("x" * 10**7), "x.jsonl:1: not valid"),
+    file("parquet of text", "x.parquet", lambda here: (here / "x.parquet").write_text("PAR1 but"), "not Parquet"),
+    file("parquet empty", "x.parquet", lambda here: (here / "x.parquet").write_text(""), "not Parquet"),
+    file("parquet cut", "x.parquet", lambda here: cut(here), "x.parquet: truncated or not Parquet"),
+    file("parquet damaged", "x.parquet", lambda here: damaged(here), "x.parquet: truncated or not Parquet"),
+    file("parquet of no rows", "x.parquet", parquet([], pyarrow.schema([("prompt", "string")])), "no rows"),
+    file("parquet null", "x.parquet", parquet([{"prompt": None, "label": "1"}]), "row 1: prompt is null"),
+    file("parquet number", "x.parquet", parquet([{"prompt": 3, "label": "1"}]), "row 1: the prompt is a number"),
+    file("parquet bytes", "x.parquet", parquet([{"prompt": b"a", "label": "1"}]), "row 1: the prompt is bytes"),
+    file("parquet without label", "x.parquet", parquet([{"prompt": "a"}]), "row 1: no label; the row has prompt"),
+    file("parquet NaN", "x.parquet", parquet([{"prompt": "a", "label": float("nan")}]), "row 1: label is nan"),
+    file(
+        "parquet NaN within",
+        "x.parquet",
+        parquet([{"prompt": "a", "label": "1", "metadata": {"x": float("nan")}}]),
+        "row 1: metadata holds NaN",
+    ),
+    file(
+        "parquet metadata", "x.parquet", parquet([{"prompt": "a", "label": "1", "metadata": "x"}]), "metadata is text"
+    ),
+    file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file", act=SFT),
+    file("empty", "x.jsonl", lambda here: (here / "x.jsonl").write_text(""), "no samples", act=SFT),
+    file(
+        "held-out file missing",
+        "x.jsonl --data.eval_path no.jsonl",
+        lambda here: (here / "x.jsonl").write_text(GOOD),
+        "no.jsonl: No such file",
+    ),
+    file(
+        "held-out row",
+        "x.jsonl --data.eval_path e.jsonl",
+        lambda here: [(here / n).write_text(t) for n, t in (("x.jsonl", GOOD), ("e.jsonl", "{}"))],
+        "e.jsonl:1: no prompt",
+    ),
+]
+
+
+def cut(here: Path) -> None:
+    parquet([{"prompt": "a", "label": "1"}] * 50)(here)
+    (here / "x.parquet").write_bytes((here / "x.parquet").read_bytes()[:-20])
+
+
+def damaged(here: Path) -> None:
+    parquet([{"prompt": f"a{n}", "label": "1"} for n in range(50)])(here)
+    whole = bytearray((here / "x.parquet").read_bytes())
+    whole[4:40] = b"\xff" * 36
+    (here / "x.parquet").write_bytes(whole)
+
+
+# ---- what the first look cannot see: a tokenizer is needed, or a checkpoint's state ---------------------------------
+
+
+def read(longest: int = 32, **options: object) -> Callable[[Path], object]:
+    def act(here: Path) -> object:
+        return data.read_prompts(here / "x.jsonl", DataConfig(**options), data.load_tokenizer(here / "model"), longest)
+
+    return act
+
+
+def tokenizer_files(**changed: str) -> Callable[[Path], None]:
+    def write(here: Path) -> None:
+        write_model(here / "model")
+        for name, text in changed.items():
+            (here / "model" / f"{name}.json").write_text(text)
+
+    return write
+
+
+def resumed(**changes: object) -> Callable[[Path], object]:
+    state = {"size": 5, "seed": 1, "epoch": 0, "position": 2} | changes
+    return lambda here: Order(5, 1).restore(state)
+
+
+LONG = json.dumps({"prompt": "a" * 10**7, "label": "1"})
+LATER = [
+    Case("a 10 MB prompt", read(), ("no prompts of at most 32 tokens", "1 rows are longer"), content("x.jsonl", LONG)),
+    Case("prompts too long", read(1), ("at most 1 tokens", "all 1 rows are longer"), content("x.jsonl", GOOD)),
+    Case("no template", read(apply_chat_template=True), ("has no template",), content("x.jsonl", GOOD)),
+    Case(
+        "tokenizer.json of {}",
+        lambda here: data.load_tokenizer(here / "model"),
+        ("no tokenizer",),
+        tokenizer_files(tokenizer="{}"),
+    ),
+    Case(
+        "tokenizer.json of []",
+        lambda here: data.load_tokenizer(here / "model"),
+        ("no tokenizer",),
+        tokenizer_files(tokenizer="[]"),
+    ),
+    Case("order of other data", resumed(size=6), ("size was 6, but is 5 now",)),
+    Case("order of another seed", resumed(seed=2), ("seed was 2, but is 1 now",)),
+    Case("order beyond its end", resumed(position=10**9), ("position=1000000000", "below size=5")),
+    Case("order at text", resumed(position="two"), ("position='two'", "an integer from 0 on")),
+    Case("order at nothing", resumed(epoch=None), ("epoch=None", "an integer from 0 on")),
+    Case("order before its start", resumed(epoch=-1), ("epoch=-1", "an integer from 0 on")),
+    Case("order at true", resumed(epoch=True), ("epoch=True", "an integer from 0 on")),
+    Case("order of nothing", lambda here: Order(5, 1).restore({}), ("size=None", "an integer from 0 on")),
+    Case("order of a list", lambda here: Order(5, 1).restore([]), ("size=None", "an integer from 0 on")),  # type: ignore[arg-type]
+]
+
+CASES = ROWS + FILES + LATER
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports():
+    warm("megatron_rlspec.weights.names", "transformers", "pyarrow.parquet")
+    model_files()
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    check(case, tmp_path, capfd, monkeypatch)
+
+
+def test_good_files_pass(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode() + b"\n" + GOOD.replace('"1"', "1.5").encode())
+    config = load()
+    data.check_prompts(tmp_path / "x.jsonl", config.data)
+    data.check_demonstrations(tmp_path / "x.jsonl", config.data, "response")
+    tokenizer = data.load_tokenizer(write_model(tmp_path / "model"))
+    prompts, dropped = data.read_prompts(tmp_path / "x.jsonl", config.data, tokenizer, 8)
+    assert [prompt.label for prompt in prompts] == ["1", "1.5"] and dropped == 0

@@ -1,0 +1,348 @@
+"""Model directories: config.json, tensors and tokenizer files that do not go together, for every command."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import Case, check, ids, model_files, warm, write_model
+from safetensors.numpy import load, save
+
+from megatron_rlspec.weights.model_directory import check_model
+
+TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32"
+ROWS = '{"prompt": "a1", "label": "1"}\n'
+DROP = object()
+
+
+def directory(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """A whole directory `model` beside rows.jsonl, then `change(model)`."""
+
+    def write(here: Path) -> None:
+        (here / "rows.jsonl").write_text(ROWS)
+        change(write_model(here / "model"))
+
+    return write
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        config = {key: value for key, value in (config | changes).items() if value is not DROP}
+        (model / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def setting(*expects: str, act: str = TRAIN, **changes: object) -> Case:
+    shown = ", ".join(f"{key}={'-' if value is DROP else json.dumps(value)}" for key, value in changes.items())
+    return Case(f"{command(act)} {shown}", act, ("config.json of", *expects), directory(configured(**changes)))
+
+
+def command(act: str) -> str:
+    return "dry run" if "--dry-run" in act else act.split()[0]
+
+
+def value(key: str, given: object, expected: str) -> Case:
+    return setting(key, expected, **{key: given})
+
+
+def tensors(edit: Callable[[dict], object]) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        found = load((model / "model.safetensors").read_bytes())
+        edit(found)
+        (model / "model.safetensors").write_bytes(save(found))
+
+    return change
+
+
+def weights(name: str, edit: Callable[[dict], object], *expects: str) -> Case:
+    return Case(f"weights {name}", TRAIN, expects, directory(tensors(edit)))
+
+
+def files(name: str, change: Callable[[Path], object], *expects: str, act: str = TRAIN) -> Case:
+    return Case(f"{command(act)} {name}", act, expects, directory(change))
+
+
+Q, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0."
+
+VALUES = [
+    value("rope_theta", 0, "greater than 0"),
+    value("rope_theta", -1, "greater than 0"),
+    value("rope_theta", "x", "a number greater than 0"),
+    value("rope_theta", "10000", "a number greater than 0"),
+    value("rope_theta", True, "a number greater than 0"),
+    value("rope_theta", 1e300, "a number greater than 0"),
+    value("rope_theta", [1], "a number greater than 0"),
+    value("rms_norm_eps", -1, "a number greater than 0"),
+    value("rms_norm_eps", 0, "a number greater than 0"),
+    value("rms_norm_eps", "nan", "a number greater than 0"),
+    value("rms_norm_eps", 1, "at most 0.1"),
+    value("rms_norm_eps", None, "a number greater than 0"),
+    value("num_key_value_heads", 0, "an integer from 1"),
+    value("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
+    value("num_key_value_heads", 2, "k_proj"),
+    value("num_attention_heads", 0, "an integer from 1"),
+    value("num_attention_heads", 2.0, "an integer from 1"),
+    value("num_attention_heads", 4, "num_attention_heads x head_dim=32"),
+    value("num_attention_heads", "2", "an integer from 1"),
+    value("head_dim", 7, "an even number"),
+    value("head_dim", 10, "num_key_value_heads x head_dim=10"),
+    value("head_dim", -8, "an integer from 1"),
+    value("hidden_size", 0, "an integer from 1"),
+    value("hidden_size", 24, "hidden_size=24, but lm_head.weight has 16"),
+    value("hidden_size", None, "an integer from 1"),
+    value("hidden_size", DROP, "no hidden_size"),
+    value("intermediate_size", DROP, "no intermediate_size"),
+    value("intermediate_size", 17, "intermediate_size=17, but model.layers.0.mlp.down_proj"),
+    value("intermediate_size", True, "an integer from 1"),
+    value("num_hidden_layers", 0, "an integer from 1"),
+    value("num_hidden_layers", 11, "the weights hold 1 layers"),
+    value("num_hidden_layers", 10**9, "an integer from 1 to 10000"),
+    value("vocab_size", 3, "expected [3, 16]"),
+    value("vocab_size", -1, "an integer from 1"),
+    value("vocab_size", 4096, "expected [4096, 16]"),
+    value("max_position_embeddings", 0, "an integer from 1"),
+    value("max_position_embeddings", "4096", "an integer from 1"),
+    value("max_position_embeddings", 32, "model.max_length=64"),
+    value("tie_word_embeddings", True, "lm_head.weight of their own"),
+    value("tie_word_embeddings", "false", "true or false"),
+    value("tie_word_embeddings", 1, "true or false"),
+    value("eos_token_id", "x", "an integer"),
+    value("eos_token_id", -1, "an integer from 0"),
+    value("eos_token_id", 10**6, "below vocab_size"),
+    value("eos_token_id", [2, 10**6], "below vocab_size"),
+    value("eos_token_id", [2, "x"], "integers"),
+    value("eos_token_id", 2.5, "an integer"),
+    value("bos_token_id", {}, "an integer"),
+    value("pad_token_id", 10**6, "below vocab_size"),
+    value("torch_dtype", "bogus", "'bfloat16'"),
+    value("torch_dtype", "int8", "'bfloat16'"),
+    value("torch_dtype", 16, "'bfloat16'"),
+    value("dtype", "bfloat16", "torch_dtype=float32"),
+    value("initializer_range", -0.02, "from 0 to 10"),
+    value("architectures", [], "a list of texts"),
+    value("architectures", None, "a list of texts"),
+    value("architectures", "MiMoForCausalLM", "a list of texts"),
+    value("architectures", ["MiMoForCausalLM", "Qwen2ForCausalLM"], "one architecture"),
+    value("architectures", [3], "a list of texts"),
+    setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
+    setting("architecture LlamaForCausalLM", "not trained", architectures=["LlamaForCausalLM"]),
+    setting("model_type=qwen2", "expected qwen3", architectures=["Qwen3ForCausalLM"]),
+    value("model_type", "llama", "mimo or qwen2"),
+    value("model_type", 3, "text"),
+    value("num_nextn_predict_layers", 0, "drafter"),
+    value("num_nextn_predict_layers", DROP, "drafter"),
+    value("num_nextn_predict_layers", -1, "an integer from 0"),
+    value("num_nextn_predict_layers", "1", "an integer from 0"),
+]
+
+IGNORED_TODAY = [  # settings that change what a model computes
+    value("hidden_act", "gelu", "'silu'"),
+    value("hidden_act", "relu", "'silu'"),
+    value("hidden_act", None, "'silu'"),
+    value("rope_scaling", {"type": "yarn", "factor": 4.0}, "type yarn"),
+    value("rope_scaling", {"rope_type": "linear", "factor": 2.0}, "type linear"),
+    value("rope_scaling", {"rope_type": "dynamic"}, "type dynamic"),
+    value("rope_scaling", {"factor": 2.0}, "only unscaled"),
+    value("rope_scaling", {"type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
+    value("rope_scaling", {"type": 3}, "of type 3"),
+    value("rope_scaling", "linear", "an object"),
+    value("rope_scaling", [1], "an object"),
+    value("rope_parameters", {"rope_type": "llama3", "factor": 8.0}, "type llama3"),
+    value("rope_parameters", {"rope_theta": -1}, "rope_parameters.rope_theta=-1"),
+    value("rope_parameters", {"rope_theta": "x"}, "rope_parameters.rope_theta"),
+    value("rope_parameters", {"rope_theta": 5}, "rope_theta=640000"),
+    value("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    value("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "full_attention"),
+    value("partial_rotary_factor", 0.5, "equal to 1"),
+    value("use_sliding_window", True, "false"),
+    value("use_sliding_window", "no", "false"),
+    value("sliding_window", -4, "an integer from 1"),
+    value("layer_types", ["sliding_attention"], "full_attention"),
+    value("layer_types", ["full_attention"] * 3, "num_hidden_layers=1"),
+    value("layer_types", "full_attention", "a list of texts"),
+    value("attention_bias", False, "true"),
+    value("attention_bias", "yes", "true"),
+    value("attention_dropout", 0.1, "equal to 0"),
+    value("quantization_config", {"quant_method": "fp8"}, "quantised"),
+    value("quantization_config", {}, "quantised"),
+    value("compression_config", {"format": "int"}, "quantised"),
+    value("mlp_bias", True, "unknown"),
+    value("logit_scale", 0.5, "unknown"),
+    value("final_logit_softcapping", 30.0, "unknown"),
+    value("residual_multiplier", 0.22, "unknown"),
+    value("embedding_multiplier", 12, "unknown"),
+    value("use_mrope", True, "unknown"),
+    value("num_experts", 8, "num_experts"),
+    value("n_routed_experts", 8, "no experts"),
+    value("kv_lora_rank", 8, "kv_lora_rank"),
+    value("pretraining_tp", 2, "1"),
+    value("is_encoder_decoder", True, "false"),
+    value("scale_attn_by_inverse_layer_idx", True, "unknown"),
+]
+
+WEIGHTS = [
+    weights("of a lost layer norm", lambda t: t.pop(LAYER + "input_layernorm.weight"), "lacks model.layers.0.input"),
+    weights("without head", lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
+    weights("without drafter", lambda t: [t.pop(n) for n in list(t) if "mtp" in n], "of the drafter's", "--add-mtp"),
+    weights("of half a drafter", lambda t: t.pop("model.mtp_layers.0.input_proj.weight"), "input_proj", "drafter"),
+    weights("of another layer", lambda t: t.update({"model.layers.99.x": np.ones(1, "f4")}), "hold 100 layers"),
+    weights("of another part", lambda t: t.update({"model.extra.weight": np.ones(1, "f4")}), "model.extra.weight"),
+    weights("of a second drafter", lambda t: t.update({"model.mtp_layers.1.x": np.ones(1, "f4")}), "2 drafter layers"),
+    weights("flattened", lambda t: t.update({Q: t[Q].reshape(-1)}), Q, "[256]", "[16, 16]"),
+    weights("transposed", lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.copy()}), "lm_head.weight"),
+    weights("of integers", lambda t: t.update({Q: t[Q].astype("i4")}), Q, "I32", "BF16"),
+    weights("of bytes", lambda t: t.update({Q: np.zeros((16, 16), "u1")}), Q, "U8"),
+    weights("of booleans", lambda t: t.update({Q: np.zeros((16, 16), "?")}), Q, "BOOL"),
+    weights(
+        "with o_proj bias", lambda t: t.update({LAYER + "self_attn.o_proj.bias": np.ones(16, "f4")}), "o_proj.bias"
+    ),
+    weights("with q_norm", lambda t: t.update({LAYER + "self_attn.q_norm.weight": np.ones(8, "f4")}), "q_norm"),
+    weights("with a narrow norm", lambda t: t.update({"model.norm.weight": np.ones(8, "f4")}), "norm.weight", "[16]"),
+    weights("empty", lambda t: t.clear(), "lacks"),
+]
+
+
+def indexed(edit: Callable[[dict], object]) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        os.rename(model / "model.safetensors", model / "a.safetensors")
+        names = load((model / "a.safetensors").read_bytes())
+        index: dict = {"weight_map": dict.fromkeys(names, "a.safetensors")}
+        edit(index)
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def cut(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-10])
+
+
+def replaced(name: str, content: str | bytes) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def as_pipe(name: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / name).unlink()
+        os.mkfifo(model / name)
+
+    return change
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    return lambda model: [(model / name).unlink() for name in names]
+
+
+def without_tokenizer(model: Path) -> None:
+    for name in model_files():
+        if "token" in name:
+            (model / name).unlink()
+
+
+CONFIG = "config.json"
+SERVE, CONVERT = "serve --model model --device cpu --port 0", "convert model out"
+DRY, SFT = TRAIN + " --dry-run", "sft --model.path model --sft.path rows.jsonl"
+PROFILE = "profile --model model --out table.json"
+
+FILES = [
+    Case("no directory", TRAIN, ("model: no such directory", "Hugging Face"), {"rows.jsonl": ROWS}),
+    Case("a file", TRAIN, ("model: not a directory",), {"rows.jsonl": ROWS, "model": ""}),
+    files("without config.json", without(CONFIG), "config.json: No such file"),
+    files("config.json empty", replaced(CONFIG, ""), "config.json: not valid JSON", "empty"),
+    files("config.json cut", replaced(CONFIG, '{"a": 1'), "config.json: not valid JSON"),
+    files("config.json a list", replaced(CONFIG, "[]"), "expected a JSON object"),
+    files("config.json of NaN", replaced(CONFIG, '{"rope_theta": NaN}'), "NaN is no JSON number"),
+    files("config.json of Infinity", replaced(CONFIG, '{"rope_theta": -Infinity}'), "Infinity is no JSON number"),
+    files("config.json of two keys", replaced(CONFIG, '{"a": 1, "a": 2}'), "'a' appears twice"),
+    files("config.json nested", replaced(CONFIG, "[" * 10**5), "nested too deeply"),
+    files("config.json with a byte order mark", replaced(CONFIG, "\ufeff{}"), "byte order mark"),
+    files("config.json not UTF-8", replaced(CONFIG, b'{"a": "\xff"}'), "not UTF-8"),
+    files("config.json of 5000 digits", replaced(CONFIG, '{"a": ' + "9" * 5000 + "}"), "too many digits"),
+    files("config.json {}", replaced(CONFIG, "{}"), "architectures"),
+    files("config.json a pipe", as_pipe(CONFIG), "config.json: expected a regular file, found a pipe"),
+    files("without weights", without("model.safetensors"), "neither model.safetensors nor"),
+    files("weights cut", cut, "model.safetensors: truncated or not safetensors"),
+    files("weights empty", replaced("model.safetensors", b""), "truncated or not safetensors"),
+    files("weights of a huge header", replaced("model.safetensors", b"\xff" * 64), "truncated or not safetensors"),
+    files("weights of text", replaced("model.safetensors", "version https://git-lfs"), "not safetensors"),
+    files("weights a pipe", as_pipe("model.safetensors"), "model.safetensors", "expected safetensors"),
+    files("index without map", indexed(lambda i: i.pop("weight_map")), "index.json: expected weight_map"),
+    files("index of numbers", indexed(lambda i: i["weight_map"].update({Q: 3})), f"weight_map places {Q} in 3"),
+    files("index outside", indexed(lambda i: i["weight_map"].update({Q: "../a.safetensors"})), "expected a file name"),
+    files(
+        "index of a lost file", indexed(lambda i: i["weight_map"].update({Q: "b.safetensors"})), "b.safetensors: no s"
+    ),
+    files("index of a lost tensor", indexed(lambda i: i["weight_map"].update({"x": "a.safetensors"})), "lacks x"),
+    files("index a list", indexed(lambda i: i.update(weight_map=[1])), "expected weight_map"),
+    files("without tokenizer", without_tokenizer, "no tokenizer", "tokenizer.json"),
+    files("without tokenizer.json", without("tokenizer.json"), "no tokenizer", "tokenizer.json"),
+    files("tokenizer.json cut", replaced("tokenizer.json", "{"), "tokenizer.json: not valid JSON"),
+    files("tokenizer_config.json cut", replaced("tokenizer_config.json", "{"), "tokenizer_config.json: not valid JSON"),
+    files("stop token", replaced("generation_config.json", '{"eos_token_id": 99999}'), "eos_token_id=99999"),
+    files("stop tokens", replaced("generation_config.json", '{"eos_token_id": ["</s>"]}'), "eos_token_id='</s>'"),
+]
+
+COMMANDS = [
+    case
+    for act in (SFT, DRY, SERVE, CONVERT, PROFILE)
+    for case in (
+        setting("rope_theta", act=act, rope_theta=-1),
+        setting("num_key_value_heads", act=act, num_key_value_heads=0),
+        setting("eos_token_id", act=act, eos_token_id="x"),
+        setting("torch_dtype", act=act, torch_dtype="bogus"),
+    )
+]
+COMMANDS += [
+    setting("tie_word_embeddings", act=act, tie_word_embeddings=True) for act in (SFT, SERVE, CONVERT, PROFILE)
+]
+COMMANDS += [
+    setting("quantization_config", act=CONVERT, quantization_config={"quant_method": "fp8"}),
+    setting("quantization_config", act=DRY, quantization_config={"quant_method": "fp8"}),
+    setting("hidden_act", act=DRY, hidden_act="gelu"),
+    files("of two layers", configured(num_hidden_layers=2), "num_hidden_layers=2", act=CONVERT),
+    files("of two layers", configured(num_hidden_layers=2), "num_hidden_layers=2", act=SERVE),
+    files("without tokenizer", without_tokenizer, "no tokenizer", act=SFT),
+    Case("ranks 0", DRY + " --ranks 0", ("--ranks 0", "from 1 to 65536"), directory(lambda model: None)),
+    Case("ranks 1e9", DRY + " --ranks 1000000000", ("--ranks 1000000000", "65536"), directory(lambda model: None)),
+    Case("ranks x", DRY + " --ranks x", ("--ranks", "'x'"), directory(lambda model: None)),
+]
+
+CASES = VALUES + IGNORED_TODAY + WEIGHTS + FILES + COMMANDS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports():
+    warm("megatron_rlspec.weights.names", "megatron_rlspec.rollout.profile", "megatron_rlspec.weights.convert")
+    warm("megatron_rlspec.rollout.sglang.server.serve", "megatron_rlspec.session")
+    model_files()
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    check(case, tmp_path, capfd, monkeypatch)
+
+
+def test_the_directory_that_is_changed_is_good(tmp_path):
+    for use in ("train", "convert", "serve"):
+        assert check_model(write_model(tmp_path / "model"), use)["architectures"] == ["MiMoForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"rope_scaling": None, "use_mrope": False, "_name_or_path": "x", "use_cache": True, "temperature": 0.6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 640000}},
+        {"layer_types": ["full_attention"], "attention_dropout": 0.0, "attention_bias": True},
+        {"eos_token_id": [2, 3], "pad_token_id": -1, "model_type": "mimo"},
+    ],
+    ids=str,
+)
+def test_harmless_settings_pass(changes, tmp_path):
+    configured(**changes)(write_model(tmp_path / "model"))
+    check_model(tmp_path / "model", "train")
