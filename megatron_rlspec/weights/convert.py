@@ -145,8 +145,7 @@ def plan(
         raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
     files.check_new_directory(target)
     small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
-    weights = kind == "hf" and small_files == source
-    config = check_model(small_files, "convert", drafter=not add_mtp, weights=weights, tokenizer=False)
+    config = check_model(small_files, "convert", weights=False, tokenizer=False)
     checkpoint.check_companions(small_files)
     family = family_of(config, spec)
     if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
@@ -158,6 +157,7 @@ def plan(
         family = family_of(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "hf":
+        check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         lazy = read_hf(source)[1]
         checkpoint.check(family, lazy, drafter=bool(family.drafter_names) and not add_mtp)
         tensors = HfSource(family, lazy)

@@ -214,7 +214,7 @@ CASES = [
     Case("target with a null", ["convert", "hf", "a\0b"], ("cannot be made", "null"), hf()),
     Case("same kind", "convert hf out --to hf", ("nothing to do",), hf()),
     Case("drafter twice", "convert hf out --add-mtp", ("has a drafter already",), hf()),
-    Case("hf is no directory", "convert megatron out --hf no", ("no/config.json",), megatron(lambda root: None)),
+    Case("hf is no directory", "convert megatron out --hf no", ("no: no such directory",), megatron(lambda root: None)),
     Case("config missing", TO_MEGATRON, ("hf",), hf(config__json=None)),
     Case("config empty", TO_MEGATRON, ("config.json: not valid JSON: the file is empty",), hf(config__json="")),
     Case("config list", TO_MEGATRON, ("config.json: expected a JSON object",), hf(config__json="[]")),
