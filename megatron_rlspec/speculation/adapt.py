@@ -45,9 +45,17 @@ class Adapter:
         self.acceptance = Acceptance(max(*candidate_steps, 1))
         self.prior = Prior()
         self.believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
+        self.forecast: list[float] | None = None  # rates a_1.. of the next rollout
+        self.probing: dict[str, Any] | None = None  # what engines' probes may still lose, as the last reports say
 
     def rule(self) -> dict[str, Any]:
-        return self.cost | self.settings | {"acceptance": (self.believed or self.acceptance).to_json()}
+        acceptance = self.believed or self.acceptance
+        rule = self.cost | self.settings | {"acceptance": acceptance.to_json()}
+        if self.forecast is not None:
+            rule["forecast"] = self.forecast
+        if self.probing is not None:
+            rule["probing"] = self.probing
+        return rule
 
     def expected(self) -> dict[SpecConfig, float]:
         """Accept length of every chain all of whose depths were seen often enough lately to expect it again."""
@@ -61,10 +69,11 @@ class Adapter:
         Returns what the records keep: the forecast's share in it, and the drafts that it counts for.
         """
         self.believed = None
+        self.forecast = None if forecast is None else list(forecast)
         if forecast is None:
             self.prior.pending = None
             return {}
-        known = self.acceptance.draws[0] >= LEAST_DRAWS
+        known = self.acceptance.ratio_base[0] >= LEAST_DRAWS  # ever: `draws` fade while nothing is drafted
         rates, draws = self.prior.believe(self.acceptance.rates, forecast, known)
         self.believed = Acceptance.from_json(self.acceptance.to_json())
         self.believed.predict(rates, draws)
@@ -75,12 +84,16 @@ class Adapter:
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
         self.prior.score(stats)
-        self.believed = None
+        self.believed = self.forecast = None
+        if known := [report["probing"] for report in reports if report.get("probing")]:
+            self.probing = min(known, key=lambda budget: budget["left_ms"])  # for engines that start again
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds
             if found.config.num_steps:
                 self.acceptance.observe_histogram(found.config.num_steps, found.accepted, found.rounds)
+            else:
+                self.acceptance.observe_histogram(0, [], found.rounds)  # what was seen fades all the same
         total = sum(rounds.values())
         ms = sum(found.ms for found in stats)
         # Rounds right after a prefill have no time and are not counted: there may be none but those.

@@ -78,6 +78,7 @@ class Learning:
             "acceptance": self.adapter.acceptance.to_json(),
             "prior": self.adapter.prior.to_json(),
             "forecast": self.forecast.to_json(),
+            "probing": self.adapter.probing,
             "table": None if self._table is None else self._table.to_json(),
         }
 
@@ -98,6 +99,7 @@ class Learning:
         if state.get("forecast"):
             self.forecast = Forecast.from_json(state["forecast"])
             self._believe()
+        self.adapter.probing = state.get("probing")
         if self._table is not None and state.get("table"):
             table = CostTable.from_json(state["table"], "checkpoint")
             if table.provenance == self._table.provenance:

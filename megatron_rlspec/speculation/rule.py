@@ -15,16 +15,14 @@ import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.probing import LEAST_DRAWS, PROBE_DRAWS, ProbeBudget
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
-FIRST_PROBE, LAST_PROBE = 32, 128  # rounds between probes; doubled after each that found nothing
-EARNED = 0.9  # of `probe_share`; the rest is for what the table gets wrong
-LEAST_DRAWS, PROBE_DRAWS = 4, 16  # drafts that a probe must be able to pay for, and that it wants, over its rounds
 CATCH_UP_SHARE = 0.0
-DEBT = 0.1  # of what all must catch up on that staying off has to lose before drafting starts: it is paid only once
+CATCH_UP_WEIGHT = 0.1  # of the cost of catching up that staying off must lose before drafting starts: it is paid once
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 _Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
@@ -34,13 +32,17 @@ class SpecRule:
     """Chooses by a cost (`CostTable`, or `Roofline` where nothing was measured), or by a given `SpecSchedule`.
 
     Switching: each round adds, for every other candidate, the share of the round that staying loses to it (or takes off
-    what staying gains). It moves to the best candidate once that sum exceeds PATIENCE * margin rounds plus the table's
-    `switch_ms`: a clear gain is taken within three rounds, a small one when it has lasted, and a load that alternates
-    settles on what is better on average. Probing: a configuration that drafts deeper than the current one is tried when
-    it would pay if it accepted as well as the depth above it; what probes lose, by the table and by what they accepted,
-    never exceeds `probe_share` of the time so far. After `OFF` the drafter has to read what it missed. To switch, for
-    all requests that run; to probe, for as few as tell enough, if the engine can tell them apart (`choose`, `missed`).
-    Probes may spend `catch_up_share` of the rounds that were off on it besides.
+    what staying gains). The rule moves to the best candidate once that sum exceeds PATIENCE * margin rounds plus the
+    table's `switch_ms`. So it takes a clear gain within three rounds and a small one when it has lasted, and under a
+    load that alternates it settles on what is better on average.
+
+    Probing: the rule tries a configuration that drafts deeper than the current one if it would pay by accepting as well
+    as the depth above it. `ProbeBudget` bounds what probes lose. A configuration that pays by the `forecast` is tried
+    at once, and only once.
+
+    Catching up: after `OFF` the drafter has to read what it missed. For a switch it reads the tokens of all running
+    requests; for a probe those of as few requests as tell enough, if the engine can tell them apart (`choose`,
+    `missed`). Probes may spend `catch_up_share` of the time of rounds that were off on it besides.
     """
 
     def __init__(
@@ -54,28 +56,28 @@ class SpecRule:
         margin: float = 0.01,
         probe_share: float = 0.01,
         catch_up_share: float = CATCH_UP_SHARE,
+        forecast: Sequence[float] | None = None,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
+        if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
+            raise ValueError(f"forecast={list(forecast)}: expected rates in [0, 1], at least one")
         _check(self.candidates, start, margin, {"probe_share": probe_share, "catch_up_share": catch_up_share})
         self.margin = margin
-        self.probe_share = probe_share
-        self.catch_up_share = catch_up_share
+        self.probe_budget = ProbeBudget(probe_share, catch_up_share)
         deepest = max(c.num_steps for c in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
         if self.acceptance.depth < deepest:
             raise ValueError(f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}")
         self._current = self.candidates.index(start) if start is not None else -1
-        self._lag = [0.0] * len(self.candidates)
+        self._lost = [0.0] * len(self.candidates)  # rounds that staying has lost to each candidate
         self._unseen = 0  # rounds since acceptance was last observed
         self.catch_up = 0  # requests, those least behind, whose drafter catches up before the round just chosen
         self._gap = 0  # rounds since the drafter last ran
-        self._allowance = 0.0  # ms that probes may spend on catching up; earned by rounds that are off
-        self._budget = 0.0  # ms that probes may still lose; earned by every round
         self._probe = -1  # candidate being probed
-        self._probe_left = 0
+        self._probe_left = 0  # rounds of it that remain
         self._sample = 0  # requests whose drafts the probe is about
-        self._interval, self._wait = FIRST_PROBE, FIRST_PROBE
-        self._bills: dict[SpecConfig, list[tuple[float, float]]] = {}  # probe rounds in flight
+        self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that are yet to be tried
+        self._foreseen_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
         self.cost, self.schedule = None, None
         self._reset()
         self.update(cost=cost, schedule=schedule)
@@ -89,13 +91,13 @@ class SpecRule:
     ) -> None:
         """Between two rounds, at a new RL step: a new cost, a pinned schedule, or predicted acceptance rates.
 
-        A schedule pins every decision until the next cost arrives; new weights make what was learnt of acceptance
-        doubtful, so probing starts afresh.
+        A schedule pins every decision until the next cost arrives. Raises ValueError.
         """
         if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
             raise ValueError("speculation rule: expected a cost or a schedule to decide by, and not both")
         if cost is not None:
             self.cost, self.schedule = cost, None
+            self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
             measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
             self._lengths = sorted({1, *measured, OCTAVES[-1]})
             self._rows: dict[int, _Row] = {}
@@ -105,8 +107,23 @@ class SpecRule:
         if rates is not None:
             self.acceptance.predict(rates)
         self._tokens = self._expected()
-        self._interval = self._wait = FIRST_PROBE
+        self.probe_budget.refresh()
         self._probe_left = 0
+
+    @property
+    def probe_share(self) -> float:
+        return self.probe_budget.share
+
+    @property
+    def catch_up_share(self) -> float:
+        return self.probe_budget.catch_up_share
+
+    def inherit(self, former: SpecRule) -> None:
+        """Take the place of `former` in an engine: what it has earned, and when its next probe is due, stay.
+
+        What is known of acceptance comes with the new rule.
+        """
+        self.probe_budget.take_up(former.probe_budget)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
         """The configuration of the next round of `batch` requests that hold `context_tokens` tokens together.
@@ -130,22 +147,22 @@ class SpecRule:
             self._current = best
         gap = self._gap
 
-        def owed(n: int) -> float:
+        def catch_up_ms(n: int) -> float:
             """ms that the drafter needs to catch up on n requests."""
             return self.cost.catch_up_ms * (n * gap if missed is None else missed(n))
 
-        self._follow(rates, ms, best, batch, owed)
-        self._budget += EARNED * self.probe_share * ms[self._current]
-        chosen = self._probing(batch, rates, ms, owed, missed is not None)
+        self._follow(rates, ms, best, batch, catch_up_ms)
+        self.probe_budget.earn(ms[self._current])
+        chosen = self._probing(batch, rates, ms, catch_up_ms, missed is not None)
         config = self.candidates[chosen]
         some = chosen != self._current and self.candidates[self._current].off
         drafting = min(self._sample, batch) if some else batch
         if config.off:
             self._gap += 1
-            self._allowance += self.catch_up_share * ms[chosen]
+            self.probe_budget.earn_catch_up(ms[chosen])
             self.catch_up = 0
         else:
-            self._caught_up_ms += owed(drafting)
+            self._caught_up_ms += catch_up_ms(drafting)
             self._gap = 0
             self.catch_up = drafting
         tokens = batch + drafting * (self._tokens[chosen] - 1.0)
@@ -172,7 +189,8 @@ class SpecRule:
         self._accepted += drafts
         if self.schedule is None:
             self._tokens = self._expected()
-            self._settle(config, drafts / len(accepted), len(accepted) / (len(accepted) + others))
+            share = len(accepted) / (len(accepted) + others)
+            self._probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), share)
 
     def report(self) -> dict[str, Any]:
         """What was decided since the last report: JSON-ready. `estimated_regret` is by the rule's own figures."""
@@ -184,6 +202,7 @@ class SpecRule:
             "tokens_per_drafting_round": 1 + self._accepted / self._drafting if self._drafting else None,
             "emitted_tokens": self._emitted,
             "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
+            "probing": self.probe_budget.to_json(),
         }
         if self.schedule is None and rounds:
             found |= {
@@ -206,6 +225,8 @@ class SpecRule:
             "probe_share": self.probe_share,
             "catch_up_share": self.catch_up_share,
             "acceptance": self.acceptance.to_json(),
+            "probing": self.probe_budget.to_json(),
+            "forecast": self._forecast,
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
@@ -216,7 +237,8 @@ class SpecRule:
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
 
-        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `version`.
+        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next
+        rollout), `probing` (what `report` calls so), `version`.
         `table` is a path or a table's own JSON; `tp` picks one TP of it.
         """
         unknown = set(data) - _KEYS
@@ -226,12 +248,16 @@ class SpecRule:
             raise ValueError(f"speculation rule: version {data['version']!r}, but this release reads version {VERSION}")
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
-        optional = {name: data[name] for name in ("margin", "probe_share", "catch_up_share") if name in data}
+        names = ("margin", "probe_share", "catch_up_share", "forecast")
+        optional = {name: data[name] for name in names if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
         if data.get("acceptance") is not None:
             optional["acceptance"] = Acceptance.from_json(data["acceptance"])
-        return cls([SpecConfig(*c) for c in data["candidates"]], **_decider(data), **optional)
+        rule = cls([SpecConfig(*c) for c in data["candidates"]], **_decider(data), **optional)
+        if data.get("probing") is not None:
+            rule.probe_budget.restore(data["probing"])
+        return rule
 
     def _expected(self) -> list[float]:
         """Tokens per request and round of each candidate.
@@ -241,72 +267,92 @@ class SpecRule:
         totals = self.acceptance.totals
         return [totals[c.num_steps] for c in self.candidates]
 
-    def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, owed: Callable[[int], float]) -> None:
+    def _follow(
+        self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: Callable[[int], float]
+    ) -> None:
         """Add up what staying loses; switch when it has lost enough."""
-        now, lag, mine = self._current, self._lag, rates[self._current]
+        now = self._current
+        lost = self._lost
         price = self.cost.switch_ms
         if best != now and self.candidates[now].off:
-            price += DEBT * owed(batch)
+            price += CATCH_UP_WEIGHT * catch_up_ms(batch)
         enough = PATIENCE * max(self.margin, 1e-3) + price / ms[now]
         most = 0.5 * enough  # no single round decides
         for i, rate in enumerate(rates):
-            lost = lag[i] + min(max(1.0 - mine / rate, -most), most)
-            lag[i] = lost if lost > 0.0 else 0.0
-        if best != now and lag[best] > enough:
+            lost[i] = max(lost[i] + min(max(1.0 - rates[now] / rate, -most), most), 0.0)
+        if best != now and lost[best] > enough:
             self._current = best
-            self._lag = [0.0] * len(lag)
+            self._lost = [0.0] * len(lost)
             self._probe_left = 0
-            self._interval = self._wait = FIRST_PROBE
+            self.probe_budget.restart()
             self._switches += 1
 
     def _probing(
-        self, batch: int, rates: list[float], ms: list[float], owed: Callable[[int], float], apart: bool
+        self, batch: int, rates: list[float], ms: list[float], catch_up_ms: Callable[[int], float], apart: bool
     ) -> int:
         """The candidate to run: the current one, or a deeper one whose acceptance is unknown."""
         now = self._current
-        per_token = 1.0 / rates[now]  # ms that the current configuration takes for one token of each request
-        if self._probe_left == 0:
-            self._wait -= 1
-            if self._wait > 0:
-                return now
-            self._wait = self._interval
-            self._probe = self._worth_probing(rates[now], ms)
-            if self._probe < 0:
-                return now
-            extra = max(ms[self._probe] - per_token, 0.0)
-            self._sample = self._enough_of(batch, extra, owed) if apart and self.candidates[now].off else batch
-            catch_up = max(owed(self._sample) - self._allowance, 0.0)
-            if -(-LEAST_DRAWS // self._sample) * extra + catch_up > self._budget:
-                self._wait = 1  # ask again when more has been earned
-                return now
-            self._probe_left = -(-PROBE_DRAWS // self._sample)
-            self._interval = min(2 * self._interval, LAST_PROBE)
+        ms_per_token = 1.0 / rates[now]  # that the current configuration takes for one token of each request
+        off = self.candidates[now].off
+        if self._probe_left == 0 and not self._start_probe(batch, rates[now], ms, catch_up_ms, apart):
+            return now
         probe = self._probe
-        catch_up = owed(min(self._sample, batch)) if self.candidates[now].off else 0.0
-        allowed = min(catch_up, self._allowance)
-        # Nothing accepted: one token each for a whole round.
-        worst = max(ms[probe] - per_token, 0.0) + catch_up - allowed
-        if worst > self._budget:
+        lost = max(ms[probe] - ms_per_token, 0.0)  # with nothing accepted: one token each for a whole round
+        catch_up = catch_up_ms(min(self._sample, batch)) if off else 0.0
+        if not self.probe_budget.affords(lost, catch_up):
             self._probe_left = 0
             return now
         self._probe_left -= 1
-        self._budget -= worst
-        self._allowance -= allowed
-        self._probe_ms += worst
+        needed = ms[probe] / ms_per_token
+        self._probe_ms += self.probe_budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
         self._probes += 1
-        self._bills.setdefault(self.candidates[probe], []).append((per_token, ms[probe] / per_token))
         return probe
 
-    def _enough_of(self, batch: int, extra: float, owed: Callable[[int], float]) -> int:
-        """Requests to probe with: as many as the allowance lets catch up, or those that make the probe cheapest.
+    def _start_probe(
+        self, batch: int, rate: float, ms: list[float], catch_up_ms: Callable[[int], float], apart: bool
+    ) -> bool:
+        """Whether a probe begins, of which candidate, with how many requests and for how many rounds."""
+        budget = self.probe_budget
+        foreseen = self._foreseen(rate, ms)
+        due = budget.due()
+        if foreseen < 0 and not due:
+            return False
+        self._probe = foreseen if foreseen >= 0 else self._worth_probing(rate, ms)
+        if self._probe < 0:
+            return False
+        extra = max(ms[self._probe] - 1.0 / rate, 0.0)
+        off = self.candidates[self._current].off
+        self._sample = self._enough_of(batch, extra, catch_up_ms) if apart and off else batch
+        if not budget.affords(-(-LEAST_DRAWS // self._sample) * extra, catch_up_ms(self._sample)):
+            budget.postpone()
+            return False
+        if foreseen >= 0:
+            self._forecast = None
+        self._probe_left = -(-PROBE_DRAWS // self._sample)
+        budget.started()
+        return True
+
+    def _foreseen(self, rate: float, ms: list[float]) -> int:
+        """The first deeper candidate that pays by the forecast; -1 if there is none, or no forecast is left to try."""
+        if self._forecast is None:
+            return -1
+        depth = self.candidates[self._current].num_steps
+        for i, config in enumerate(self.candidates):
+            if config.num_steps > depth:
+                if self._foreseen_tokens[i] > ms[i] * rate * (1 + self.margin):
+                    return i
+        return -1
+
+    def _enough_of(self, batch: int, extra: float, catch_up_ms: Callable[[int], float]) -> int:
+        """Requests to probe with: as many as may catch up for what was earned, or those that make the probe cheapest.
 
         Fewer requests catch up sooner, but need more rounds, each with `extra` ms, for the same number of drafts.
         """
         sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
-        prices = [owed(n) for n in sizes]
+        prices = [catch_up_ms(n) for n in sizes]
         totals = [-(-PROBE_DRAWS // n) * extra + price for n, price in zip(sizes, prices, strict=True)]
         cheapest = totals.index(min(totals))
-        affordable = [i for i, price in enumerate(prices) if price <= self._allowance]
+        affordable = [i for i, price in enumerate(prices) if price <= self.probe_budget.catch_up_left_ms]
         return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
 
     def _worth_probing(self, rate: float, ms: list[float]) -> int:
@@ -319,21 +365,6 @@ class SpecRule:
             if expected_tokens(SpecConfig(self.candidates[i].num_steps), hopeful) > ms[i] * rate * (1 + self.margin):
                 return deeper[0]
         return -1
-
-    def _settle(self, config: SpecConfig, mean: float, share: float) -> None:
-        """A probe was charged as if it accepted nothing: give back what it accepted; look again soon if that pays.
-
-        `mean` drafts per request that took part, which the `share` of all did.
-        """
-        bills = self._bills.get(config)
-        if not bills:
-            return
-        per_token, needed = bills.pop(0)
-        self._budget += per_token * mean * share
-        self._probe_ms -= per_token * mean * share
-        if 1.0 + mean >= needed:
-            self._interval = FIRST_PROBE
-            self._wait = min(self._wait, LEAST_DRAWS)
 
     def _costs(self, batch: int, context_tokens: int) -> list[float]:
         row = self._rows.get(batch)
@@ -359,7 +390,7 @@ class SpecRule:
 
 _KEYS = {
     "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
-    "table", "tp", "roofline", "schedule",
+    "table", "tp", "roofline", "schedule", "forecast", "probing",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rlspec.rollout.sglang.server import control, controller, plugin, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 SETTINGS = Settings()
@@ -90,3 +91,17 @@ def test_settings_survive_the_environment(monkeypatch):
 def test_the_rule_under_its_old_name_is_still_read(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"verifier": "target_only", "policy": {"table": "cost.json"}}')
     assert Settings.from_environment() == Settings("target_only", {"table": "cost.json"})
+
+
+def test_what_probes_may_lose_outlives_a_new_rule_and_a_hold(decider):
+    rule = {"roofline": Roofline.of_layers(12).to_json()}
+    control._set_spec_rule(SETTINGS, None, rule)
+    for _ in range(20):
+        chosen(decider)
+    earned = decider.rule.probe_budget.left_ms
+    control._set_spec_rule(SETTINGS, None, rule)
+    control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())  # a canary
+    control._set_spec_rule(SETTINGS, None, rule)
+    control._hold(SETTINGS, None, "push")
+    control._release(SETTINGS, None)
+    assert decider.rule.probe_budget.left_ms == earned > 0 and decider.rule.probe_budget.rounds == 20

@@ -6,8 +6,9 @@ import pytest
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
+from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.rule import FIRST_PROBE, LAST_PROBE, SpecRule
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.solver import chains, compile_schedule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 

@@ -146,6 +146,7 @@ class EmbeddedEngine:
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._lock = threading.Condition()
         self._active, self._pausing, self._paused = 0, False, False
+        self._rule: SpecRule | None = None  # the last one set; a schedule may decide meanwhile
         self._broken, self._doubtful = "no weights", set(self.model.tensors)
         self.candidates = tuple(candidates)
         self._held = ""
@@ -222,11 +223,17 @@ class EmbeddedEngine:
         self._schedule = schedule
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        """Decide every round by `SpecRule.from_json(rule)`; candidates are the engine's own if it names none."""
+        """Decide every round by `SpecRule.from_json(rule)`; candidates are the engine's own if it names none.
+
+        It inherits from the rule before it when the next probe is due, and what probes may lose.
+        """
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
         made = SpecRule.from_json({"candidates": own} | dict(rule))
         self._check_configs(made.candidates)
-        self._schedule = made
+        with self._lock:
+            if self._rule is not None:
+                made.inherit(self._rule)
+            self._schedule = self._rule = made
 
     @property
     def schedule(self) -> SpecSchedule | SpecRule:

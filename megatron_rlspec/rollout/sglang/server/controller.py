@@ -52,6 +52,8 @@ class Decider:
         self._check(rule.candidates)
         if rule.schedule is not None:
             self._check({config for row in rule.schedule.configs for config in row})
+        if self.rule is not None:
+            rule.inherit(self.rule)
         self.rule, self.stock = rule, None
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:

@@ -1,0 +1,37 @@
+"""Rollouts that are shorter than the wait for a probe, each after a push, in a run with the embedded engine."""
+
+import numpy as np
+import pytest
+from test_health_in_a_run import Run
+
+from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+ROUNDS = 20
+
+
+@pytest.fixture
+def run(tmp_path):
+    options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3", "health__canary_prompts": "0"}
+    made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
+    learning = made.rollouts.learning
+    learning.adapter.cost = {"roofline": Roofline.of_layers(8).to_json()}  # the model's one layer would never pay
+    learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # a drafter that was bad
+    made.engine.set_spec_rule(learning.rule())
+    yield made
+    made.rollouts.close()
+
+
+def test_a_drafter_that_has_improved_is_found_in_rollouts_of_20_rounds(run):
+    """The defect: each push started the wait for a probe anew, so that none came, whatever training foresaw."""
+    share_off = []
+    for version in range(1, 17):
+        run.push(version)
+        run.draw(f"v{version:02d}")
+        found = run.rollouts.adapt(Prediction((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
+        share_off.append(found.get("spec/share_off", 0.0))
+    assert share_off[0] == 1.0, "by what was seen, drafts do not pay"
+    assert share_off[1] < 1.0, "the forecast was not tried in the first rollout that it was made for"
+    assert max(share_off[3:]) < 0.2, share_off
+    assert run.rollouts.learning.adapter.acceptance.rates[0] > 0.5
