@@ -20,7 +20,10 @@ from megatron_rlspec.weights.checkpoint import read_hf
 
 
 class StartingEngines:
-    """Engines that start while the trainer is built. `wait` returns them by name, once all answer."""
+    """Engines that start while the trainer is built. `wait` returns them by name, once all answer.
+
+    Raises EngineError if no engine answers at one of `rollout.urls`.
+    """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
@@ -28,9 +31,12 @@ class StartingEngines:
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
+        self._attached: dict[str, RolloutEngine] = {}
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
                 self._launch(f"engine-{index}")
+        elif config.rollout.engine == "sglang":
+            self._attached = {url: self._attach(url) for url in config.rollout.urls}
 
     @property
     def own(self) -> Collection[str]:
@@ -45,13 +51,19 @@ class StartingEngines:
         process.wait()
         return SGLangEngine.of(process, timeout=self._timeout, transport=_transport(self._config.push))
 
+    def _attach(self, url: str) -> RolloutEngine:
+        """Raises EngineError for an address at which no engine answers."""
+        engine = SGLangEngine(url, timeout=self._timeout, transport=_transport(self._config.push))
+        engine.describe()
+        return engine
+
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
         self._processes[name] = launch(self._config.model.path, log, arguments=_arguments(self._config))
         return self._processes[name]
 
     def wait(self) -> Mapping[str, RolloutEngine]:
-        """Raises EngineError, with the log's own last word, if one of them does not come up; the others are ended."""
+        """Raises EngineError, with the last line of its log, if one of them does not come up; the others are ended."""
         if self._config.rollout.engine == "embedded":
             return {"embedded": _embedded(self._config)}
         try:
@@ -59,9 +71,8 @@ class StartingEngines:
         except BaseException:
             self.close()
             raise
-        urls, push, timeout = self._config.rollout.urls, self._config.push, self._timeout
-        attached = {url: SGLangEngine(url, timeout=timeout, transport=_transport(push)) for url in urls}
-        return attached | {
+        push, timeout = self._config.push, self._timeout
+        return self._attached | {
             name: SGLangEngine.of(process, timeout=timeout, transport=_transport(push))
             for name, process in started.items()
         }

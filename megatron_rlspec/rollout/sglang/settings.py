@@ -11,7 +11,6 @@ from megatron_rlspec.types import Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
-SCRATCH_PREFIX = "rlspec-engine-"  # of the temporary directory that the launcher gives every server
 MIXED_CHUNK = "rounds that mix prefill and decode lose count of what the drafter missed while off"
 
 
@@ -20,6 +19,7 @@ class Settings:
     verifier: Verifier = "position_keyed"
     spec_rule: dict[str, Any] | None = None
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
+    loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod
     def from_environment(cls) -> Settings | None:

@@ -6,11 +6,12 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 import requests
 import torch
-from urllib3.exceptions import ReadTimeoutError
+from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
@@ -25,6 +26,10 @@ _BUCKET_BYTES = 256 << 20
 
 class RefusedError(EngineError):
     """The engine answered that it cannot do this."""
+
+
+class NotAnEngineError(RefusedError):
+    """What answers at this address is no `rlspec serve`."""
 
 
 class SGLangEngine:
@@ -84,8 +89,12 @@ class SGLangEngine:
         samples: dict[str, Sample] = {}
         for line in self._stream("generate", body):
             if "error" in line:
-                raise EngineError(f"{self.url}: request {line['id']}: {line['error']}")
-            sample = samples[line["id"]] = _sample(by_id[line["id"]], line)
+                place = f"request {line['id']}" if "id" in line else "generate"
+                raise EngineError(f"{self.url}: {place}: {line['error']}")
+            try:
+                sample = samples[line["id"]] = _sample(by_id[line["id"]], line)
+            except (KeyError, TypeError, ValueError):
+                raise self._not_an_engine("generate", line) from None
             if on_sample:
                 on_sample(sample)
         if len(samples) != len(requests):
@@ -107,7 +116,7 @@ class SGLangEngine:
 
     def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
         if self._shapes is None:
-            self._shapes = self._post("control/shapes")["shapes"]
+            self._shapes = self._field("control/shapes", "shapes", dict)
         buckets = _buckets(self._checked(tensors, self._shapes))
         try:
             self._post("weights/begin", params={"scope": scope})
@@ -150,7 +159,7 @@ class SGLangEngine:
 
     def spec_rule_report(self) -> dict[str, Any]:
         """`SpecRule.report` of the engine's rule since the last call; empty without speculation."""
-        return self._post("control/spec_rule_report")["report"]
+        return self._field("control/spec_rule_report", "report", dict)
 
     def hold(self, reason: str) -> None:
         """No speculation, whatever rule is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
@@ -172,26 +181,32 @@ class SGLangEngine:
         self._post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
     def stats(self) -> list[RoundStats]:
-        rounds = self._post("control/stats")["rounds"]
+        rounds = self._field("control/stats", "rounds", list)
         return [
             RoundStats(**{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}) for r in rounds
         ]
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
-        rounds = self._post("control/recent_rounds")["rounds"]
+        rounds = self._field("control/recent_rounds", "rounds", list)
         return [(SpecConfig(**config), *rest) for config, *rest in rounds]
 
     def fingerprints(self) -> dict[str, int]:
-        return self._post("control/fingerprints")["fingerprints"]
+        return self._field("control/fingerprints", "fingerprints", dict)
 
     def delivered(self) -> dict[str, dict[str, int]]:
         """Fingerprints of what pushes last gave to the loaders of `target` and `drafter`, where they are remembered."""
         return self._post("control/delivered")
 
     def describe(self) -> EngineDescription:
-        """Also has `sglang`, its version, and `controller`, the class that switches configurations there."""
-        return cast(EngineDescription, self._post("control/describe"))
+        """Also has `sglang`, its version, and `controller`, the class that switches configurations there.
+
+        Raises NotAnEngineError where something else answers.
+        """
+        answer = self._post("control/describe")
+        if "verifier" not in answer:
+            raise self._not_an_engine("control/describe", answer)
+        return cast(EngineDescription, answer)
 
     @property
     def alive(self) -> bool:
@@ -203,16 +218,45 @@ class SGLangEngine:
 
     def _post(self, path: str, **arguments: Any) -> dict[str, Any]:
         with self._send(path, **arguments) as answer:
-            return answer.json()
+            try:
+                body = answer.content
+                found = json.loads(body)
+            except requests.RequestException as error:
+                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+            except (ValueError, RecursionError):
+                raise self._not_an_engine(path, body) from None
+        if not isinstance(found, dict):
+            raise self._not_an_engine(path, found)
+        return found
+
+    def _field(self, path: str, name: str, kind: type) -> Any:
+        answer = self._post(path)
+        if not isinstance(answer.get(name), kind):
+            raise self._not_an_engine(path, answer)
+        return answer[name]
+
+    def _not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
+        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
+        return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._send(path, json=body, stream=True) as answer:
             try:
-                for line in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
-                    if line:
-                        yield json.loads(line)
+                for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
+                    if text:
+                        yield self._line(path, text)
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+
+    def _line(self, path: str, text: bytes) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._not_an_engine(path, text) from None
+        if not isinstance(line, dict):
+            raise self._not_an_engine(path, line)
+        return line
 
     def _send(self, path: str, **arguments: Any) -> requests.Response:
         session = requests.Session()
@@ -228,26 +272,44 @@ class SGLangEngine:
             raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
         if answer.status_code == 401:
             answer.close()
-            known = "another key than the one it was given" if self._headers else "a key, and was given none"
-            raise EngineError(f"{self.url}: it wants {known}; set {KEY} to the key it was served with")
-        if answer.status_code != 200:
-            text = answer.text
-            answer.close()
+            given = "another key than the one it was given" if self._headers else "a key, and was given none"
+            raise EngineError(f"{self.url}: it needs {given}; set {KEY} to the key it was served with")
+        if answer.status_code == 200:
+            return answer
+        with answer:
             try:
-                text = json.loads(text)["error"]
-            except (ValueError, KeyError, TypeError):
-                pass
-            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {str(text)[:500]}")
-        return answer
+                text = json.loads(answer.content)["error"]
+            except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
+                text = None
+        if isinstance(text, str):
+            raise RefusedError(f"{self.url}: {path} refused ({answer.status_code}): {text[:500]}")
+        raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
 
     def _why(self, error: requests.RequestException) -> str:
         # Within a stream, requests tells a timeout as a ConnectionError around urllib3's own.
-        silent = isinstance(error, requests.Timeout) or isinstance((*error.args, None)[0], ReadTimeoutError)
+        inner = (*error.args, None)[0]
+        silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
+        connecting = isinstance(error, requests.ConnectTimeout)
         if self._process is not None and self._process.ends_within(0 if silent else 1):
             return f"the engine ended with code {self._process.process.returncode} (log: {self._process.log})"
+        if connecting:
+            return f"cannot connect to {urlsplit(self.url).netloc}: no answer within {_CONNECT_SECONDS:.0f} s"
         if silent:
             return f"silent for {self._timeout:.0f} s"
-        return "the engine is gone" if isinstance(error, requests.ConnectionError) else str(error)
+        reason = getattr(inner, "reason", None)
+        if isinstance(reason, NameResolutionError):
+            return f"cannot connect to {urlsplit(self.url).netloc}: unknown host name"
+        if isinstance(reason, NewConnectionError):
+            return f"cannot connect to {urlsplit(self.url).netloc}: nothing listens there"
+        if isinstance(error, requests.exceptions.SSLError):
+            return "the TLS handshake failed; `rlspec serve` itself speaks http"
+        if isinstance(error, requests.exceptions.ChunkedEncodingError):
+            return "the answer ended early: the engine ended, or closed the connection"
+        if isinstance(error, requests.ConnectionError):
+            return "the engine closed the connection without an answer"
+        if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema, ValueError)):
+            return "not an engine's address; expected http://HOST:PORT"
+        return " ".join(str(error).split())
 
 
 def _sampling(sampling: Sampling, request: Request) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,23 +16,24 @@ from pathlib import Path
 import requests
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.sglang.settings import KEY, SCRATCH_PREFIX, known_key
+from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 
 
 class EngineProcess:
     """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
 
-    def __init__(self, process: subprocess.Popen, url: str, log: Path, scratch: str, api_key: str = "") -> None:
+    def __init__(self, process: subprocess.Popen, url: str, log: Path, directory: Path, api_key: str) -> None:
         self.process = process
         self.url = url
         self.log = log
-        self.scratch = scratch
+        self.directory = directory
         self.api_key = api_key
 
     def wait(self, timeout: float = 600.0, progress: Callable[[str], None] | None = None) -> EngineProcess:
         """Return when the engine answers. `progress` gets one line about every second. Closes the engine on failure."""
         started = time.monotonic()
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = {"Authorization": f"Bearer {self.api_key}"}
         with requests.Session() as session:
             session.trust_env = False
             while True:
@@ -73,7 +73,7 @@ class EngineProcess:
         return (told or lines or [f"exit code {self.process.returncode}"])[-1]
 
     def close(self) -> None:
-        """End the process and everything it started: nothing of an engine is worth a slow shutdown. Safe to repeat."""
+        """Kill the process and everything it started, without a graceful shutdown. Safe to repeat."""
         self.process.kill()
         self.process.wait()
         # Its children end when it does, and their resource trackers then tidy up; whatever stays is ended as well.
@@ -81,7 +81,7 @@ class EngineProcess:
         while self._group(0) and time.monotonic() < deadline:
             time.sleep(0.05)
         self._group(signal.SIGKILL)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        scratch.remove(self.directory)
 
     def _group(self, sig: int) -> bool:
         try:
@@ -109,15 +109,16 @@ def launch(
     """Start a server on `port` (0: a free one) of this machine, and return at once.
 
     `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
-    output goes to the file `log`. It wants `api_key`, or that of RLSPEC_API_KEY, if there is one.
+    output goes to the file `log`. Requests need `api_key`, or else the key in RLSPEC_API_KEY, or else a random key that
+    only this process and the server know: it travels in the server's environment, which other users cannot read.
     """
     port = port or _free_port()
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
     command += ["--port", str(port), "--stop-with-parent", *arguments]
-    api_key = known_key(api_key)
-    scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)  # SGLang leaves its sockets where it made them.
+    api_key = known_key(api_key) or secrets.token_urlsafe(32)
+    directory = scratch.make()  # SGLang leaves its sockets where it made them
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -125,9 +126,9 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": scratch, KEY: api_key, **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(directory), KEY: api_key, **(environment or {})},
         )
-    return EngineProcess(process, f"http://127.0.0.1:{port}", log, scratch, api_key)
+    return EngineProcess(process, f"http://127.0.0.1:{port}", log, directory, api_key)
 
 
 def _free_port() -> int:

@@ -10,7 +10,6 @@ Every transport sends the same buckets within the same session, so what may fail
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from megatron_rlspec import loopback
 from megatron_rlspec.engine import EngineError
 
 Post = Callable[..., dict[str, Any]]
@@ -95,12 +95,20 @@ class Group:
 
         size = 1 + post("control/describe")["tensor_parallel"]
         self._made += 1
-        with socket.create_server((self.address, 0)) as probe:
-            port = probe.getsockname()[1]
+        listening = loopback.listener(self.address)
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            self.address,
+            port,
+            size,
+            is_master=True,
+            timeout=_SECONDS,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # torch itself would listen on every interface
+        )
         self._name = f"rlspec-{port}-{self._made}"
         where = {"address": self.address, "port": port, "size": size, "group": self._name, "backend": self.backend}
         answer = threads.submit(post, "weights/join", json=where)
-        store = dist.TCPStore(self.address, port, size, is_master=True, timeout=_SECONDS, wait_for_workers=False)
         # SGLang makes its side by this helper of torch, whose keys in the store are its own business.
         group, _ = _new_process_group_helper(
             size,

@@ -53,11 +53,21 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
             raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
         result = _COMMANDS[command](settings, scheduler, **body)
         answer = DumperControlReqOutput(success=True, response=[result])
-    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-        # Whatever shape a request has, it must not end the scheduler.
-        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {error}")
+    except Exception as error:  # an exception that leaves this method ends the scheduler
+        if not isinstance(error, (ValueError, NotImplementedError)):
+            logger.exception("rlspec: %s failed", command)
+        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {_reason(error)}")
     versions.installed().answer(scheduler, answer, request)
     return None
+
+
+def _reason(error: Exception) -> str:
+    """Our own errors are sentences; Python's are not."""
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return str(error)
+    if isinstance(error, (TypeError, LookupError, AttributeError)):
+        return "the request does not have the expected shape; see docs/serve.md"
+    return f"internal error ({type(error).__name__}); the engine's log has its traceback"
 
 
 def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -150,7 +160,12 @@ def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"shapes": {held.name: list(held.shape) for held in of_scheduler(scheduler)}}
+    """Shapes by name, and the names of the drafter's own tensors."""
+    held = list(of_scheduler(scheduler))
+    return {
+        "shapes": {part.name: list(part.shape) for part in held},
+        "drafter": [part.name for part in held if part.drafter],
+    }
 
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {

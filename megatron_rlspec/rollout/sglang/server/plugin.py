@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
+from megatron_rlspec import loopback
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 
@@ -30,6 +31,8 @@ def register() -> None:
     )
     for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
+    if settings.loopback:
+        loopback.bind_stores()
     _add_routes()
 
 
@@ -39,7 +42,11 @@ def _add_routes() -> None:
     if name not in sys.modules and multiprocessing.parent_process() is not None:
         return
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from megatron_rlspec.rollout.sglang.server import protect
     from megatron_rlspec.rollout.sglang.server.routes import add_routes
 
+    for target, hook, kind in protect.http_hooks():
+        HookRegistry.register(target, hook, HookType[kind])
     add_routes(http_server.app)

@@ -5,89 +5,102 @@
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
 `POST /rlspec/pause`, `/rlspec/resume`, `/rlspec/weights/begin`, `/rlspec/weights/end`; between the last two a bucket as
 `/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
+
+Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
+{"error": sentence}: 400 for a malformed request, 404 for an unknown route, 409 for one at the wrong time, 413 for one
+that is too large, 500 for a defect of ours, whose traceback is in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-import torch
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from sglang.srt.entrypoints import http_server
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    DumperControlReqInput,
-    GenerateReqInput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-)
-from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
 
-from megatron_rlspec.rollout.sglang.server import versions
-from megatron_rlspec.rollout.sglang.server.control import DRAFTED, METHOD
+from megatron_rlspec.rollout.sglang.server import guard, schemas, versions, weight_routes
+from megatron_rlspec.rollout.sglang.server.bodies import (
+    Handler,
+    answering,
+    internal,
+    manager,
+    one_line,
+    read_body,
+    read_nothing,
+    run_command,
+)
+from megatron_rlspec.rollout.sglang.server.control import DRAFTED
+from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
 
 _sglang = versions.installed()
-_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_shared = torch.empty(0, dtype=torch.uint8)
+_GENERATE_BYTES = 512 * MEGABYTE  # 4096 prompts of 16,000 tokens
+logger = logging.getLogger(__name__)
 
 
-def _manager() -> Any:
-    return http_server._global_state.tokenizer_manager
-
-
-def _answer(success: bool, message: str) -> JSONResponse:
-    return JSONResponse({} if success else {"error": message}, status_code=200 if success else 400)
-
-
-async def control(command: str, request: Request) -> JSONResponse:
-    body = await request.body()
-    message = DumperControlReqInput(method=METHOD, body={**json.loads(body or b"{}"), "command": command})
-    results = await _manager().dumper_control(message)
-    errors = [r.error for r in results if not r.success]
-    if errors:
-        return _answer(False, errors[0])
-    return JSONResponse(results[0].response[0])
+async def control(request: Request) -> JSONResponse:
+    """Run one of `schemas.COMMANDS` in the scheduler."""
+    command = request.path_params["command"]
+    schema = schemas.COMMANDS.get(command)
+    if schema is None:
+        raise Refusal(404, f"unknown command {schemas.shown(command)}; known are {', '.join(schemas.COMMANDS)}")
+    body = parse(schema, await read_body(request))
+    return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
 
 
 async def generate(request: Request) -> StreamingResponse:
-    """{"requests": [{"id", "input_ids", "sampling"}]} -> lines {"id", "output_ids", "logprobs", "finish", ...}."""
-    requests = json.loads(await request.body())["requests"]
-    return StreamingResponse(_lines(requests), media_type="application/x-ndjson")
+    """{"requests": [{"id", "input_ids", "sampling"}]} -> lines {"id", "output_ids", "logprobs", "finish", ...}.
+
+    A sample that fails is a line {"id", "error"}; a defect of the server ends the stream with a line {"error"}.
+    """
+    body = parse(schemas.GenerateBody, await read_body(request, _GENERATE_BYTES))
+    tokenizer = manager()
+    schemas.check_batch(body, tokenizer.model_config.vocab_size, tokenizer.context_len)
+    for asked in body.requests:
+        if asked.id in tokenizer.rid_to_state:
+            raise Refusal(409, f"id {schemas.shown(asked.id)} is running already; expected a new id")
+    return StreamingResponse(_lines(body.requests), media_type="application/x-ndjson")
 
 
-async def _lines(requests: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-    tasks = [asyncio.create_task(_one(r)) for r in requests]
+async def _lines(requests: list[schemas.RequestBody]) -> AsyncIterator[bytes]:
+    tasks = [asyncio.create_task(_one(asked)) for asked in requests]
     try:
         for task in asyncio.as_completed(tasks):
             yield json.dumps(await task).encode() + b"\n"
+    except Exception as error:
+        logger.exception("rlspec: a stream of samples ended early")
+        yield json.dumps({"error": internal(error)}).encode() + b"\n"
     finally:
-        # Reached early when the client is gone: nobody waits for the rest.
-        for task, r in zip(tasks, requests, strict=True):
+        # Also reached when the client has disconnected: end the requests whose samples it no longer reads.
+        for task, asked in zip(tasks, requests, strict=True):
             if not task.done():
-                _manager().abort_request(rid=r["id"])
+                manager().abort_request(rid=asked.id)
 
 
-async def _one(r: dict[str, Any]) -> dict[str, Any]:
+async def _one(asked: schemas.RequestBody) -> dict[str, Any]:
     message = GenerateReqInput(
-        rid=r["id"], input_ids=r["input_ids"], sampling_params=r["sampling"], return_logprob=True, logprob_start_len=-1
+        rid=asked.id,
+        input_ids=asked.input_ids,
+        sampling_params=asked.sampling.model_dump(),
+        return_logprob=True,
+        logprob_start_len=-1,
     )
-    began = _manager().server_args.weight_version
+    began = manager().server_args.weight_version
     try:
         # Not streaming: the one answer comes when the sample is finished.
-        answer = await anext(_manager().generate_request(message, None))
+        answer = await anext(manager().generate_request(message, None))
     except ValueError as error:
-        return {"id": r["id"], "error": str(error)}
+        return {"id": asked.id, "error": one_line(str(error))}
+    except Exception as error:
+        logger.exception("rlspec: request %s failed", asked.id)
+        return {"id": asked.id, "error": internal(error)}
     meta = answer["meta_info"]
     return {
-        "id": r["id"],
+        "id": asked.id,
         "output_ids": answer["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         "finish": meta["finish_reason"],
@@ -101,132 +114,66 @@ async def _one(r: dict[str, Any]) -> dict[str, Any]:
 
 
 async def abort(request: Request) -> JSONResponse:
-    ids = json.loads(await request.body() or b"{}").get("ids")
-    manager = _manager()
+    ids = parse(schemas.AbortBody, await read_body(request)).ids
+    tokenizer = manager()
     if ids is None:
-        manager.abort_request(abort_all=True)
+        tokenizer.abort_request(abort_all=True)
     else:
         for rid in ids:
-            manager.abort_request(rid=rid)
-    return _answer(True, "")
+            tokenizer.abort_request(rid=rid)
+    return JSONResponse({})
 
 
-async def pause() -> JSONResponse:
+async def pause(request: Request) -> JSONResponse:
     """Take running requests off the batch and keep them; their cache is recomputed, hence may be flushed."""
-    await _manager().pause_generation(PauseGenerationReqInput(mode="retract"))
-    return _answer(True, "")
+    await read_nothing(request)
+    await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+    return JSONResponse({})
 
 
-async def resume() -> JSONResponse:
-    await _manager().continue_generation(ContinueGenerationReqInput())
-    return _answer(True, "")
+async def resume(request: Request) -> JSONResponse:
+    await read_nothing(request)
+    await manager().continue_generation(ContinueGenerationReqInput())
+    return JSONResponse({})
 
 
-async def begin(scope: str) -> JSONResponse:
-    return _answer(*await _sglang.begin_push(_manager(), _SELECTOR[scope]))
+async def unknown(request: Request) -> JSONResponse:
+    path = request.url.path
+    if path.removeprefix("/rlspec/") in ROUTES and request.method != "POST":
+        raise Refusal(405, f"{path} is called with {request.method}; expected POST")
+    raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(ROUTES)} below /rlspec")
 
 
-async def bucket(request: Request, scope: str, version: str = "") -> JSONResponse:
-    """The body is a safetensors file of full tensors. The last bucket bears `version`, and flushes the cache."""
-    size = int(request.headers["content-length"])
-    landed, at = _landing(size), 0
-    view = memoryview(landed.numpy())
-    async for chunk in request.stream():
-        view[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return await _load(landed, scope, version)
-
-
-async def file(scope: str, path: str, version: str = "") -> JSONResponse:
-    """As `bucket`, from a file that this machine sees."""
-    try:
-        with open(path, "rb") as opened:
-            landed = _landing(os.fstat(opened.fileno()).st_size)
-            opened.readinto(memoryview(landed.numpy()))
-    except OSError as error:
-        return _answer(False, f"{path}: {error.strerror}")
-    return await _load(landed, scope, version)
-
-
-def _landing(size: int) -> torch.Tensor:
-    """`size` bytes of memory that SGLang's scheduler processes can map; the same for every bucket of a push.
-
-    Fresh pages cost more than the copy into them.
-    """
-    global _shared
-    if _shared.numel() < size:
-        _shared = torch.empty(size, dtype=torch.uint8).share_memory_()
-    return _shared[:size]
-
-
-async def join(request: Request) -> JSONResponse:
-    """{"address", "port", "size", "group", "backend"}: meet the trainer, rank 0, in a process group."""
-    r = json.loads(await request.body())
-    message = InitWeightsUpdateGroupReqInput(
-        master_address=r["address"],
-        master_port=r["port"],
-        rank_offset=1,
-        world_size=r["size"],
-        group_name=r["group"],
-        backend=r["backend"],
-    )
-    return _answer(*await _manager().init_weights_update_group(message, None))
-
-
-async def receive(request: Request, scope: str, version: str = "") -> JSONResponse:
-    """{"group", "names", "dtypes", "shapes"}: as `bucket`, broadcast by the trainer one by one."""
-    r = json.loads(await request.body())
-    message = _sglang.broadcast(_SELECTOR[scope], version, r["group"], r["names"], r["dtypes"], r["shapes"])
-    return _answer(*await _manager().update_weights_from_distributed(message, None))
-
-
-async def _load(landed: torch.Tensor, scope: str, version: str) -> JSONResponse:
-    try:
-        metadata = _metadata(landed.numpy())
-    except (ValueError, KeyError, TypeError) as error:
-        return _answer(False, f"bucket of {len(landed)} bytes: not a safetensors file: {error}")
-    # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
-    # own: what hands the memory over can be taken once.
-    parts = {"flattened_tensor": landed, "metadata": metadata}
-    payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(_manager().server_args.tp_size)]
-    message = _sglang.tensors(_SELECTOR[scope], version, payloads)
-    return _answer(*await _manager().update_weights_from_tensor(message, None))
-
-
-def _metadata(data: np.ndarray) -> list[FlattenedTensorMetadata]:
-    """Where each tensor lies in the bytes of a safetensors file: 8 bytes of length, a JSON header, the data."""
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:begin].tobytes())
-    found = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        first, end = (begin + offset for offset in entry["data_offsets"])
-        if end > len(data) or end - first != shape.numel() * dtype.itemsize:
-            raise ValueError(f"{name} does not fill bytes {first} to {end}")
-        found.append(FlattenedTensorMetadata(name, shape, dtype, first, end, end - first))
-    return found
-
-
-async def end() -> JSONResponse:
-    global _shared
-    _shared = torch.empty(0, dtype=torch.uint8)
-    return _answer(*await _sglang.end_push(_manager()))
+ROUTES: dict[str, tuple[Handler, type[schemas.Strict] | None]] = {
+    "control/{command}": (control, None),
+    "generate": (generate, schemas.GenerateBody),
+    "abort": (abort, schemas.AbortBody),
+    "pause": (pause, schemas.Nothing),
+    "resume": (resume, schemas.Nothing),
+    "weights/begin": (weight_routes.begin, schemas.ScopeQuery),
+    "weights/bucket": (weight_routes.bucket, schemas.BucketQuery),
+    "weights/file": (weight_routes.file, schemas.FileQuery),
+    "weights/join": (weight_routes.join, schemas.JoinBody),
+    "weights/receive": (weight_routes.receive, schemas.ReceiveBody),
+    "weights/end": (weight_routes.end, schemas.Nothing),
+}
 
 
 def add_routes(app: FastAPI) -> None:
-    for path, function in (
-        ("control/{command}", control),
-        ("generate", generate),
-        ("abort", abort),
-        ("pause", pause),
-        ("resume", resume),
-        ("weights/begin", begin),
-        ("weights/bucket", bucket),
-        ("weights/file", file),
-        ("weights/join", join),
-        ("weights/receive", receive),
-        ("weights/end", end),
-    ):
-        app.add_api_route(f"/rlspec/{path}", function, methods=["POST"], response_model=None)
+    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard.close_to_other_sites`)."""
+    router = APIRouter(prefix="/rlspec")
+    for path, (handler, schema) in ROUTES.items():
+        described = {} if schema is None else {"requestBody": _described(schema)}
+        router.add_api_route(
+            f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=described
+        )
+    every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    router.add_api_route(
+        "/{rest:path}", answering(unknown), methods=every, response_model=None, include_in_schema=False
+    )
+    app.include_router(router)
+    guard.close_to_other_sites(app)
+
+
+def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema.model_json_schema()}}}

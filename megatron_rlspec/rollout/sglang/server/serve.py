@@ -7,13 +7,11 @@ thread, the environment and the signal handlers. Options that are not listed go 
 from __future__ import annotations
 
 import argparse
-import atexit
+import dataclasses
 import importlib
-import ipaddress
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -25,8 +23,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec.loopback import is_loopback
+from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.server import versions
-from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, SCRATCH_PREFIX, Settings, known_key
+from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
@@ -50,6 +50,7 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # Architecture -> SGLang's files with its target and draft classes.
 _MODEL_FILES = {"MiMoForCausalLM": ("mimo", "mimo_mtp")}
 
@@ -110,8 +111,13 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
+    directory = _scratch()
     arguments, settings = arguments_for(options, device)
     _check_model(options)
+    if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
+        settings = dataclasses.replace(settings, loopback=True)
+        for name, interface in _INTERFACES.items():
+            os.environ.setdefault(name, interface)
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
@@ -119,7 +125,17 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if device == "cpu":
         os.environ.update(_sglang().cpu_environment)
         _install_stand_ins()
-    _launch(options, device, [*arguments, *rest])
+    _launch(options, device, [*arguments, *rest], directory)
+
+
+def _scratch() -> Path:
+    """The directory of this engine's sockets and files, removed when the process ends in whatever way."""
+    directory = scratch.current()
+    if directory is None:
+        directory = scratch.make()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    scratch.remove_at_end(directory)
+    return directory
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -141,8 +157,6 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         "--weight-version=0",
         "--log-level=warning",
     ]
-    if options.api_key:
-        arguments.append(f"--api-key={options.api_key}")
     total = options.max_total_tokens or (65536 if device == "cpu" else 0)
     if total:
         arguments.append(f"--max-total-tokens={total}")
@@ -205,18 +219,15 @@ def _adaptive_file(steps: list[int]) -> str:
     descriptor, path = tempfile.mkstemp(prefix="rlspec-adaptive-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
         json.dump({"1": {"candidate_steps": steps}}, file)
-    atexit.register(Path(path).unlink, missing_ok=True)
     return path
 
 
 def _check_address(options: argparse.Namespace) -> None:
-    loopback = options.host == "localhost"
-    if not loopback:
-        try:
-            loopback = ipaddress.ip_address(options.host).is_loopback
-        except ValueError:
-            pass
-    if not loopback and not options.api_key:
+    if not 1 <= options.port <= 65535:
+        raise ServeError(f"--port {options.port}: expected a port from 1 to 65535")
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise ServeError(f"the key of --api-key or {KEY} must consist of printable ASCII characters")
+    if not is_loopback(options.host) and not options.api_key:
         raise ServeError(
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
         )
@@ -225,7 +236,7 @@ def _check_address(options: argparse.Namespace) -> None:
         try:
             probe.bind((options.host, options.port))
         except OSError as error:
-            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
 
 
 def _device(asked: str) -> str:
@@ -252,7 +263,7 @@ def _sglang() -> versions.Sglang0523:
         raise ServeError(str(error)) from None
 
 
-def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
+def _launch(options: argparse.Namespace, device: str, arguments: list[str], directory: Path) -> None:
     try:
         _register_models(options.model)
     except ImportError as error:
@@ -268,11 +279,30 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     if device == "cpu":
         _fork_children()
     load_plugins()
+    _name_shared_memory(directory)
+    if options.api_key:
+        from megatron_rlspec.rollout.sglang.server.guard import require_key
+
+        require_key(http_server.app, options.api_key)
     http_server.launch_server(
         prepare_server_args(arguments),
         execute_warmup_func=lambda _: _listening(options),
         launch_callback=lambda: _confirm(options),
     )
+
+
+def _name_shared_memory(directory: Path) -> None:
+    """Let SGLang name its shared memory after our directory, so that both can be removed together."""
+    from sglang.srt.server_args import PortArgs
+
+    inner = PortArgs.init_new
+
+    def init_new(*arguments: Any, **named: Any) -> Any:
+        ports = inner(*arguments, **named)
+        ports.instance_id = directory.name
+        return ports
+
+    PortArgs.init_new = staticmethod(init_new)
 
 
 def _fork_children() -> None:
@@ -350,9 +380,6 @@ def _end_with_parent(parent: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
-    scratch = Path(tempfile.gettempdir())
-    if scratch.name.startswith(SCRATCH_PREFIX):
-        shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Held:
     shape: tuple[int, ...]
     dim: int = 0
     first: int = 0
+    drafter: bool = False
 
     def fingerprint(self) -> int:
         """This part's share of the full tensor's fingerprint. Raises ValueError if a word crosses the part's edge."""
@@ -109,7 +110,9 @@ def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank
     if drafter is None:
         return
     rename = _DRAFTERS[type(drafter).__name__]
-    yield from (held for held in _unfused(drafter, rank, rename) if held.part.data_ptr() not in shared)
+    for held in _unfused(drafter, rank, rename):
+        if held.part.data_ptr() not in shared:
+            yield replace(held, drafter=True)
 
 
 def _mimo_drafter(name: str) -> str:

@@ -124,6 +124,15 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prefill": ("batch", "result"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.generate_request": ("obj", "request"),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager._validate_one_request": ("obj", "input_ids"),
+    "sglang.srt.sampling.sampling_params.SamplingParams.verify": ("vocab_size",),
+    "sglang.srt.server_args.PortArgs.init_new": ("server_args",),
+    f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor": (
+        "recv_req",
+    ),
+    f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.init_weights_update_group": (
+        "recv_req",
+    ),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.abort_request": ("rid", "abort_all"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.pause_generation": ("obj",),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.continue_generation": ("obj",),
@@ -257,9 +266,12 @@ class Sglang0523:
         """Beyond those that all versions get."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
+        from megatron_rlspec.rollout.sglang.server import protect
         from megatron_rlspec.rollout.sglang.server.push_session import PushSession
 
-        return PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput()).hooks()
+        session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
+        yield from session.hooks()
+        yield from protect.scheduler_hooks()
 
 
 class Sglang0515(Sglang0523):
@@ -328,8 +340,9 @@ class Sglang0515(Sglang0523):
         torch.Tensor.record_stream = lambda tensor, stream: None
 
     def hooks(self) -> Iterator[Hook]:
-        from megatron_rlspec.rollout.sglang.server import drafter_push
+        from megatron_rlspec.rollout.sglang.server import drafter_push, protect
 
+        yield from protect.scheduler_hooks(("update_weights_from_tensor", "init_weights_update_group"))
         target = f"{drafter_push.TARGET}.update_weights_from_distributed"
         yield target, drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"

@@ -1,0 +1,143 @@
+"""A bucket of weights: a safetensors file whose every byte is accounted for, checked before anything is loaded.
+
+The format is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes
+(https://huggingface.co/docs/safetensors). Offsets count from the end of the header. Imports no SGLang.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal, TensorEntry, shown
+from megatron_rlspec.types import Scope
+
+LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WIDEST = 8  # bytes of one number
+
+
+@dataclass(frozen=True)
+class ServedTensors:
+    """What an engine holds: shapes by checkpoint name, and which names are the drafter's."""
+
+    shapes: Mapping[str, Sequence[int]]
+    drafter: frozenset[str]
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes that a bucket of everything may have."""
+        return LONGEST_HEADER + WIDEST * sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
+        """Raises Refusal unless the engine holds `name` of this shape and `scope` covers it."""
+        expected = self.shapes.get(name)
+        if expected is None:
+            near = difflib.get_close_matches(name[:200], self.shapes, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise Refusal(400, f"the engine has no tensor {name[:200]}{hint}")
+        if scope != "all" and (name in self.drafter) != (scope == "drafter"):
+            owner = "drafter" if name in self.drafter else "target"
+            raise Refusal(400, f"{name} is the {owner}'s; scope is {scope}")
+        if list(shape) != list(expected):
+            raise Refusal(400, f"{name} is {list(shape)}, but the engine's is {list(expected)}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Bytes `first` to `end` of the bucket, header included, hold the tensor `name`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+
+def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
+    """Where each tensor of a bucket lies. Raises Refusal for a file that is not exactly what it must be."""
+    header, begin = _header(data)
+    entries = []
+    for name, value in header.items():
+        if name == "__metadata__":
+            _check_metadata(value)
+            continue
+        entries.append(_entry(name, value, begin))
+    if not entries:
+        raise _malformed(data, "it holds no tensor")
+    at = begin
+    for entry in sorted(entries, key=lambda entry: (entry.first, entry.end)):
+        if entry.first != at:
+            problem = "overlaps another tensor" if entry.first < at else "leaves unused bytes before it"
+            raise _malformed(data, f"{entry.name} {problem}")
+        at = entry.end
+    if at != len(data):
+        raise _malformed(data, f"its tensors end at byte {at}")
+    for entry in entries:
+        served.check(entry.name, entry.shape, scope)
+        if entry.first % entry.dtype.itemsize:
+            raise _malformed(
+                data, f"{entry.name} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
+            )
+    return entries
+
+
+def _header(data: memoryview) -> tuple[dict[str, Any], int]:
+    if len(data) < 8:
+        raise _malformed(data, "expected 8 bytes of header length and a header")
+    length = int.from_bytes(data[:8], "little")
+    if length > min(len(data) - 8, LONGEST_HEADER):
+        raise _malformed(data, f"its header length is {length} bytes")
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_distinct)
+    except Refusal:
+        raise
+    except (ValueError, RecursionError):
+        raise _malformed(data, "its header is not JSON in UTF-8") from None
+    if not isinstance(header, dict):
+        raise _malformed(data, f"its header is {shown(header)}; expected an object")
+    return header, 8 + length
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise Refusal(400, f"not a safetensors file: {name[:200]} appears twice in the header")
+        found[name] = value
+    return found
+
+
+def _check_metadata(value: Any) -> None:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise Refusal(400, "not a safetensors file: __metadata__ must map names to strings")
+
+
+def _entry(name: str, value: Any, begin: int) -> Entry:
+    try:
+        entry = TensorEntry.model_validate(value)
+    except ValueError:
+        raise Refusal(
+            400,
+            f"not a safetensors file: {name[:200]} is {shown(value)}; expected dtype (one of {', '.join(DTYPES)}), "
+            "shape and data_offsets in whole, non-negative numbers",
+        ) from None
+    first, end = entry.data_offsets
+    size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if end - first != size:
+        raise Refusal(
+            400,
+            f"not a safetensors file: {name[:200]} of {entry.dtype} {entry.shape} needs {size} bytes, "
+            f"but data_offsets are [{first}, {end}]",
+        )
+    return Entry(name, DTYPES[entry.dtype], tuple(entry.shape), begin + first, begin + end)
+
+
+def _malformed(data: memoryview, problem: str) -> Refusal:
+    return Refusal(400, f"not a safetensors file of {len(data)} bytes: {problem}")

@@ -1,0 +1,340 @@
+"""Schemas of the routes below /rlspec, and one plain sentence for each way in which a body breaks its schema.
+
+Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. Imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_rlspec.types import Scope
+
+MEGABYTE = 1 << 20
+SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
+DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class Refusal(ValueError):
+    """A request that is not carried out: HTTP status and one sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+def _not_reserved(text: str) -> str:
+    if text.startswith("HEALTH_CHECK"):
+        raise ValueError("expected an id that does not begin with HEALTH_CHECK, which SGLang keeps for itself")
+    return text
+
+
+def _top_k(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1, which keeps every token, or at least 1")
+    return value
+
+
+def _path_or_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("expected a path or an object")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=256)]
+RequestId = Annotated[
+    str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$"), AfterValidator(_not_reserved)
+]
+Version = Annotated[str, Field(pattern=r"^[0-9]{0,18}$")]
+TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
+Edge = Annotated[int, Field(ge=0, le=1 << 40)]
+Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class SamplingBody(Strict):
+    """How a request's tokens are drawn; `types.Sampling` says what each field means."""
+
+    temperature: float = Field(1.0, ge=0, le=1000)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1), AfterValidator(_top_k)] = -1
+    max_new_tokens: int = Field(1024, ge=1, le=1 << 24)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field([], max_length=1024)
+    ignore_eos: bool = False
+    sampling_seed: int = Field(0, ge=0, le=(1 << 63) - 1)
+
+
+class RequestBody(Strict):
+    """One sample to draw."""
+
+    id: RequestId
+    input_ids: TokenIds
+    sampling: SamplingBody = SamplingBody()
+
+
+class GenerateBody(Strict):
+    requests: list[RequestBody] = Field(min_length=1, max_length=1 << 16)
+
+
+class AbortBody(Strict):
+    """Which requests to end; without `ids`, all of them."""
+
+    ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
+
+
+class Nothing(Strict):
+    """An empty body, or `{}`."""
+
+
+class ScheduleBody(Strict):
+    """`types.SpecSchedule`; a configuration is [num_steps, topk, num_draft_tokens]."""
+
+    batch_edges: list[Edge] = Field(min_length=1, max_length=4096)
+    context_edges: list[Edge] = Field(min_length=1, max_length=4096)
+    configs: list[list[Config]] = Field(min_length=1, max_length=4096)
+
+
+class SetSchedule(Strict):
+    schedule: ScheduleBody
+
+
+class SpecRuleBody(Strict):
+    """`speculation.rule.SpecRule.from_json`; the scheduler checks what depends on the engine."""
+
+    model_config = ConfigDict(extra="allow")
+    candidates: list[Config] = Field([], max_length=256)
+    start: Config | None = None
+    margin: float = Field(0.0, ge=0, le=1)
+    probe_share: Share = 0.0
+    catch_up_share: Share = 0.0
+    acceptance: dict[str, Any] | None = None
+    table: Annotated[Any, AfterValidator(_path_or_object)] = ""
+    roofline: dict[str, Any] | None = None
+    schedule: ScheduleBody | None = None
+    tp: int = Field(1, ge=1, le=4096)
+    stock: bool = False
+
+
+class SetSpecRule(Strict):
+    spec_rule: SpecRuleBody
+
+
+class Hold(Strict):
+    reason: str = Field(min_length=1, max_length=4096)
+
+
+COMMANDS: dict[str, type[Strict]] = {
+    "describe": Nothing,
+    "set_schedule": SetSchedule,
+    "set_spec_rule": SetSpecRule,
+    "hold": Hold,
+    "release": Nothing,
+    "spec_rule_report": Nothing,
+    "stats": Nothing,
+    "recent_rounds": Nothing,
+    "fingerprints": Nothing,
+    "delivered": Nothing,
+    "shapes": Nothing,
+}
+
+
+class ScopeQuery(Strict):
+    scope: Literal[get_args(Scope)]
+
+
+class BucketQuery(ScopeQuery):
+    """The last bucket of a push names the version of the weights."""
+
+    version: Version = ""
+
+
+class FileQuery(BucketQuery):
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^/[^\x00]*$")
+
+
+class JoinBody(Strict):
+    """A process group of the trainer, rank 0, and the engine's ranks."""
+
+    address: str = Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+$")
+    port: int = Field(ge=1, le=65535)
+    size: int = Field(ge=2, le=4096)
+    group: str = Field(max_length=128, pattern=r"^rlspec-[A-Za-z0-9._-]+$")
+    backend: Literal["nccl", "gloo"]
+
+
+class ReceiveBody(Strict):
+    """Tensors that the trainer broadcasts one after the other."""
+
+    group: Text
+    names: list[Text] = Field(min_length=1, max_length=1 << 16)
+    dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(min_length=1, max_length=1 << 16)
+    shapes: list[Annotated[list[Edge], Field(max_length=8)]] = Field(min_length=1, max_length=1 << 16)
+
+
+class TensorEntry(Strict):
+    """One entry of a safetensors header."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    shape: list[Edge] = Field(max_length=8)
+    data_offsets: Annotated[list[Edge], Field(min_length=2, max_length=2)]
+
+
+def parse(model: type[Strict], body: bytes) -> Strict:
+    """A JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise Refusal(400, sentence(error, model)) from None
+
+
+def parse_query(model: type[Strict], query: Sequence[tuple[str, str]]) -> Strict:
+    """A query string's (name, value) pairs as `model`. Raises Refusal."""
+    found: dict[str, str] = {}
+    for name, value in query:
+        if name in found:
+            raise Refusal(400, f"query: {shown(name)} is given more than once; expected once")
+        found[name] = value
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        raise Refusal(400, "query: " + sentence(error, model)) from None
+
+
+def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
+    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that SGLang would confuse."""
+    for i, request in enumerate(body.requests):
+        ids = request.input_ids
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            j = next(j for j, token in enumerate(ids) if not 0 <= token < vocabulary)
+            raise Refusal(
+                400, f"requests[{i}].input_ids[{j}] is {shown(ids[j])}; expected a token id from 0 to {vocabulary - 1}"
+            )
+        if len(ids) >= context:
+            raise Refusal(
+                400,
+                f"request {request.id}: {len(ids)} prompt tokens; expected fewer than the model's context of {context}",
+            )
+        asked = len(ids) + request.sampling.max_new_tokens
+        if asked > context:
+            raise Refusal(
+                400,
+                f"request {request.id}: {len(ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} "
+                f"make {asked}; expected at most the model's context of {context}",
+            )
+    names = sorted(request.id for request in body.requests)
+    for before, after in zip(names, names[1:], strict=False):
+        if before == after:
+            raise Refusal(400, f"id {shown(before)} is given to two requests; expected distinct ids")
+        if after.startswith(before):
+            raise Refusal(400, f"id {shown(before)} begins id {shown(after)}; SGLang aborts by prefix, so ids must not")
+
+
+def sentence(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first mistake of a body in words: where, what was given, what was expected."""
+    first = error.errors(include_url=False)[0]
+    place = _place(first["loc"])
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "json_invalid":
+        where = re.search(r"line \d+ column \d+", str(context.get("error", "")))
+        return "the body is not JSON" + (f" ({where.group()})" if where else "") + "; expected a JSON object in UTF-8"
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        *parents, name = first["loc"]
+        known = list(_fields(model, parents))
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}" if known else ""
+        return f"{_place((*parents, str(name)[:SHOWN_CHARACTERS]))} is not known{hint or '; expected no fields'}"
+    if kind in ("too_long", "string_too_long", "too_short", "string_too_short"):
+        return f"{place or 'the body'}: {_expected(kind, context)}"
+    return f"{place or 'the body'} is {shown(first['input'])}; {_expected(kind, context)}"
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, cut to a readable length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+_KINDS = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "a smaller integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_unicode": "text in Unicode",
+    "string_pattern_mismatch": "a string of the form {pattern}",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+}
+
+
+def _expected(kind: str, context: Mapping[str, Any]) -> str:
+    if kind == "value_error":
+        return str(context["error"])
+    text = _KINDS.get(kind)
+    if text is None:
+        return "expected another value; see docs/serve.md"
+    words = {name: _number(value) for name, value in context.items()}
+    if kind == "literal_error":
+        words["expected"] = words["expected"].replace("'", "")
+    return "expected " + text.format(**words)
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _place(path: Sequence[int | str]) -> str:
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
+    return text
+
+
+def _fields(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[str]:
+    """The fields that a body may hold at `path`."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        inner = list(_models(model.model_fields[part].annotation))
+        if not inner:
+            return
+        model = inner[0]
+    yield from model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

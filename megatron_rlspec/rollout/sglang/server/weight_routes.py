@@ -1,0 +1,262 @@
+"""The routes of a weight update: one push at a time, every bucket checked whole before a scheduler sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+from megatron_rlspec.rollout.sglang.server import schemas, versions
+from megatron_rlspec.rollout.sglang.server.bodies import (
+    content_length,
+    done,
+    manager,
+    read_body,
+    read_nothing,
+    run_command,
+)
+from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors, read_entries
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal, parse, parse_query
+from megatron_rlspec.types import Scope
+
+_sglang = versions.installed()
+_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
+_PROBE_SECONDS = 5.0  # for a trainer's store to answer before a scheduler may wait for it
+
+
+class _Push:
+    """The weight update that is open, if one is, and the memory through which its buckets pass."""
+
+    def __init__(self) -> None:
+        self.scope: Scope | None = None
+        self.lock = asyncio.Lock()  # one request of a push at a time: all buckets use the same memory
+        self.groups: set[str] = set()
+        self.served: ServedTensors | None = None
+        self._shared = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """`size` bytes that SGLang's scheduler processes can map; the same ones for every bucket.
+
+        Fresh pages cost more than the copy into them.
+        """
+        if self._shared.numel() < size:
+            self._shared = torch.empty(size, dtype=torch.uint8).share_memory_()
+        return self._shared[:size]
+
+    def check(self, scope: Scope) -> None:
+        if self.scope is None:
+            raise Refusal(409, "no weight update is open; call weights/begin first")
+        if scope != self.scope:
+            raise Refusal(409, f"scope is {scope}, but the open weight update began with scope={self.scope}")
+
+    def close(self) -> None:
+        self.scope = None
+        self._shared = torch.empty(0, dtype=torch.uint8)
+
+
+_push = _Push()
+
+
+async def begin(request: Request) -> JSONResponse:
+    scope = _query(request, schemas.ScopeQuery).scope
+    await read_nothing(request)
+    async with _alone():
+        if _push.scope is not None:
+            raise Refusal(409, "a weight update is already open; call weights/end first")
+        answer = done(*await _sglang.begin_push(manager(), _SELECTOR[scope]))
+        _push.scope = scope
+        return answer
+
+
+async def end(request: Request) -> JSONResponse:
+    parse_query(schemas.Nothing, request.query_params.multi_items())
+    await read_nothing(request)
+    async with _alone():
+        if _push.scope is None:
+            raise Refusal(409, "no weight update is open; call weights/begin first")
+        _push.close()
+        return done(*await _sglang.end_push(manager()))
+
+
+async def bucket(request: Request) -> JSONResponse:
+    """The body is a safetensors file of full tensors. The last bucket names `version`, and flushes the cache."""
+    query = _query(request, schemas.BucketQuery)
+    async with _alone():
+        _push.check(query.scope)
+        limit = (await _served()).largest_bucket
+        size = content_length(request, limit)
+        if size is None:
+            body = await read_body(request, limit)
+            landed = _push.memory(len(body))
+            landed.numpy()[:] = memoryview(body)
+            return await _load(landed, query)
+        landed, at = _push.memory(size), 0
+        view = memoryview(landed.numpy())
+        async for part in request.stream():
+            if at + len(part) > size:
+                raise Refusal(400, f"the body is longer than its Content-Length of {size}")
+            view[at : at + len(part)] = part
+            at += len(part)
+        if at != size:
+            raise Refusal(400, f"the body ended after {at} of {size} bytes")
+        return await _load(landed, query)
+
+
+async def file(request: Request) -> JSONResponse:
+    """As `bucket`, from a file that this machine sees."""
+    query = _query(request, schemas.FileQuery)
+    await read_nothing(request)
+    async with _alone():
+        _push.check(query.scope)
+        landed = await asyncio.to_thread(_read, query.path, (await _served()).largest_bucket)
+        return await _load(landed, query)
+
+
+def _read(path: str, limit: int) -> torch.Tensor:
+    """The bytes of a regular file. Opening a pipe or a device neither blocks nor reads it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as opened:
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
+                raise Refusal(400, f"{path} is not a regular file")
+            if about.st_size > limit:
+                raise Refusal(413, f"{path} has {about.st_size} bytes; expected at most {limit}")
+            landed = _push.memory(about.st_size)
+            if opened.readinto(memoryview(landed.numpy())) != about.st_size:
+                raise Refusal(400, f"{path} became shorter while it was read")
+            return landed
+    except OSError as error:
+        raise Refusal(400, f"{path}: {error.strerror}") from None
+
+
+async def join(request: Request) -> JSONResponse:
+    """{"address", "port", "size", "group", "backend"}: meet the trainer, rank 0, in a process group."""
+    parse_query(schemas.Nothing, request.query_params.multi_items())
+    asked = parse(schemas.JoinBody, await read_body(request))
+    arguments = manager().server_args
+    if asked.size != 1 + arguments.tp_size:
+        raise Refusal(
+            400, f"size is {asked.size}; expected {1 + arguments.tp_size}, the trainer and this engine's ranks"
+        )
+    if asked.backend == "nccl" and arguments.device != "cuda":
+        raise Refusal(400, f"backend is nccl, but this engine runs on {arguments.device}; expected gloo")
+    async with _alone():
+        if asked.group in _push.groups:
+            raise Refusal(409, f"group {asked.group} was joined already; expected a new name")
+        await asyncio.to_thread(_find_store, asked.address, asked.port)
+        message = InitWeightsUpdateGroupReqInput(
+            master_address=asked.address,
+            master_port=asked.port,
+            rank_offset=1,
+            world_size=asked.size,
+            group_name=asked.group,
+            backend=asked.backend,
+        )
+        answer = done(*await manager().init_weights_update_group(message, None))
+        _push.groups.add(asked.group)
+        return answer
+
+
+def _find_store(address: str, port: int) -> None:
+    """Raise Refusal unless torch's TCPStore answers there; a scheduler that connects to anything else never returns."""
+    try:
+        socket.create_connection((address, port), _PROBE_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "no answer"
+        raise Refusal(400, f"cannot connect to the trainer at {address}:{port}: {reason}") from None
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            dist.TCPStore(
+                address, port, timeout=timedelta(seconds=_PROBE_SECONDS), is_master=False, wait_for_workers=False
+            )
+        except (RuntimeError, ValueError):
+            answered.append(False)
+        else:
+            answered.append(True)
+
+    thread = threading.Thread(target=ask, daemon=True)  # torch bounds no wait for a peer that never answers
+    thread.start()
+    thread.join(_PROBE_SECONDS)
+    if answered != [True]:
+        raise Refusal(400, f"{address}:{port} does not answer as the trainer's store")
+
+
+async def receive(request: Request) -> JSONResponse:
+    """{"group", "names", "dtypes", "shapes"}: as `bucket`, broadcast by the trainer one by one."""
+    query = _query(request, schemas.BucketQuery)
+    asked = parse(schemas.ReceiveBody, await read_body(request))
+    counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
+    if len(counts) > 1:
+        raise Refusal(
+            400,
+            f"names, dtypes and shapes have {len(asked.names)}, {len(asked.dtypes)} and {len(asked.shapes)} entries; "
+            "expected as many of each",
+        )
+    if len(set(asked.names)) != len(asked.names):
+        raise Refusal(400, "names holds a name twice; expected distinct names")
+    async with _alone():
+        _push.check(query.scope)
+        served = await _served()
+        for name, shape in zip(asked.names, asked.shapes, strict=True):
+            served.check(name, shape, query.scope)
+        if asked.group not in _push.groups:
+            raise Refusal(409, f"group {schemas.shown(asked.group)} was not joined; call weights/join first")
+        message = _sglang.broadcast(
+            _SELECTOR[query.scope], query.version, asked.group, asked.names, asked.dtypes, asked.shapes
+        )
+        return done(*await manager().update_weights_from_distributed(message, None))
+
+
+async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONResponse:
+    entries = read_entries(memoryview(landed.numpy()), await _served(), query.scope)
+    metadata = [
+        FlattenedTensorMetadata(
+            entry.name, torch.Size(entry.shape), entry.dtype, entry.first, entry.end, entry.end - entry.first
+        )
+        for entry in entries
+    ]
+    # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
+    # own, because the handle of the memory can be taken once.
+    parts = {"flattened_tensor": landed, "metadata": metadata}
+    payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(manager().server_args.tp_size)]
+    message = _sglang.tensors(_SELECTOR[query.scope], query.version, payloads)
+    return done(*await manager().update_weights_from_tensor(message, None))
+
+
+async def _served() -> ServedTensors:
+    """What the engine holds; asked of the scheduler once, since names and shapes never change."""
+    if _push.served is None:
+        found = await run_command("shapes", {})
+        _push.served = ServedTensors(found["shapes"], frozenset(found["drafter"]))
+    return _push.served
+
+
+class _alone:
+    """Refuse a request of a push while another one is carried out."""
+
+    async def __aenter__(self) -> None:
+        if _push.lock.locked():
+            raise Refusal(409, "another request of a weight update is being carried out; wait for its answer")
+        await _push.lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        _push.lock.release()
+
+
+def _query(request: Request, schema: type[schemas.ScopeQuery]) -> Any:
+    return parse_query(schema, request.query_params.multi_items())
