@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import socket
 from typing import Any
@@ -25,11 +26,12 @@ def listener(host: str, port: int = 0) -> socket.socket:
 
 def bind_stores() -> None:
     """From now on, a store that `init_process_group` opens under a loopback address listens on that address only."""
-    from torch.distributed import TCPStore, rendezvous
+    from torch.distributed import TCPStore
 
     def store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
         if is_master and is_loopback(host_name):
             options["master_listen_fd"] = listener(host_name, port).detach()
         return TCPStore(host_name, port, world_size, is_master, **options)
 
-    rendezvous.TCPStore = store
+    # By its full name: torch.distributed.rendezvous is a function of that module, too.
+    importlib.import_module("torch.distributed.rendezvous").TCPStore = store

@@ -24,7 +24,7 @@ def table(path: Path, **changes: str) -> Path:
         (["--fresh"], "give --model to start an engine"),
         ([], "already holds tp=1; measure again with --fresh"),
         (["--tp", "2", "--hardware", "elsewhere"], "start afresh with --fresh"),
-        (["--fresh", "--url", "http://127.0.0.1:9"], "the engine is gone"),
+        (["--fresh", "--url", "http://127.0.0.1:9"], "cannot connect to 127.0.0.1:9: nothing listens there"),
     ],
 )
 def test_a_mistake_gets_one_line(tmp_path, capsys, options, message):

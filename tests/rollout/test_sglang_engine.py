@@ -54,21 +54,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
     logs = tmp_path_factory.mktemp("logs")
-    processes = {
-        name: launch(
-            checkpoint,
-            logs / f"{name}.log",
-            arguments=[*SERVE, *arguments],
-            environment=ONE_THREAD,
-            api_key="right-key" if name == "plain" else "",
-        )
-        for name, arguments in LAUNCHES.items()
-    }
-    try:
-        yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.close()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RLSPEC_API_KEY", "right-key")  # of all three, and of clients that know an address only
+        processes = {
+            name: launch(checkpoint, logs / f"{name}.log", arguments=[*SERVE, *arguments], environment=ONE_THREAD)
+            for name, arguments in LAUNCHES.items()
+        }
+        try:
+            yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+        finally:
+            for process in processes.values():
+                process.close()
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -552,7 +548,7 @@ def test_an_engine_with_a_key_serves_who_knows_it(engines: dict[str, SGLangEngin
         for call in (stranger.describe, lambda it=stranger: it.update_weights(9, WEIGHTS.items())):
             with pytest.raises(EngineError) as refusal:
                 call()
-            said = f"{engine.url}: it wants {told}; set RLSPEC_API_KEY to the key it was served with"
+            said = f"{engine.url}: it needs {told}; set RLSPEC_API_KEY to the key it was served with"
             assert str(refusal.value) == said
     process = engine._process
     seen = process.log.read_text() + " ".join(subprocess.check_output(["ps", "axww", "-o", "args"], text=True).split())

@@ -18,8 +18,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     [
         (b"", True, "generate failed: silent for 1 s"),
         (HEAD, True, "generate broke off: silent for 1 s"),
-        (HEAD, False, "generate broke off: Response ended prematurely"),
-        (b"", False, "generate failed: the engine is gone"),
+        (HEAD, False, "generate broke off: the answer ended early"),
+        (b"", False, "generate failed: the engine closed the connection without an answer"),
     ],
 )
 def test_a_silent_engine_is_told_from_one_that_is_gone(said, stays, told):

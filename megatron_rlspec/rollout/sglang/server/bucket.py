@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.rollout.sglang.server.schemas import Refusal, TensorEntry, shown
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal, TensorEntry, plain, shown
 from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -41,12 +41,12 @@ class ServedTensors:
         if expected is None:
             near = difflib.get_close_matches(name[:200], self.shapes, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise Refusal(400, f"the engine has no tensor {name[:200]}{hint}")
+            raise Refusal(400, f"the engine has no tensor {plain(name)}{hint}")
         if scope != "all" and (name in self.drafter) != (scope == "drafter"):
             owner = "drafter" if name in self.drafter else "target"
-            raise Refusal(400, f"{name} is the {owner}'s; scope is {scope}")
+            raise Refusal(400, f"{plain(name)} is the {owner}'s; scope is {scope}")
         if list(shape) != list(expected):
-            raise Refusal(400, f"{name} is {list(shape)}, but the engine's is {list(expected)}")
+            raise Refusal(400, f"{plain(name)} is {list(shape)}, but the engine's is {list(expected)}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
     for entry in sorted(entries, key=lambda entry: (entry.first, entry.end)):
         if entry.first != at:
             problem = "overlaps another tensor" if entry.first < at else "leaves unused bytes before it"
-            raise _malformed(data, f"{entry.name} {problem}")
+            raise _malformed(data, f"{plain(entry.name)} {problem}")
         at = entry.end
     if at != len(data):
         raise _malformed(data, f"its tensors end at byte {at}")
@@ -83,7 +83,7 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
         served.check(entry.name, entry.shape, scope)
         if entry.first % entry.dtype.itemsize:
             raise _malformed(
-                data, f"{entry.name} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
+                data, f"{plain(entry.name)} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
             )
     return entries
 
@@ -109,7 +109,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise Refusal(400, f"not a safetensors file: {name[:200]} appears twice in the header")
+            raise Refusal(400, f"not a safetensors file: {plain(name)} appears twice in the header")
         found[name] = value
     return found
 
@@ -125,7 +125,7 @@ def _entry(name: str, value: Any, begin: int) -> Entry:
     except ValueError:
         raise Refusal(
             400,
-            f"not a safetensors file: {name[:200]} is {shown(value)}; expected dtype (one of {', '.join(DTYPES)}), "
+            f"not a safetensors file: {plain(name)} is {shown(value)}; expected dtype (one of {', '.join(DTYPES)}), "
             "shape and data_offsets in whole, non-negative numbers",
         ) from None
     first, end = entry.data_offsets
@@ -133,7 +133,7 @@ def _entry(name: str, value: Any, begin: int) -> Entry:
     if end - first != size:
         raise Refusal(
             400,
-            f"not a safetensors file: {name[:200]} of {entry.dtype} {entry.shape} needs {size} bytes, "
+            f"not a safetensors file: {plain(name)} of {entry.dtype} {entry.shape} needs {size} bytes, "
             f"but data_offsets are [{first}, {end}]",
         )
     return Entry(name, DTYPES[entry.dtype], tuple(entry.shape), begin + first, begin + end)

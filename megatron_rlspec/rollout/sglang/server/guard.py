@@ -21,20 +21,22 @@ def close_to_other_sites(app: FastAPI) -> None:
     app.user_middleware = [layer for layer in app.user_middleware if layer.cls is not CORSMiddleware]
 
 
-def require_key(app: FastAPI, key: str) -> None:
+def require_key(app: FastAPI, key: str) -> Callable[[], None]:
     """Answer 401 to every request without `Authorization: Bearer KEY`, before SGLang sees it.
 
     SGLang's own check is not used: it keeps the key where /server_info and its log show it, and fails with a traceback
-    on a token that is not ASCII.
+    on a token that is not ASCII. Before its start is complete SGLang calls its own /freeze_gc, without a key; call what
+    this returns afterwards, and that route is closed.
     """
     build = app.build_middleware_stack
     expected = key.encode()
+    unguarded = [*_OPEN, "/freeze_gc"]
 
     def guarded() -> App:
         inner = build()
 
         async def check(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            asked = scope["type"] in ("http", "websocket") and not scope["path"].startswith(_OPEN)
+            asked = scope["type"] in ("http", "websocket") and not scope["path"].startswith(tuple(unguarded))
             if not asked or _holds(scope, expected):
                 await inner(scope, receive, send)
             elif scope["type"] == "websocket":
@@ -46,6 +48,7 @@ def require_key(app: FastAPI, key: str) -> None:
         return check
 
     app.build_middleware_stack = guarded
+    return lambda: unguarded.remove("/freeze_gc")
 
 
 def _holds(scope: MutableMapping[str, Any], expected: bytes) -> bool:

@@ -253,7 +253,7 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
         known = list(_fields(model, parents))
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}" if known else ""
-        return f"{_place((*parents, str(name)[:SHOWN_CHARACTERS]))} is not known{hint or '; expected no fields'}"
+        return f"{_place((*parents, name))} is not known{hint or '; expected no fields'}"
     if kind in ("too_long", "string_too_long", "too_short", "string_too_short"):
         return f"{place or 'the body'}: {_expected(kind, context)}"
     return f"{place or 'the body'} is {shown(first['input'])}; {_expected(kind, context)}"
@@ -266,6 +266,11 @@ def shown(value: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def plain(name: str) -> str:
+    """A name without quotes, with whatever is not printable ASCII escaped, cut to a readable length."""
+    return json.dumps(name)[1:-1][:200]
 
 
 _KINDS = {
@@ -317,7 +322,7 @@ def _place(path: Sequence[int | str]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += f".{part}" if text else str(part)
+            text += f".{plain(part)}" if text else plain(part)
     return text
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,14 +281,15 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str], dire
         _fork_children()
     load_plugins()
     _name_shared_memory(directory)
+    started: list[Callable[[], None]] = [lambda: _confirm(options)]
     if options.api_key:
         from megatron_rlspec.rollout.sglang.server.guard import require_key
 
-        require_key(http_server.app, options.api_key)
+        started.insert(0, require_key(http_server.app, options.api_key))
     http_server.launch_server(
         prepare_server_args(arguments),
         execute_warmup_func=lambda _: _listening(options),
-        launch_callback=lambda: _confirm(options),
+        launch_callback=lambda: [act() for act in started],
     )
 
 

@@ -131,15 +131,15 @@ def _read(path: str, limit: int) -> torch.Tensor:
         with open(descriptor, "rb") as opened:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
-                raise Refusal(400, f"{path} is not a regular file")
+                raise Refusal(400, f"{schemas.plain(path)} is not a regular file")
             if about.st_size > limit:
-                raise Refusal(413, f"{path} has {about.st_size} bytes; expected at most {limit}")
+                raise Refusal(413, f"{schemas.plain(path)} has {about.st_size} bytes; expected at most {limit}")
             landed = _push.memory(about.st_size)
             if opened.readinto(memoryview(landed.numpy())) != about.st_size:
-                raise Refusal(400, f"{path} became shorter while it was read")
+                raise Refusal(400, f"{schemas.plain(path)} became shorter while it was read")
             return landed
     except OSError as error:
-        raise Refusal(400, f"{path}: {error.strerror}") from None
+        raise Refusal(400, f"{schemas.plain(path)}: {error.strerror}") from None
 
 
 async def join(request: Request) -> JSONResponse:
