@@ -530,7 +530,7 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
         ("port", checkpoint, [*SERVE, "--port", str(taken)], f"cannot listen on 127.0.0.1:{taken}"),
         ("model", tmp_path / "nowhere", SERVE, "nowhere: no config.json there"),
         ("cuda", checkpoint, ["--device", "cuda"], "torch finds no CUDA device here"),
-        ("host", checkpoint, ["--host", "0.0.0.0"], "reachable from outside: give --api-key"),
+        ("range", checkpoint, ["--port", "80000"], "--port 80000: expected a port from 1 to 65535"),
     ):
         if name == "cuda" and torch.cuda.is_available():
             continue

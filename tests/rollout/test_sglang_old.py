@@ -150,7 +150,7 @@ def test_a_rule_decides_by_what_it_sees(engines):
 
 def test_weights_come_through_a_group(engines, group):
     engine = engines["adaptive"]
-    by_group = SGLangEngine(engine.url, timeout=300, transport=Group())
+    by_group = SGLangEngine(engine.url, api_key=engine._process.api_key, timeout=300, transport=Group())
     drawn = tiny_mimo.weights(CONFIG, seed=7)
     by_group.update_weights(6, drawn.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}

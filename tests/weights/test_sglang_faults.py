@@ -54,12 +54,14 @@ def served(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def urls(served) -> Iterator[list[str]]:
-    processes = [start(served, name) for name in "ab"]
-    try:
-        yield [process.wait().url for process in processes]
-    finally:
-        for process in processes:
-            process.close()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RLSPEC_API_KEY", "right-key")  # of engines, and of clients that know an address only
+        processes = [start(served, name) for name in "ab"]
+        try:
+            yield [process.wait().url for process in processes]
+        finally:
+            for process in processes:
+                process.close()
 
 
 class Engine(SGLangEngine):
