@@ -34,4 +34,5 @@ def bind_stores() -> None:
         return TCPStore(host_name, port, world_size, is_master, **options)
 
     # By its full name: torch.distributed.rendezvous is a function of that module, too.
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = store
+    module: Any = importlib.import_module("torch.distributed.rendezvous")
+    module.TCPStore = store

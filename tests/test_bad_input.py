@@ -502,7 +502,7 @@ ROWS += [
 def serving(text: str) -> Act:
     def act(place: Place) -> None:
         place.file("config.json", "{}")
-        serve._serve(*serve.parser().parse_known_args(["--model", str(place.here), "--port", "0", *text.split()]))
+        serve._serve(*serve.parser().parse_known_args(["--model", str(place.here), "--port", "33333", *text.split()]))
 
     return act
 
@@ -516,7 +516,9 @@ def port_taken(place: Place) -> None:
 
 
 def without_model(place: Place) -> None:
-    options = argparse.Namespace(model=str(place.here), host="127.0.0.1", port=0, api_key="", stop_with_parent=False)
+    options = argparse.Namespace(
+        model=str(place.here), host="127.0.0.1", port=33333, api_key="", stop_with_parent=False
+    )
     serve._serve(options, [])
 
 

@@ -61,7 +61,7 @@ class _bounded:
 
     def __enter__(self) -> None:
         if self.ours:
-            self.module = importlib.import_module("torch.distributed.distributed_c10d")
+            self.module: Any = importlib.import_module("torch.distributed.distributed_c10d")
             self.default = self.module.default_pg_timeout
             self.module.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
 

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,7 +17,6 @@ from megatron_rlspec.types import Scope
 
 MEGABYTE = 1 << 20
 SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
-DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Refusal(ValueError):
@@ -30,6 +29,9 @@ class Refusal(ValueError):
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+Body = TypeVar("Body", bound=Strict)
 
 
 def _not_reserved(text: str) -> str:
@@ -148,7 +150,7 @@ COMMANDS: dict[str, type[Strict]] = {
 
 
 class ScopeQuery(Strict):
-    scope: Literal[get_args(Scope)]
+    scope: Scope
 
 
 class BucketQuery(ScopeQuery):
@@ -188,7 +190,7 @@ class TensorEntry(Strict):
     data_offsets: Annotated[list[Edge], Field(min_length=2, max_length=2)]
 
 
-def parse(model: type[Strict], body: bytes) -> Strict:
+def parse(model: type[Body], body: bytes) -> Body:
     """A JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
     try:
         return model.model_validate_json(body or b"{}")
@@ -196,7 +198,7 @@ def parse(model: type[Strict], body: bytes) -> Strict:
         raise Refusal(400, sentence(error, model)) from None
 
 
-def parse_query(model: type[Strict], query: Sequence[tuple[str, str]]) -> Strict:
+def parse_query(model: type[Body], query: Sequence[tuple[str, str]]) -> Body:
     """A query string's (name, value) pairs as `model`. Raises Refusal."""
     found: dict[str, str] = {}
     for name, value in query:

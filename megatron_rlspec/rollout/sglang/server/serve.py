@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
-    directory = _scratch()
     arguments, settings = arguments_for(options, device)
     _check_model(options)
     if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
@@ -126,9 +126,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if device == "cpu":
         os.environ.update(_sglang().cpu_environment)
         _install_stand_ins()
-    _launch(options, device, [*arguments, *rest], directory)
+    _launch(options, device, [*arguments, *rest])
 
 
+@cache
 def _scratch() -> Path:
     """The directory of this engine's sockets and files, removed when the process ends in whatever way."""
     directory = scratch.current()
@@ -217,10 +218,9 @@ def _schedule(text: str) -> SpecSchedule | None:
 
 
 def _adaptive_file(steps: list[int]) -> str:
-    descriptor, path = tempfile.mkstemp(prefix="rlspec-adaptive-", suffix=".json")
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"1": {"candidate_steps": steps}}, file)
-    return path
+    path = _scratch() / "adaptive.json"
+    path.write_text(json.dumps({"1": {"candidate_steps": steps}}))
+    return str(path)
 
 
 def _check_address(options: argparse.Namespace) -> None:
@@ -264,7 +264,7 @@ def _sglang() -> versions.Sglang0523:
         raise ServeError(str(error)) from None
 
 
-def _launch(options: argparse.Namespace, device: str, arguments: list[str], directory: Path) -> None:
+def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     try:
         _register_models(options.model)
     except ImportError as error:
@@ -280,7 +280,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str], dire
     if device == "cpu":
         _fork_children()
     load_plugins()
-    _name_shared_memory(directory)
+    _name_shared_memory(_scratch())
     started: list[Callable[[], None]] = [lambda: _confirm(options)]
     if options.api_key:
         from megatron_rlspec.rollout.sglang.server.guard import require_key

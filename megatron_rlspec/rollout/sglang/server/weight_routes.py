@@ -8,7 +8,6 @@ import socket
 import stat
 import threading
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -258,5 +257,5 @@ class _alone:
         _push.lock.release()
 
 
-def _query(request: Request, schema: type[schemas.ScopeQuery]) -> Any:
+def _query(request: Request, schema: type[schemas.Body]) -> schemas.Body:
     return parse_query(schema, request.query_params.multi_items())
