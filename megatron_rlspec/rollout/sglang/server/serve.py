@@ -113,8 +113,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
-    arguments, settings = arguments_for(options, device)
+    arguments, settings, steps = arguments_for(options, device)
     _check_model(options)
+    if steps:
+        arguments.append(f"--speculative-adaptive-config={_adaptive_file(steps)}")
     if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
         settings = dataclasses.replace(settings, loopback=True)
         for name, interface in _INTERFACES.items():
@@ -147,8 +149,11 @@ def _check_model(options: argparse.Namespace) -> None:
         raise ServeError(f"--model {options.model}: {error}") from None
 
 
-def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings]:
-    """SGLang's command line and the plugin's settings. Writes the adaptive configuration file that SGLang reads."""
+def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, list[int]]:
+    """SGLang's command line, the plugin's settings, and the numbers of steps that the engine may switch between.
+
+    Raises ServeError for options that exclude each other. Writes nothing.
+    """
     arguments = [
         f"--model-path={options.model}",
         f"--host={options.host}",
@@ -169,7 +174,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         arguments.append("--skip-tokenizer-init")
     if options.spec == "off":
-        return arguments, Settings(options.verifier)
+        return arguments, Settings(options.verifier), []
 
     schedule = _schedule(options.schedule)
     if options.cost_table and (schedule or options.spec == "fixed"):
@@ -191,21 +196,20 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         raise ServeError(f"num_steps must not be negative, got {sorted(steps)}")
     # SGLang sizes its buffers by the startup value, so it may not be 0.
     start = options.num_steps or max(1, max(steps))
-    path = _adaptive_file(sorted(steps | {start}))
+    candidates = sorted(steps | {start})
     arguments += [
         "--speculative-algorithm=EAGLE",
         f"--speculative-num-steps={start}",
         "--speculative-eagle-topk=1",
         f"--speculative-num-draft-tokens={start + 1}",
         "--speculative-adaptive",
-        f"--speculative-adaptive-config={path}",
     ]
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
     if options.cost_table:
-        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())})
+        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())}), candidates
     schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
-    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()})
+    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()}), candidates
 
 
 def _schedule(text: str) -> SpecSchedule | None:

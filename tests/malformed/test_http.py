@@ -1,0 +1,559 @@
+"""Malformed HTTP requests to a real engine: a 4xx, one sentence in JSON, within seconds, and the engine still draws."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import tiny_mimo
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.rollout.sglang.server import schemas
+from megatron_rlspec.types import Prompt, Request, Sampling
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+VOCABULARY = 160
+CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=VOCABULARY)
+WEIGHTS = tiny_mimo.weights(CONFIG)
+SERVE = "--device cpu --dtype float32 --candidate-steps 0,1,2,3 --max-total-tokens 4096 --max-running-requests 16"
+NORM, DRAFTER = "model.norm.weight", "model.mtp_layers.0.final_layernorm.weight"
+SECONDS = 10.0  # that an answer may take on a busy machine
+PYTHON = ("Traceback", "pydantic", "Input should", "<class", "object at 0x", "errno", "NoneType")
+
+
+class Server:
+    """The engine under attack, and what proves that it still serves the weights that it started with."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+        self.engine = SGLangEngine.of(process, timeout=60)
+        self.headers = {"Authorization": f"Bearer {process.api_key}"}
+        self.text = self.draw()
+        self.marks = {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+
+    def draw(self) -> list[int]:
+        sampling = Sampling(max_new_tokens=6, ignore_eos=True)
+        return self.engine.generate([Request("alive.", Prompt(0, np.arange(3, 9)), 7)], sampling)[0].response.tolist()
+
+    def post(self, path: str, **options: object) -> requests.Response:
+        headers = self.headers | options.pop("headers", {})
+        return requests.post(f"{self.process.url}{path}", headers=headers, timeout=60, **options)
+
+    def check_alive(self) -> None:
+        assert self.draw() == self.text and not self.process.ended
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("attacked")
+    model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
+    environment = {"OMP_NUM_THREADS": "1"}
+    with launch(model, folder / "log", arguments=SERVE.split(), environment=environment) as process:
+        process.wait()
+        yield Server(process)
+
+
+def refusal(answer: requests.Response) -> str:
+    """The sentence of a refused request."""
+    assert 400 <= answer.status_code < 500, f"{answer.status_code}: {answer.text[:300]}"
+    found = answer.json()
+    assert set(found) == {"error"}, found
+    told = found["error"]
+    assert isinstance(told, str) and told and "\n" not in told and len(told) < 1200
+    assert not any(word in told for word in PYTHON), told
+    return told
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One malformed request: `body` is sent as it is if it is bytes, else as JSON; `session` opens that scope before.
+
+    `words` must be in the sentence; `status` is that of the answer.
+    """
+
+    name: str
+    path: str
+    body: object = b""
+    words: tuple[str, ...] = ()
+    status: int = 400
+    session: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def generating(name: str, words: str, **changes: object) -> Attack:
+    request = {"id": "a", "input_ids": [11], "sampling": {"max_new_tokens": 4}} | changes
+    return Attack(name, "generate", {"requests": [request]}, (words,))
+
+
+def sampling(name: str, words: str, **changes: object) -> Attack:
+    return generating(name, words, sampling={"max_new_tokens": 4} | changes)
+
+
+NOT_JSON = {
+    "broken": b"{",
+    "two documents": b"{} {}",
+    "not UTF-8": b"\xff\xfe{}",
+    "NUL": b"\x00",
+    "deep list": b"[" * 200_000,
+    "deep object": b'{"requests":' * 50_000,
+    "lone surrogate": b'{"ids":["\\ud800"]}',
+    "single quotes": b"{'ids': []}",
+    "BOM": b"\xef\xbb\xbf{}",
+}
+NOT_OBJECTS = {"list": [], "null": None, "number": 5, "text": "x", "true": True}
+ROUTES = ("generate", "abort", "pause", "resume", "weights/join", "control/set_schedule", "control/describe")
+
+ATTACKS = [Attack(f"{route}: {name}", route, body) for route in ROUTES for name, body in NOT_JSON.items()]
+ATTACKS += [
+    Attack(f"{route}: {name}", route, json.dumps(body).encode(), ("expected an object",))
+    for route in ROUTES
+    for name, body in NOT_OBJECTS.items()
+]
+ATTACKS += [
+    Attack("generate: empty body", "generate", b"", ("requests is missing",)),
+    Attack("generate: requests null", "generate", {"requests": None}, ("requests is null", "list")),
+    Attack("generate: no requests", "generate", {"requests": []}, ("at least 1",)),
+    Attack("generate: requests of text", "generate", {"requests": ["a"]}, ("requests[0]", "object")),
+    Attack("generate: no id", "generate", {"requests": [{"input_ids": [1]}]}, ("requests[0].id is missing",)),
+    generating("generate: id 5", "requests[0].id is 5; expected a string", id=5),
+    generating("generate: id null", "expected a string", id=None),
+    generating("generate: id empty", "at least 1 characters", id=""),
+    generating("generate: id long", "at most 256 characters", id="x" * 100_000),
+    generating("generate: id of control characters", "expected a string of the form", id="a\nb"),
+    generating("generate: id of a health check", "SGLang keeps", id="HEALTH_CHECK_x"),
+    generating("generate: id list", "expected a string", id=["a"]),
+    generating("generate: ids nested", "expected an integer", input_ids=[[11]]),
+    generating("generate: ids empty", "at least 1 entries", input_ids=[]),
+    generating("generate: ids text", "expected a list", input_ids="11"),
+    generating("generate: ids null", "expected a list", input_ids=None),
+    generating("generate: ids fractional", "expected an integer", input_ids=[11.5]),
+    generating("generate: ids whole floats", "expected an integer", input_ids=[11.0]),
+    generating("generate: ids booleans", "expected an integer", input_ids=[True]),
+    generating("generate: ids negative", "is -1; expected a token id from 0 to 159", input_ids=[11, -1]),
+    generating("generate: ids just outside", "input_ids[1] is 160", input_ids=[11, 160]),
+    generating("generate: ids far outside", "input_ids[0] is 999999", input_ids=[999999]),
+    generating("generate: ids 2**63", "expected a token id from 0 to 159", input_ids=[2**63]),
+    generating("generate: ids 2**70", "input_ids", input_ids=[2**70]),
+    generating("generate: prompt too long", "context of 4096", input_ids=[11] * 5000),
+    generating("generate: unknown field", "requests[0].text is not known", text="hello"),
+    generating("generate: sampling list", "sampling is []; expected an object", sampling=[]),
+    generating("generate: sampling null", "sampling is null; expected an object", sampling=None),
+    sampling("generate: n", "sampling.n is not known", n=1000),
+    sampling("generate: unknown sampling key", "did you mean temperature", temprature=1.0),
+    sampling("generate: beams", "beam_width is not known", beam_width=1000),
+    sampling("generate: max tokens fraction", "max_new_tokens is 2.5; expected an integer", max_new_tokens=2.5),
+    sampling("generate: max tokens text", "expected an integer", max_new_tokens="lots"),
+    sampling("generate: max tokens 0", "at least 1", max_new_tokens=0),
+    sampling("generate: max tokens negative", "at least 1", max_new_tokens=-4),
+    sampling("generate: max tokens huge", "at most", max_new_tokens=2**62),
+    sampling("generate: more tokens than the context", "context of 4096", max_new_tokens=5000),
+    sampling("generate: temperature text", "expected a number", temperature="hot"),
+    sampling("generate: temperature negative", "at least 0", temperature=-0.5),
+    sampling("generate: temperature boolean", "expected a number", temperature=True),
+    sampling("generate: temperature 1e308", "at most 1000", temperature=1e308),
+    sampling("generate: top_p 0", "more than 0", top_p=0),
+    sampling("generate: top_p 2", "at most 1", top_p=2),
+    sampling("generate: top_k 0", "expected -1", top_k=0),
+    sampling("generate: top_k fraction", "expected an integer", top_k=1.5),
+    sampling("generate: top_k -2", "at least -1", top_k=-2),
+    sampling("generate: stop ids text", "expected an integer", stop_token_ids=["a"]),
+    sampling("generate: stop ids negative", "at least 0", stop_token_ids=[-1]),
+    sampling("generate: ignore_eos 1", "expected true or false", ignore_eos=1),
+    sampling("generate: seed 2**63", "at most", sampling_seed=2**63),
+    sampling("generate: seed negative", "at least 0", sampling_seed=-1),
+    Attack("generate: NaN", "generate", b'{"requests":[{"id":"a","input_ids":[1],"sampling":{"temperature":NaN}}]}'),
+    Attack(
+        "generate: Infinity", "generate", b'{"requests":[{"id":"a","input_ids":[1],"sampling":{"top_p":Infinity}}]}'
+    ),
+    Attack(
+        "generate: an id twice",
+        "generate",
+        {"requests": [{"id": "a", "input_ids": [1]}, {"id": "a", "input_ids": [2]}]},
+        ("given to two requests",),
+    ),
+    Attack(
+        "generate: an id that begins another",
+        "generate",
+        {"requests": [{"id": "a", "input_ids": [1]}, {"id": "ab", "input_ids": [2]}]},
+        ("aborts by prefix",),
+    ),
+    Attack("abort: ids 5", "abort", {"ids": 5}, ("ids is 5; expected a list",)),
+    Attack("abort: ids of objects", "abort", {"ids": [{}]}, ("ids[0] is {}; expected a string",)),
+    Attack("abort: ids of numbers", "abort", {"ids": [1]}, ("expected a string",)),
+    Attack("abort: unknown field", "abort", {"id": ["a"]}, ("did you mean ids",)),
+    Attack("pause: a body", "pause", {"mode": "abort"}, ("mode is not known",)),
+    Attack("no such route", "nothing", b"", ("no route", "generate"), 404),
+    Attack("no such weight route", "weights/nothing", b"", ("no route",), 404),
+    Attack("control: no such command", "control/nothing", b"", ("unknown command", "set_schedule"), 404),
+    Attack("control: path", "control/..%2f..", b"", (), 404),
+    Attack("control: NUL", "control/a%00b", b"", ("unknown command",), 404),
+    Attack("describe: a field", "control/describe", {"a": 1}, ("a is not known", "expected no fields")),
+    Attack("hold: no reason", "control/hold", {}, ("reason is missing",)),
+    Attack("hold: reason 5", "control/hold", {"reason": 5}, ("expected a string",)),
+    Attack("hold: reason long", "control/hold", {"reason": "x" * 5000}, ("at most 4096",)),
+    Attack("set_schedule: none", "control/set_schedule", {}, ("schedule is missing",)),
+    Attack("set_schedule: null", "control/set_schedule", {"schedule": None}, ("expected an object",)),
+    Attack("set_schedule: empty", "control/set_schedule", {"schedule": {}}, ("schedule.batch_edges is missing",)),
+]
+
+
+def schedule(name: str, words: str, **changes: object) -> Attack:
+    data = {"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]} | changes
+    return Attack(f"set_schedule: {name}", "control/set_schedule", {"schedule": data}, (words,))
+
+
+def rule(name: str, words: str, **data: object) -> Attack:
+    return Attack(f"set_spec_rule: {name}", "control/set_spec_rule", {"spec_rule": data}, (words,))
+
+
+ATTACKS += [
+    schedule("edges of text", "expected an integer", batch_edges=["1"]),
+    schedule("edges fall", "strictly increasing", batch_edges=[8, 1], configs=[[[1, 1, 2]], [[1, 1, 2]]]),
+    schedule("edges mixed", "expected an integer", batch_edges=[1, "2"]),
+    schedule("edges null", "expected a list", context_edges=None),
+    schedule("no edges", "at least 1 entries", context_edges=[]),
+    schedule("rows missing", "must have 1 rows", configs=[[[1, 1, 2]], [[1, 1, 2]]]),
+    schedule("config of two", "at least 3 entries", configs=[[[1, 1]]]),
+    schedule("config of numbers", "expected a list", configs=[[1, 1, 2]]),
+    schedule("config fraction", "expected an integer", configs=[[[1.5, 1, 2]]]),
+    schedule("config that cannot be", "num_draft_tokens=9", configs=[[[3, 1, 9]]]),
+    schedule("config that was not launched", "cannot run k4; it was launched with", configs=[[[4, 1, 5]]]),
+    schedule("config huge", "at most 4096", configs=[[[2**40, 1, 2]]]),
+    rule("empty", "expected exactly one of table, roofline and schedule"),
+    rule("table 5", "expected a path or an object", table=5),
+    rule("table not there", "No such file", table="/no/such/file.json"),
+    rule("table empty object", "set_spec_rule", table={}),
+    rule("table deep", "set_spec_rule", table={"a": {"b": {"c": []}}}),
+    rule("roofline of text", "expected an object", roofline="x"),
+    rule("roofline empty", "set_spec_rule", roofline={}),
+    rule("margin text", "expected a number", margin="x"),
+    rule("margin negative", "at least 0", margin=-1),
+    rule("probe share 1", "less than 1", probe_share=1),
+    rule("candidates text", "expected a list", candidates="0,1"),
+    rule("unknown field", "set_spec_rule", polcy=1),
+    rule("stock 1", "expected true or false", stock=1),
+    rule("two deciders", "exactly one", schedule={"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]},
+         roofline={}),
+    Attack("set_spec_rule: null", "control/set_spec_rule", {"spec_rule": None}, ("expected an object",)),
+    Attack("begin: no scope", "weights/begin", b"", ("scope is missing",)),
+    Attack("begin: scope draft", "weights/begin?scope=draft", b"", ("expected all, target or drafter",)),
+    Attack("begin: two scopes", "weights/begin?scope=all&scope=all", b"", ("more than once",)),
+    Attack("begin: unknown query", "weights/begin?scope=all&x=1", b"", ("x is not known",)),
+    Attack("begin: twice", "weights/begin?scope=all", b"", ("already open",), 409, "all"),
+    Attack("end: not open", "weights/end", b"", ("no weight update is open",), 409),
+    Attack("bucket: not open", "weights/bucket?scope=all", save({NORM: torch.ones(64)}), ("weights/begin",), 409),
+    Attack("file: not open", "weights/file?scope=all&path=/etc/passwd", b"", ("weights/begin",), 409),
+    Attack("bucket: another scope", "weights/bucket?scope=all", b"", ("began with scope=target",), 409, "target"),
+    Attack("bucket: empty", "weights/bucket?scope=all", b"", ("8 bytes of header length",), 400, "all"),
+    Attack("bucket: text", "weights/bucket?scope=all", b"hello, engine", ("header length",), 400, "all"),
+    Attack("bucket: version -1", "weights/bucket?scope=all&version=-1", b"", ("version",), 400, "all"),
+    Attack("bucket: version x", "weights/bucket?scope=all&version=x", b"", ("version",), 400, "all"),
+    Attack("file: no path", "weights/file?scope=all", b"", ("path is missing",), 400, "all"),
+    Attack("file: relative", "weights/file?scope=all&path=x", b"", ("path",), 400, "all"),
+    Attack("file: NUL", "weights/file?scope=all&path=/a%00b", b"", ("path",), 400, "all"),
+    Attack("file: not there", "weights/file?scope=all&path=/no/such", b"", ("No such file",), 400, "all"),
+    Attack("file: directory", "weights/file?scope=all&path=/tmp", b"", ("not a regular file",), 400, "all"),
+    Attack("file: device", "weights/file?scope=all&path=/dev/zero", b"", ("not a regular file",), 400, "all"),
+    Attack("file: proc", "weights/file?scope=all&path=/proc/self/status", b"", ("safetensors",), 400, "all"),
+    Attack("file: text", "weights/file?scope=all&path=/etc/passwd", b"", ("safetensors",), 400, "all"),
+    Attack("file: path long", f"weights/file?scope=all&path=/{'x' * 5000}", b"", ("at most 4096",), 400, "all"),
+    Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
+    Attack("wrong key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": "Bearer x"}),
+    Attack("another scheme", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Basic eDp5"}),
+    Attack("key not ASCII", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Bearer \xe9"}),
+]  # fmt: skip
+
+
+def bucket(name: str, words: str, tensors: dict[str, torch.Tensor], scope: str = "all") -> Attack:
+    return Attack(f"bucket: {name}", f"weights/bucket?scope={scope}", save(tensors), (words,), 400, scope)
+
+
+def header(name: str, words: str, value: object, size: int = 256, pad: int = 8) -> Attack:
+    text = json.dumps(value).encode()
+    text += b" " * (-len(text) % pad)
+    data = struct.pack("<Q", len(text)) + text + b"\0" * size
+    return Attack(f"header: {name}", "weights/bucket?scope=all", data, (words,), 400, "all")
+
+
+def entry(first: object, end: object, shape: object = (64,), dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+def misaligned() -> dict[str, object]:
+    """A header whose length leaves the tensor at an odd byte."""
+    value = {NORM: entry(0, 256), "__metadata__": {"a": ""}}
+    while (8 + len(json.dumps(value))) % 2 == 0:
+        value["__metadata__"]["a"] += "x"
+    return value
+
+
+ATTACKS += [
+    bucket("unknown name", "did you mean model.norm.weight?", {"model.norm.weigth": torch.ones(64)}),
+    bucket("wrong shape", "model.norm.weight is [3], but the engine's is [64]", {NORM: torch.ones(3)}),
+    bucket("same bytes, another shape", "is [8, 8], but", {NORM: torch.ones(8, 8)}),
+    bucket("integers", "expected dtype", {NORM: torch.ones(64, dtype=torch.int32)}),
+    bucket("the drafter's under target", "is the drafter's; scope is target", {DRAFTER: torch.ones(64)}, "target"),
+    bucket("the target's under drafter", "is the target's; scope is drafter", {NORM: torch.ones(64)}, "drafter"),
+    header("list", "expected an object", []),
+    header("null", "expected an object", None),
+    header("empty", "holds no tensor", {}),
+    header("metadata only", "holds no tensor", {"__metadata__": {}}),
+    header("metadata of numbers", "__metadata__", {"__metadata__": {"a": 1}, NORM: entry(0, 256)}),
+    header("offsets fractional", "whole, non-negative", {NORM: entry(0.0, 256.0)}),
+    header("offsets negative", "whole, non-negative", {NORM: entry(-8, 248)}),
+    header("offsets reversed", "needs 256 bytes", {NORM: entry(256, 0)}),
+    header("offsets of text", "whole, non-negative", {NORM: entry("0", "256")}),
+    header("offsets missing", "expected dtype", {NORM: {"dtype": "F32", "shape": [64]}}),
+    header("offsets overlap", "overlaps", {NORM: entry(0, 256), DRAFTER: entry(0, 256)}),
+    header("offsets with a hole", "unused bytes", {NORM: entry(64, 320)}, size=320),
+    header("offsets beyond the end", "end at byte", {NORM: entry(0, 256)}, size=100),
+    header("bytes left over", "end at byte", {NORM: entry(0, 256)}, size=300),
+    header("shape fractional", "whole, non-negative", {NORM: entry(0, 256, [64.0])}),
+    header("shape negative", "whole, non-negative", {NORM: entry(0, 256, [-64])}),
+    header("shape too large", "needs", {NORM: entry(0, 256, [2**39])}),
+    header("dtype unknown", "expected dtype", {NORM: entry(0, 256, dtype="F8")}),
+    header("dtype 5", "expected dtype", {NORM: entry(0, 256, dtype=5)}),
+    header("misaligned", "expected a multiple of 4", misaligned(), pad=1),
+]
+
+
+def test_there_are_enough_and_each_is_one_of_its_kind():
+    names = [attack.name for attack in ATTACKS]
+    assert len(names) == len(set(names)) >= 100
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))
+def test_one_sentence(server: Server, attack: Attack) -> None:
+    if attack.session:
+        assert server.post(f"/rlspec/weights/begin?scope={attack.session}").status_code == 200
+    try:
+        body = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
+        began = time.monotonic()
+        answer = server.post(f"/rlspec/{attack.path}", data=body, headers=dict(attack.headers))
+        took = time.monotonic() - began
+    finally:
+        if attack.session:
+            assert server.post("/rlspec/weights/end").status_code == 200
+    told = refusal(answer)
+    assert answer.status_code == attack.status, told
+    missing = [words for words in attack.words if words not in told]
+    assert not missing, f"{missing} not in: {told}"
+    assert took < SECONDS
+    server.check_alive()
+
+
+def test_no_attack_changed_a_weight(server: Server) -> None:
+    assert server.engine.fingerprints() == server.marks
+
+
+# ---- connections ----------------------------------------------------------------------------------------------------
+
+
+def raw(server: Server, text: str, body: bytes = b"", seconds: float = 10.0) -> bytes:
+    """What the server answers to these bytes, until it closes the connection or falls silent."""
+    host, port = server.process.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), seconds) as connection:
+        key = f"Authorization: Bearer {server.process.api_key}\r\nConnection: close\r\nHost: x\r\n"
+        connection.sendall(text.replace("KEY\n", key).replace("\n", "\r\n").encode() + body)
+        found = b""
+        try:
+            while part := connection.recv(65536):
+                found += part
+        except TimeoutError:
+            pass
+    return found
+
+
+def test_bodies_of_strange_lengths(server: Server) -> None:
+    chunked = "POST /rlspec/{} HTTP/1.1\nKEY\nTransfer-Encoding: chunked\n\n"
+    assert b"200 OK" in raw(server, chunked.format("control/describe"), b"2\r\n{}\r\n0\r\n\r\n")
+    assert b"400 Bad" in raw(server, chunked.format("generate"), b"2\r\n[]\r\n0\r\n\r\n")
+    huge = "POST /rlspec/{} HTTP/1.1\nKEY\nContent-Length: 1000000000000000\n\n"
+    for path in ("generate", "abort", "control/describe"):
+        answer = raw(server, huge.format(path))
+        assert b"413" in answer.split(b"\r\n")[0] and b"expected at most" in answer
+    for length in ("x", "-1", "1e3"):
+        line = raw(server, f"POST /rlspec/abort HTTP/1.1\nKEY\nContent-Length: {length}\n\n").split(b"\r\n")[0]
+        assert b" 400 " in line, line
+    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
+    assert b"413" in raw(server, huge.format("weights/bucket?scope=all")).split(b"\r\n")[0]
+    cut = raw(server, "POST /rlspec/weights/bucket?scope=all HTTP/1.1\nKEY\nContent-Length: 500\n\n", b"x", 1.0)
+    assert not cut
+    assert server.post("/rlspec/weights/bucket?scope=all", data=iter([save({NORM: WEIGHTS[NORM]})])).json() == {}
+    assert server.post("/rlspec/weights/end").status_code == 200
+    server.check_alive()
+
+
+def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
+    answer = server.post(f"/rlspec/weights/file?scope=all&path={tmp_path}/pipe")
+    assert "not a regular file" in refusal(answer)
+    assert server.post("/rlspec/weights/end").status_code == 200
+    silent = socket.create_server(("127.0.0.1", 0))
+    body = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
+    cases = [
+        ({}, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
+        ({"port": silent.getsockname()[1]}, "does not answer as the trainer's store"),
+        ({"port": int(server.process.url.rpartition(":")[2])}, "does not answer as the trainer's store"),
+        ({"address": "no.such.host.invalid"}, "cannot connect to the trainer"),
+        ({"size": 3}, "size is 3; expected 2"),
+        ({"size": 2**40}, "at most 4096"),
+        ({"backend": "nccl"}, "expected gloo"),
+        ({"backend": "mpi"}, "expected nccl or gloo"),
+        ({"group": "other"}, "expected a string of the form"),
+        ({"port": 0}, "at least 1"),
+        ({"port": "9"}, "expected an integer"),
+        ({"port": 70000}, "at most 65535"),
+        ({"address": "a b"}, "expected a string of the form"),
+    ]
+    for change, told in cases:
+        began = time.monotonic()
+        assert told in refusal(server.post("/rlspec/weights/join", json=body | change))
+        assert time.monotonic() - began < 2 * SECONDS
+        server.check_alive()
+    silent.close()
+    what = {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
+    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
+    for change, told in [
+        ({}, "was not joined"),
+        ({"shapes": []}, "at least 1"),
+        ({"shapes": [[64], [64]]}, "expected as many of each"),
+        ({"shapes": [[3]]}, "but the engine's is [64]"),
+        ({"names": ["x"]}, "no tensor x"),
+        ({"dtypes": ["int8"]}, "expected float64"),
+    ]:
+        assert told in refusal(server.post("/rlspec/weights/receive?scope=all", json=what | change))
+    assert server.post("/rlspec/weights/end").status_code == 200
+    server.check_alive()
+
+
+def test_other_methods_and_other_sites(server: Server) -> None:
+    for method in ("get", "put", "delete", "patch", "options"):
+        answer = requests.request(method, f"{server.process.url}/rlspec/pause", headers=server.headers, timeout=30)
+        assert answer.status_code == 405 and "expected POST" in refusal(answer)
+    page = requests.get(f"{server.process.url}/health", headers={"Origin": "http://other.example"}, timeout=30)
+    assert not any("access-control" in name.lower() for name in page.headers)
+    told = requests.get(f"{server.process.url}/server_info", headers=server.headers, timeout=30).text
+    assert server.process.api_key not in told
+    assert requests.get(f"{server.process.url}/server_info", timeout=30).status_code == 401
+    server.check_alive()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [999999], "sampling_params": {"max_new_tokens": 2}},
+        {"input_ids": [-1], "sampling_params": {"max_new_tokens": 2}},
+        {"input_ids": [11], "sampling_params": {"max_new_tokens": 2.5}},
+        {"input_ids": [11], "sampling_params": {"max_new_tokens": "x"}},
+        {"input_ids": [11], "sampling_params": {"top_k": 1.5}},
+        {"input_ids": [11], "sampling_params": {"temperature": "x"}},
+        {"rid": 5, "input_ids": [11]},
+    ],
+    ids=str,
+)
+def test_sglangs_own_route_does_not_end_the_engine(server: Server, body: dict) -> None:
+    answer = server.post("/generate", json=body)
+    assert 400 <= answer.status_code < 500, answer.text
+    server.check_alive()
+
+
+# ---- hypothesis -----------------------------------------------------------------------------------------------------
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+TOKENS = st.lists(st.integers(-2, VOCABULARY + 1), max_size=6)
+SAMPLINGS = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 3) | JUNK},
+    optional={
+        "temperature": st.floats(0, 2) | JUNK,
+        "top_p": st.floats(0, 1) | JUNK,
+        "top_k": st.integers(-2, 5) | JUNK,
+        "stop_token_ids": TOKENS | JUNK,
+        "ignore_eos": st.booleans() | JUNK,
+        "sampling_seed": st.integers(-1, 2**64) | JUNK,
+        "n": JUNK,
+    },
+)
+REQUESTS = st.fixed_dictionaries(
+    {"id": st.text(max_size=5) | JUNK, "input_ids": TOKENS | JUNK}, optional={"sampling": SAMPLINGS | JUNK}
+)
+EDGES = st.lists(st.integers(0, 9), min_size=1, max_size=2, unique=True).map(sorted)
+CONFIGS = st.lists(
+    st.lists(st.sampled_from([[0, 0, 0], [0, 1, 1], [1, 1, 2], [2, 1, 3], [9, 1, 10]]) | JUNK, max_size=2)
+)
+SCHEDULES = st.fixed_dictionaries(
+    {"batch_edges": EDGES | JUNK, "context_edges": EDGES | JUNK, "configs": CONFIGS | JUNK}
+)
+RULES = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(schemas.SpecRuleBody.model_fields, JUNK) | {"schedule": SCHEDULES, "roofline": JUNK},
+)
+BODIES: dict[str, st.SearchStrategy] = {
+    "generate": st.fixed_dictionaries({"requests": st.lists(REQUESTS, max_size=3)}) | JUNK,
+    "abort": st.fixed_dictionaries({"ids": JUNK}) | JUNK,
+    "control/set_schedule": st.fixed_dictionaries({"schedule": SCHEDULES | JUNK}) | JUNK,
+    "control/set_spec_rule": st.fixed_dictionaries({"spec_rule": RULES | JUNK}) | JUNK,
+    "control/hold": JUNK,
+    "control/stats": JUNK,
+    "control/describe": JUNK,
+    "weights/join": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
+    "weights/receive?scope=all": JUNK,
+    "weights/begin": JUNK,
+    "weights/end": JUNK,
+    "weights/bucket?scope=all": JUNK,
+    "nothing": JUNK,
+}
+SENT = st.one_of([st.tuples(st.just(path), bodies) for path, bodies in BODIES.items()])
+fuzz: Callable = settings(
+    deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def attack_once(server: Server, path: str, body: object) -> None:
+    try:
+        sent = json.dumps(body).encode()
+    except (ValueError, UnicodeEncodeError):
+        return
+    answer = server.post(f"/rlspec/{path}", data=sent)
+    if answer.status_code != 200:
+        refusal(answer)
+    elif path == "generate":
+        lines = [json.loads(line) for line in answer.iter_lines()]
+        assert len(lines) == len(body["requests"])
+        assert all("error" not in line for line in lines), lines
+    elif path.startswith("weights/begin"):
+        server.post("/rlspec/weights/end")
+
+
+@settings(fuzz, max_examples=300)
+@given(SENT)
+def test_any_request_is_answered(server: Server, sent: tuple[str, object]) -> None:
+    attack_once(server, *sent)
+    server.check_alive()
+
+
+@pytest.mark.slow
+@settings(fuzz, max_examples=2000, derandomize=False)
+@given(SENT)
+def test_two_thousand_requests_are_answered(server: Server, sent: tuple[str, object]) -> None:
+    attack_once(server, *sent)
+    server.check_alive()
