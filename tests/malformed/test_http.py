@@ -367,7 +367,7 @@ def raw(server: Server, text: str, body: bytes = b"", seconds: float = 10.0) -> 
     """What the server answers to these bytes, until it closes the connection or falls silent."""
     host, port = server.process.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), seconds) as connection:
-        key = f"Authorization: Bearer {server.process.api_key}\r\nConnection: close\r\nHost: x\r\n"
+        key = f"Authorization: Bearer {server.process.api_key}\nConnection: close\nHost: x\n"
         connection.sendall(text.replace("KEY\n", key).replace("\n", "\r\n").encode() + body)
         found = b""
         try:

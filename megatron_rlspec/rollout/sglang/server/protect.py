@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, cast
 
 from megatron_rlspec.rollout.sglang.server.push_session import MANAGER
 
@@ -61,7 +61,7 @@ class _bounded:
 
     def __enter__(self) -> None:
         if self.ours:
-            self.module: Any = importlib.import_module("torch.distributed.distributed_c10d")
+            self.module = cast(Any, importlib.import_module("torch.distributed.distributed_c10d"))
             self.default = self.module.default_pg_timeout
             self.module.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
 

@@ -127,16 +127,22 @@ def _read(path: str, limit: int) -> torch.Tensor:
     """The bytes of a regular file. Opening a pipe or a device neither blocks nor reads it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as opened:
+        try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
                 raise Refusal(400, f"{schemas.plain(path)} is not a regular file")
             if about.st_size > limit:
                 raise Refusal(413, f"{schemas.plain(path)} has {about.st_size} bytes; expected at most {limit}")
             landed = _push.memory(about.st_size)
-            if opened.readinto(memoryview(landed.numpy())) != about.st_size:
-                raise Refusal(400, f"{schemas.plain(path)} became shorter while it was read")
+            view, at = memoryview(landed.numpy()), 0
+            while at < about.st_size:
+                count = os.readv(descriptor, [view[at:]])
+                if not count:
+                    raise Refusal(400, f"{schemas.plain(path)} became shorter while it was read")
+                at += count
             return landed
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise Refusal(400, f"{schemas.plain(path)}: {error.strerror}") from None
 
