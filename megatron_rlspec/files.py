@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,8 +154,9 @@ def check_output(path: str | Path) -> None:
     parent = path.resolve().parent if path.is_symlink() else path.parent
     if not parent.is_dir():
         raise FileError(f"{path}: cannot be written: there is no directory {parent}")
-    if not os.access(parent, os.W_OK):
-        raise FileError(f"{path}: cannot be written: no permission to write into {parent}")
+    refused = _refuses(parent)
+    if refused:
+        raise FileError(f"{path}: cannot be written: {parent}: {refused}")
 
 
 def check_new_directory(path: str | Path) -> None:
@@ -170,8 +172,8 @@ def check_new_directory(path: str | Path) -> None:
         problem = f"cannot be made: {reason(error)}"
     if not problem and not stat.S_ISDIR(parent.st_mode):
         problem = f"cannot be made: {path.parent} is not a directory"
-    elif not problem and not os.access(path.parent, os.W_OK):
-        problem = f"cannot be made: no permission to write into {path.parent}"
+    elif not problem and (refused := _refuses(path.parent)):
+        problem = f"cannot be made: {path.parent}: {refused}"
     elif not problem and len(os.fsencode(path.name)) > 240:  # a name beside it has some letters more
         problem = "cannot be made: File name too long"
     if problem:
@@ -185,6 +187,15 @@ def write_output(path: str | Path, content: str | bytes) -> None:
         write(path, content)
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {reason(error)}") from None
+
+
+def _refuses(directory: Path) -> str:
+    """Why no file can be made in a directory, found by making one without a name; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return reason(error)
 
 
 def kind(mode: int) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import difflib
 import importlib.metadata
-import json
+import io
 import math
 import os
 import platform
 import sys
+import urllib.parse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_rlspec import arguments, files
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -36,26 +39,67 @@ An interrupted sweep leaves OUT.part beside the table and goes on from there; an
 same model, hardware and engine."""
 
 NOISY = 0.1
+PICTURES = ("png", "pdf", "svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, serve = _parser().parse_known_args(argv)
+    """Measure or draw. Exit status: 0, or 2 with one line for a mistake or an engine that cannot be measured."""
+    parser = _parser()
+    args, serve = parser.parse_known_args(argv)
+    _refuse_typos(parser, args, serve)
     try:
         if args.plot_only:
+            _check_picture(args.plot_only)
             plot(CostTable.load(args.out), args.plot_only, args.acceptance)
             print(f"wrote {args.plot_only}")
             return 0
+        _check(args)
         run(args, serve)
-    except (SweepError, EngineError, CostTableError, ModelConfigError) as error:
+    except (SweepError, EngineError, CostTableError, ModelConfigError, files.FileError) as error:
         print(f"rlspec profile: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("rlspec profile: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
     return 0
+
+
+def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Sequence[str]) -> None:
+    """What is not ours goes to `rlspec serve`; but not what looks like an option of ours, or where none is started."""
+    own = [option for action in parser._actions for option in action.option_strings]
+    for word in serve:
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) if name.startswith("--") else []
+        if near:
+            parser.error(f"unknown option {name}; did you mean {near[0]}?")
+    if serve and (args.url or args.plot_only):
+        parser.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise FileError or SweepError for what cannot work, before an engine is started."""
+    files.check_output(args.out)
+    if args.plot:
+        _check_picture(args.plot)
+    for url in args.url:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SweepError(f"--url {url}: expected http://HOST:PORT of a running `rlspec serve`")
+    if args.model and not (Path(args.model) / "config.json").is_file():
+        raise SweepError(f"--model {args.model}: no config.json; expected a Hugging Face directory")
+    _vocabulary(args.model)
+
+
+def _check_picture(path: Path) -> None:
+    files.check_output(path)
+    if path.suffix and path.suffix[1:].lower() not in PICTURES:
+        raise files.FileError(f"{path}: pictures of type {path.suffix} are not drawn; expected {', '.join(PICTURES)}")
 
 
 def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     """Start or attach engines, sweep, write, and whatever else was asked; returns the table written."""
     provenance = Provenance(
-        model=args.model_name or Path(args.model or args.url[0]).resolve().name,
+        model=args.model_name or Path(args.model or "".join(args.url[:1])).resolve().name,
         hardware=args.hardware or hardware(),
         dtype=args.dtype,
         engine="sglang",
@@ -163,6 +207,8 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
     from matplotlib import pyplot
 
     configs = [c for c in table.configs() if not c.off]
+    if not configs:
+        raise CostTableError("the cost table holds plain decoding only: there is no speedup to draw")
     lengths = table.lengths()
     lengths = [lengths[i] for i in sorted({0, len(lengths) // 2, len(lengths) - 1})]
     batches = table.batches()
@@ -188,8 +234,10 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
     accepted = " ".join(f"{rate:.2f}" for rate in rates)
     figure.suptitle(f"x plain decoding at acceptance {accepted}; costs {kind}: {p.model}, {p.hardware}", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format=path.suffix[1:].lower() or "png")
     pyplot.close(figure)
+    files.write_output(path, image.getvalue())
 
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
@@ -243,9 +291,15 @@ def _same(known: Provenance, now: Provenance, path: Path) -> None:
 
 
 def _vocabulary(model: str) -> int:
-    """Prompts are random tokens; of an engine known by its address only, the lowest ids."""
+    """The number of token ids that prompts are drawn from: the lowest ids, for an engine known by its address only."""
     path = Path(model or "") / "config.json"
-    return int(json.loads(path.read_text())["vocab_size"]) if model and path.is_file() else 128
+    if not model or not path.is_file():
+        return 128
+    config = files.read_json(path)
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 1 << 24:
+        raise SweepError(f"{path}: vocab_size={size!r}, expected an integer from 1 to {1 << 24}")
+    return size
 
 
 def _progress() -> Progress:
@@ -253,50 +307,56 @@ def _progress() -> Progress:
     return Progress(*columns, transient=True)
 
 
-def _integers(text: str, least: int = 1) -> list[int]:
-    values = sorted({int(part) for part in text.split(",") if part})
-    if not values or values[0] < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: want integers from {least} on, and commas")
-    return values
-
-
-def _steps(text: str) -> list[int]:
-    return _integers(text, least=0)
-
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> arguments.Parser:
+    integer, number = arguments.integer, arguments.number
+    integers = arguments.distinct_integers
+    parser = arguments.Parser(
         prog="rlspec profile",
         description=__doc__.partition(": ")[2],
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
-    add("--model", default="", help="Hugging Face directory; starts the engines")
+    add("--model", default="", metavar="DIR", help="Hugging Face directory; starts an engine")
     add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
     add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")
-    add("--tp", type=int, default=1, help="tensor parallel size of the engines")
+    add("--tp", type=integer(1, 4096), default=1, help="tensor parallel size of the engines (default 1)")
     add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
-    add("--steps", type=_steps, default=[0, 1, 2, 3, 5], help="num_steps to measure; 0 is SGLang's step 0")
-    add("--batches", type=_integers, default=[1, 4, 16, 64], help="running requests of the coarse grid")
-    add("--lengths", type=_integers, default=[64, 512], help="prompt tokens of each request on the coarse grid")
-    add("--samples", type=int, default=12, help="rounds wanted of each configuration at each point")
-    add("--seconds", type=float, default=900.0, help="time budget of the sweep")
-    add("--tolerance", type=float, default=0.03, help="bend of the cost over batch that is worth a further point")
-    add("--validate", type=int, default=0, metavar="N", help="measure N random points off the grid and print the error")
-    add("--plot", type=Path, help="draw speedup maps to this file (png, pdf, svg)")
-    add("--plot-only", type=Path, help="draw an existing table and measure nothing")
-    add("--acceptance", type=_rates, default=[0.8, 0.75, 0.7], help="a_1,a_2,... assumed in the maps")
+    add("--steps", type=integers(0, 64), default=[0, 1, 2, 3, 5], help="num_steps to measure (default 0,1,2,3,5)")
+    add(
+        "--batches",
+        type=integers(1, 1 << 16),
+        default=[1, 4, 16, 64],
+        help="running requests of the coarse grid (default 1,4,16,64)",
+    )
+    add(
+        "--lengths",
+        type=integers(1, 1 << 22),
+        default=[64, 512],
+        help="prompt tokens of each request on the coarse grid (default 64,512)",
+    )
+    add("--samples", type=integer(1, 10_000), default=12, help="rounds to measure of each configuration at each point")
+    add("--seconds", type=number(0, 1e7), default=900.0, help="time budget of the sweep (default 900)")
+    add(
+        "--tolerance",
+        type=number(0, 10),
+        default=0.03,
+        help="add a batch where the cost deviates from a straight line by more than this share (default 0.03)",
+    )
+    add("--validate", type=integer(0, 1000), default=0, metavar="N", help="measure N random points off the grid, too")
+    add("--plot", type=Path, metavar="FILE", help=f"draw speedup maps to this file ({', '.join(PICTURES)})")
+    add("--plot-only", type=Path, metavar="FILE", help="draw an existing table and measure nothing")
+    add(
+        "--acceptance",
+        type=arguments.numbers(0, 1),
+        default=[0.8, 0.75, 0.7],
+        help="a_1,a_2,...: acceptance rates assumed in the maps",
+    )
     add("--model-name", default="", help="name recorded in the table; default: the directory's")
     add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
     add("--note", default="", help="free text recorded in the table")
-    add("--fresh", action="store_true", help="forget an interrupted sweep and an existing table")
+    add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
     return parser
 
 

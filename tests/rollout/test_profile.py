@@ -41,7 +41,7 @@ def test_an_existing_table_is_drawn(tmp_path, capsys):
     assert (tmp_path / "map.png").stat().st_size > 5_000
     with pytest.raises(SystemExit):
         profile.main([str(path), "--batches", "0,4"])
-    assert "integers from 1 on" in capsys.readouterr().err
+    assert "integers from 1 to 65536" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,123 @@
+"""`rlspec profile`: options, tables, models and outputs that must be refused before an engine is started."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from harness import Case, check, ids, warm
+
+from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
+from megatron_rlspec.types import OFF, SpecConfig
+
+
+def table(*configs: SpecConfig) -> str:
+    provenance = Provenance("tiny", "cpu", "float32", "sglang", "0", "2025-01-01")
+    rounds = [RoundCost(1, b, 100 * b, c, 1.0 + b) for b in (1, 8) for c in configs]
+    return json.dumps(CostTable(provenance, rounds).to_json())
+
+
+GOOD = {"t.json": table(OFF, SpecConfig(1))}
+URL = "--url http://127.0.0.1:9"
+
+
+def option(text: str, *expects: str) -> Case:
+    return Case(text, f"profile new.json {URL} {text}", expects)
+
+
+def output(name: str, *expects: str) -> Case:
+    return Case(f"out {name[:30]}", ["profile", name, "--url", "http://127.0.0.1:9"], (*expects, "cannot be written"))
+
+
+def picture(name: str, *expects: str) -> Case:
+    return Case(f"picture {name[:30]}", ["profile", "t.json", "--plot-only", name], expects, GOOD)
+
+
+def model(name: str, config: str | bytes, *expects: str) -> Case:
+    return Case(f"model {name}", "profile new.json --model m", ("m/config.json", *expects), {"m/config.json": config})
+
+
+def url(address: str, *expects: str) -> Case:
+    return Case(f"url {address[:40]}", ["profile", "new.json", "--url", address], ("--url", *expects))
+
+
+def with_pipe(here: Path) -> None:
+    os.mkfifo(here / "t.json")
+
+
+CASES = [
+    Case("no table", "profile", ("required: out",)),
+    Case("neither model nor url", "profile new.json", ("give --model", "--url")),
+    option("--tp 0", "--tp", "'0'", "from 1 to 4096"),
+    option("--tp x", "'x'"),
+    option("--steps a", "--steps", "'a'", "from 0 to 64"),
+    option("--steps -1", "'-1'"),
+    option("--steps 1,,2", "'1,,2'"),
+    option("--steps 99", "'99'"),
+    option("--batches 0,4", "--batches", "'0,4'", "from 1 to 65536"),
+    option("--batches 1e9", "'1e9'"),
+    option("--batches 1000000000", "'1000000000'"),
+    option("--batches=", "''"),
+    option("--lengths 0", "--lengths", "'0'"),
+    option("--lengths 99999999999", "'99999999999'"),
+    option("--samples 0", "--samples", "'0'"),
+    option("--samples 1.5", "'1.5'"),
+    option("--seconds nan", "--seconds", "'nan'"),
+    option("--seconds inf", "'inf'"),
+    option("--seconds=-1", "'-1'"),
+    option("--tolerance nan", "--tolerance", "'nan'"),
+    option("--tolerance=-0.1", "'-0.1'"),
+    option("--validate -3", "--validate", "'-3'"),
+    option("--acceptance 2", "--acceptance", "'2'"),
+    option("--acceptance x", "'x'"),
+    option("--bathces 4", "--bathces", "did you mean --batches"),
+    option("--step 4", "--step", "did you mean --steps"),
+    option("--device cpu", "unrecognized arguments: --device cpu"),
+    option("--plot no/map.png", "no/map.png: cannot be written", "no directory no"),
+    option("--plot map.gif", "map.gif", ".gif", "png, pdf, svg"),
+    url("ftp://127.0.0.1:9", "ftp://127.0.0.1:9", "expected http://HOST:PORT"),
+    url("127.0.0.1:30000", "127.0.0.1:30000", "expected http"),
+    url("http://", "expected http"),
+    url("", "expected http"),
+    output("no/t.json", "no directory no"),
+    output(".", "it is a directory"),
+    output("/proc/t.json", "/proc/t.json"),
+    output("x" * 300, "File name too long"),
+    output("a\0b", "null"),
+    picture("no/map.png", "no/map.png: cannot be written"),
+    picture(".", "it is a directory"),
+    picture("map.bmp", "map.bmp", "png, pdf, svg"),
+    picture("/dev/full", "/dev/full: cannot be written: No space left on device"),
+    Case("draw no table", "profile none.json --plot-only m.png", ("none.json: No such file",)),
+    Case("draw a pipe", "profile t.json --plot-only m.png", ("t.json", "found a pipe"), with_pipe),
+    Case("draw junk", "profile t.json --plot-only m.png", ("t.json: not valid JSON",), {"t.json": "{{"}),
+    Case("draw off only", "profile t.json --plot-only m.png", ("plain decoding only",), {"t.json": table(OFF)}),
+    Case("draw with --device", "profile t.json --plot-only m.png --device cpu", ("unrecognized",), GOOD),
+    Case("model missing", "profile new.json --model none", ("--model none: no config.json",)),
+    Case("model is a file", "profile new.json --model f", ("--model f: no config.json",), {"f": "x"}),
+    model("empty", "", "the file is empty"),
+    model("binary", b"\xff\xff", "not UTF-8"),
+    model("deep", "[" * 99_999, "nested too deeply"),
+    model("list", "[]", "vocab_size=None"),
+    model("no vocabulary", "{}", "vocab_size=None"),
+    model("vocabulary text", '{"vocab_size": "9"}', "vocab_size='9'"),
+    model("vocabulary 0", '{"vocab_size": 0}', "vocab_size=0"),
+    model("vocabulary true", '{"vocab_size": true}', "vocab_size=True"),
+    model("vocabulary huge", '{"vocab_size": 1e30}', "vocab_size=1e+30"),
+    Case("table is junk", f"profile t.json {URL}", ("t.json: not valid JSON",), {"t.json": "junk"}),
+    Case("table of another model", f"profile t.json {URL} --tp 2", ("t.json was measured on", "--fresh"), GOOD),
+    Case("table holds this tp", f"profile t.json {URL}", ("already holds tp=1", "--fresh"), GOOD),
+    Case("part is junk", f"profile new.json {URL}", ("new.json.part: not valid JSON",), {"new.json.part": "[[["}),
+    Case(
+        "part of another model",
+        f"profile new.json {URL}",
+        ("measured on", "--fresh"),
+        {"new.json.part": GOOD["t.json"]},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_one_line(case, tmp_path, capfd, monkeypatch):
+    warm("megatron_rlspec.rollout.profile", "matplotlib.pyplot")
+    check(case, tmp_path, capfd, monkeypatch)
