@@ -77,7 +77,7 @@ def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Seq
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise FileError or SweepError for what cannot work, before an engine is started."""
+    """Raise FileError, SweepError or ModelConfigError for what cannot work, before an engine is started."""
     files.check_output(args.out)
     if args.plot:
         _check_picture(args.plot)
@@ -85,8 +85,8 @@ def _check(args: argparse.Namespace) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SweepError(f"--url {url}: expected http://HOST:PORT of a running `rlspec serve`")
-    if args.model and not (Path(args.model) / "config.json").is_file():
-        raise SweepError(f"--model {args.model}: no config.json; expected a Hugging Face directory")
+    if args.model:
+        check_model(args.model, "serve", tokenizer=False)
     _vocabulary(args.model)
 
 
@@ -242,8 +242,6 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
     """One bench per engine; each configuration is measured on the first that runs it."""
-    if args.model:
-        check_model(args.model, "serve", tokenizer=False)
     if args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
     elif args.model:
