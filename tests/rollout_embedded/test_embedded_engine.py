@@ -419,3 +419,24 @@ def test_tied_embeddings():
     picked = [float(expected[i - 1, t]) for i, t in enumerate(sample.tokens.tolist()) if i >= 6]
     np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked, atol=1e-6)
     engine.update_weights(1, [*tensors.items(), ("lm_head.weight", tensors["model.embed_tokens.weight"])])
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(1), SpecConfig(3), SpecConfig(2, 3, 5)], ids=str)
+@pytest.mark.parametrize("verifier", ["position_keyed", "rejection"])
+def test_a_prompt_of_one_token_holds_up_nobody_elses_drafts(model, spec, verifier):
+    """It drafts from its second token on; the others' rounds are what they are without it."""
+    if verifier == "rejection" and spec.topk > 1:
+        pytest.skip("rejection takes chains only")
+    asked = oracle.requests([p for p in PROMPTS if len(p) > 1])
+    lone = [Request("lone.", Prompt(9, np.array([5])), 77)]
+    engine = oracle.engine_of(*model, spec, verifier=verifier)
+    alone = engine.generate(asked, FREE)
+    engine.stats()
+    *together, single = engine.generate(asked + lone, FREE)
+    stats = engine.stats()
+    assert [s.accepted_spans for s in together] == [s.accepted_spans for s in alone]
+    assert texts(together) == texts(alone) and {s.config for s in stats} == {spec, OFF}
+    assert sum(map(sum, (s.accepted for s in stats))) == sum(sum(s.accepted) for s in (*together, single))
+    assert texts([single]) == texts(oracle.engine_of(*model, OFF, verifier=verifier).generate(lone, FREE)) or (
+        verifier == "rejection"
+    )

@@ -22,6 +22,7 @@ from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, scratch
+from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
@@ -292,7 +293,7 @@ class EmbeddedEngine:
         with self._lock:
             drained, self._stats = self._stats, {}
         return [
-            RoundStats(config, batch, context // rounds, rounds, ms, tuple(accepted))
+            RoundStats(config, batch, context // max(rounds, 1), rounds, ms, tuple(accepted))
             for (config, batch), (rounds, ms, context, accepted) in drained.items()
         ]
 
@@ -365,25 +366,39 @@ class EmbeddedEngine:
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
         schedule = self.schedule
-        config, columns = self.rounds.config_for(schedule.choose(len(runs), context), rows)
-        runs = self._back(runs, columns)
+        config = schedule.choose(len(runs), context)
+        if not self.rounds.can_draft(rows).any():
+            config = OFF
+        runs = self._back(runs, self.rounds.columns(rows, config))
+        rows = np.array([run.row for run in runs])
+        drafting = np.full(len(rows), True) if config.off else self.rounds.can_draft(rows)
         verified = self.rounds.verified
-        committed = self.rounds.round(np.array([run.row for run in runs]), config)
+        committed = self.rounds.round(rows, config)
+        accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
         if isinstance(schedule, SpecRule):
-            schedule.observe(config, [new.accepted for new in committed])
-        counts = [0] * (config.num_steps + 1)
+            schedule.observe(config, accepted, len(rows) - len(accepted))
+        counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
-            counts[new.accepted] += 1
             limit = min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
             status = run.commit(new, self.version, limit)
             if status is not None:
                 self._end(run, status)
-        entry = self._stats.setdefault((config, len(runs)), [0, 0.0, 0, [0] * len(counts)])
+        if lone := len(rows) - len(accepted):
+            self._note(OFF, lone, 0, 0.0, 0, [lone])
         ms = (time.perf_counter() - began) * 1e3
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
-        entry[:3] = entry[0] + 1, entry[1] + ms, entry[2] + context
-        entry[3] = [a + b for a, b in zip(entry[3], counts, strict=True)]
+        self._note(config, len(runs), 1, ms, context, counts)
+
+    def _note(
+        self, config: SpecConfig, batch: int, rounds: int, ms: float, context: int, accepted: Sequence[int]
+    ) -> None:
+        """Add to what `stats` returns; a part of a batch that ran otherwise counts no round of its own."""
+        entry = self._stats.setdefault((config, batch), [0, 0.0, 0, [0] * len(accepted)])
+        entry[0] += rounds
+        entry[1] += ms
+        entry[2] += context
+        entry[3] = [a + b for a, b in zip(entry[3], accepted, strict=True)]
 
     def _back(self, runs: list[Run], columns: np.ndarray) -> list[Run]:
         """Slots up to `columns [B]` for every run, putting back the youngest while they lack; the runs that remain."""

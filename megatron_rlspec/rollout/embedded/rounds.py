@@ -86,13 +86,26 @@ class Rounds:
             else:
                 cache.computed[row] = upto
 
-    def config_for(self, config: SpecConfig, rows: np.ndarray) -> tuple[SpecConfig, np.ndarray]:
-        """The config these rows can run, and the columns [B] that a round of it needs slots for."""
-        if (self.cache.length[rows] == 1).any():
-            config = OFF  # before the second token there is no hidden state to draft from
-        return config, self.cache.length[rows] - 1 + scratch(config)
+    def can_draft(self, rows: np.ndarray) -> np.ndarray:
+        """[B]: false before a row's second token, where there is no hidden state to draft from."""
+        return self.cache.length[rows] > 1
+
+    def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
+        """[B]: the columns that a round of `config` needs slots for."""
+        return self.cache.length[rows] - 1 + scratch(config)
 
     def round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
+        """Commit at least one token for every row; rows that cannot draft run without drafts in a pass of their own."""
+        able = self.can_draft(rows)
+        if config.off or able.all():
+            return self._round(rows, config)
+        committed: dict[int, Committed] = {}
+        for part, chosen in ((able, config), (~able, OFF)):
+            if part.any():
+                committed |= zip(rows[part].tolist(), self._round(rows[part], chosen), strict=True)
+        return [committed[row] for row in rows.tolist()]
+
+    def _round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         read = self._read(rows, cache.length[rows] - 1 + scratch(config))
