@@ -157,3 +157,24 @@ def test_who_has_not_caught_up_is_certain_of_its_first_draft():
     spec.draft_probs = drawn
     assert gap.close(batch, 4) is None and set(gap.take()) == set("abc")
     assert torch.equal(spec.draft_probs[3], drawn[3])  # `_extend` puts in those of the others
+
+
+def test_what_a_request_generates_while_behind_is_not_shared():
+    """In SGLang's prefix tree a later turn would find those tokens without the drafter's part."""
+    gap = Feeding(every=3)
+    reqs = {rid: SimpleNamespace(rid=rid, skip_radix_cache_insert=rid == "d") for rid in "abcd"}
+    requests = Requests(gap, *"abcd")
+    requests.reqs = lambda rids=None: [reqs[rid] for rid in (requests.length if rids is None else rids)]
+
+    def unshared():
+        return {rid for rid, req in reqs.items() if req.skip_radix_cache_insert}
+
+    requests.round()
+    assert unshared() == set("abcd")
+    requests.prefill("b")
+    assert unshared() == set("acd")
+    assert gap.close(requests.batch(), 1) == [1]
+    requests.round({"a": 1, "b": 2, "c": 1, "d": 1}, current="b")
+    assert unshared() == set("acd"), "b drafts, the others are behind"
+    assert gap.close(requests.batch(), 4) is None
+    assert unshared() == set("d"), "as its caller asked"

@@ -254,6 +254,30 @@ def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[s
     assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
 
 
+def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGLangEngine]) -> None:
+    """Turn 1 without drafts, turn 2 with them: its prefix comes from SGLang's tree, and drafts as if never off."""
+    engine = engines["adaptive"]
+    sampling = Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True)
+
+    def turns(version: int, first: SpecSchedule) -> list[list[Sample]]:
+        engine.update_weights(version, half_wrong_drafter().items())  # empties the tree
+        engine.set_schedule(first)
+        done = [list(engine.generate(requests(6, f"one-{version}"), sampling))]
+        engine.set_schedule(k(3))
+        prompts = [Prompt(i, np.concatenate([s.tokens, [5, 6, 7]])) for i, s in enumerate(done[0])]
+        later = [Request(f"two-{version}-{i:03d}.", prompt, seed=2000 + i) for i, prompt in enumerate(prompts)]
+        return [*done, list(engine.generate(later, sampling))]
+
+    try:
+        always, again = turns(80, k(3)), turns(81, SpecSchedule.fixed(OFF))
+    finally:
+        engine.set_schedule(k(3))
+        engine.update_weights(0, WEIGHTS.items())
+    assert [texts(turn) for turn in always] == [texts(turn) for turn in again]
+    assert [s.accepted for s in again[1]] == [s.accepted for s in always[1]]
+    assert any(sum(s.accepted[1:]) > 10 for s in always[1])
+
+
 def test_a_table_without_step_0_decides(engines: dict[str, SGLangEngine]) -> None:
     """The engine could keep its drafter current while it drafts nothing; what is not priced is not chosen."""
     engine = engines["adaptive"]

@@ -45,6 +45,7 @@ class DrafterGap:
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
         self.every, self.most = every, most
+        self._unshared: dict[str, Any] = {}  # requests whose generated tokens stay out of the prefix tree
         self._reset()
 
     def _reset(self) -> None:
@@ -52,6 +53,7 @@ class DrafterGap:
         self._since: dict[str, int] = {}  # `_total` when a request's drafter was up to date; 0: from the start
         self._rounds: list[_Round] = []
         self._stored: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._share(list(self._unshared))
 
     @property
     def open(self) -> bool:
@@ -74,6 +76,7 @@ class DrafterGap:
         self._total += width
         for i in current:
             self._since[reqs[i].rid] = self._total
+        self._keep_unshared([req for i, req in enumerate(reqs) if i not in current])
         if len(self._rounds) == self.every:
             self._store([req.rid for req in reqs])
 
@@ -82,6 +85,23 @@ class DrafterGap:
         for req in reqs:
             self._since[req.rid] = self._total
             self._stored.pop(req.rid, None)
+        self._share([req.rid for req in reqs])
+
+    def _keep_unshared(self, reqs: Sequence[Any]) -> None:
+        """Keep what these requests generate out of SGLang's prefix tree: the drafter's cache lacks a part of it.
+
+        A later turn that matched those tokens would inherit the hole. Prompts are shared already, without one.
+        """
+        for req in reqs:
+            if not getattr(req, "skip_radix_cache_insert", False):
+                req.skip_radix_cache_insert = True
+                self._unshared[req.rid] = req
+
+    def _share(self, rids: Sequence[str]) -> None:
+        """The drafter's cache is whole again for these requests."""
+        for rid in rids:
+            if req := self._unshared.pop(rid, None):
+                req.skip_radix_cache_insert = False
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
         """Tokens, summed over the n requests that have missed least; drafts that were refused count as well."""
@@ -151,6 +171,7 @@ class DrafterGap:
         for rid, rows in latest.items():
             self._stored[rid].append(tuple(part.to("cpu", copy=True) for part in rows))
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
+        self._unshared = {rid: self._unshared[rid] for rid in running if rid in self._unshared}
         self._rounds = []
 
     def _feed(self, batch: Any, missed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
