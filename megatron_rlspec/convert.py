@@ -12,9 +12,9 @@ from rich.table import Table
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.weights.convert import Plan, convert, plan, weight_files
+from megatron_rlspec.weights.families import names_where
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-CHECKED = ("MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # what --check can compute on both sides
 
 
 def parser() -> arguments.Parser:
@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_mtp=options.add_mtp,
             spec=options.spec,
         )
-        if options.check and work.family.name not in CHECKED:
-            raise ValueError(f"--check: computes logits of {', '.join(CHECKED)} only, not of {work.family.name}")
+        if options.check and not work.family.facts.transformers:
+            checked = ", ".join(names_where(lambda facts: facts.transformers))
+            raise ValueError(f"--check: computes logits of {checked} only, not of {work.family.name}")
         if options.dry_run:
             _show(work)
             return 0

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron_rlspec.config import load
 from megatron_rlspec.train import runtime, shards
-from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
+from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.convert import HfSource
+from megatron_rlspec.weights.families import facts_of
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.torch_dist import TorchDistReader
 
@@ -63,7 +64,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     policy = Policy(model_config, config, options.model.max_length)
     modules = [policy]
     if family.drafter_names:
-        rule = family.name in ZERO_FIRST_EMBEDDING
+        rule = family.facts.zero_first_embedding
         drafter = Drafter(
             model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rotary_base=base, seed=0
         )
@@ -92,7 +93,7 @@ def transformers_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Policy's [L, V] and drafter's [L - 1, V] (None without one) of a Qwen2-shaped checkpoint, tokens [L]."""
     plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
-    target = _qwen(config, plain)
+    target = _dense_model(config, plain)
     own = {name: t.float() for name, t in tensors.items() if "mtp_layers" not in name}
     if config.get("tie_word_embeddings"):
         own["lm_head.weight"] = own["model.embed_tokens.weight"]
@@ -102,7 +103,7 @@ def transformers_logits(
     mtp = {n.removeprefix(prefix): t.float() for n, t in tensors.items() if n.startswith(prefix)}
     if not mtp:
         return target.lm_head(hidden)[0], None
-    block = _qwen(config, {**plain, "num_hidden_layers": 1}).model
+    block = _dense_model(config, {**plain, "num_hidden_layers": 1}).model
     inside = {f"layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_l", "post_att"))}
     block.load_state_dict({**inside, "norm.weight": mtp["final_layernorm.weight"]}, strict=False)
     embedding = own["model.embed_tokens.weight"][tokens[None, 1:]].clone()
@@ -117,9 +118,9 @@ def transformers_logits(
     return target.lm_head(hidden)[0], target.lm_head(drafted)[0]
 
 
-def _qwen(config: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.nn.Module:
+def _dense_model(config: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.nn.Module:
     import transformers
 
-    if config["architectures"][0] == "Qwen3ForCausalLM":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields)).float().eval()
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields)).float().eval()
+    name = facts_of(config).transformers
+    made = getattr(transformers, f"{name}Config")(**fields)
+    return getattr(transformers, f"{name}ForCausalLM")(made).float().eval()

@@ -33,10 +33,6 @@ from megatron_rlspec.train import runtime
 from megatron_rlspec.train.attention import Chain, PackedSequences
 from megatron_rlspec.train.model import at_positions
 
-# Families whose engine reads 0 for the embedding at position 0 (SGLang's mimo_mtp.py). A drafter added to a Qwen model
-# is written, and run, as MiMo's.
-ZERO_FIRST_EMBEDDING = frozenset({"MiMoForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-
 
 class Drafter(MegatronModule):
     """D drafter steps from every position at once.

@@ -22,13 +22,10 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
+from megatron_rlspec.weights.families import facts_of
 from megatron_rlspec.weights.model_config import check_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-# q, k and v have biases in Qwen2 whatever its config.json says, in the others if it says so.
-BIASED = ("Qwen2ForCausalLM", "MiMoForCausalLM")
 
 
 @dataclass
@@ -39,15 +36,14 @@ class ModelConfig(TransformerConfig):
 
 
 def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelConfig:
-    """Megatron's description of a Qwen2-shaped decoder (Qwen2, Qwen3, MiMo, GLM4-MoE). Call after `init_distributed`.
+    """Describe a Llama-shaped decoder (Llama, Qwen2, Qwen3, MiMo, GLM4-MoE) to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
     and sizes that tensor parallelism does not divide.
     """
     check(hf_config, config)
     dtype = DTYPES[config.model.dtype]
-    architecture = hf_config["architectures"][0]
-    qwen3 = architecture == "Qwen3ForCausalLM"
+    facts = facts_of(hf_config)
     heads, parallel = hf_config["num_attention_heads"], config.parallel
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return ModelConfig(
@@ -59,10 +55,10 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelCon
         kv_channels=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
         layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
-        qk_layernorm=qwen3 or bool(hf_config.get("use_qk_norm")),
+        qk_layernorm=facts.has_qk_norm(hf_config),
         rotary_percent=rotary_percent(hf_config),
         add_bias_linear=False,
-        add_qkv_bias=bool(hf_config.get("attention_bias", architecture in BIASED)),
+        add_qkv_bias=facts.has_qkv_bias(hf_config),
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -112,7 +108,7 @@ def rotary_base(hf_config: Mapping[str, Any]) -> float:
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """GLM4-MoE rotates the first half of a head's channels, whether its config.json says so or not."""
-    default = 0.5 if hf_config.get("model_type") == "glm4_moe" else 1.0
+    default = facts_of(hf_config).rotary_share
     parameters = hf_config.get("rope_parameters") or {}
     return float(hf_config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", default)))
 

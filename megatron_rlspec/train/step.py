@@ -26,7 +26,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
-from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING, Drafter
+from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
@@ -65,7 +65,7 @@ class Trainer:
                 self.model_config,
                 depth=options.depth,
                 repeated_layer=options.repeated_layer,
-                zero_first_embedding=self.table.name in ZERO_FIRST_EMBEDDING,
+                zero_first_embedding=self.table.facts.zero_first_embedding,
                 rotary_base=self.rotary_base,
                 seed=config.train.seed + 1,
             ).to(self.device)

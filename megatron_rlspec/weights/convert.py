@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.weights import checkpoint, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
+from megatron_rlspec.weights.families import facts_of
 from megatron_rlspec.weights.model_directory import check_model
 from megatron_rlspec.weights.names import Family, family_of
 from megatron_rlspec.weights.tensor_file import TensorFile
@@ -28,8 +29,6 @@ from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDi
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
-# Families whose norms multiply by 1 + w: what does nothing is 0 there, and 1 elsewhere.
-_GEMMA = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 class HfSource(Mapping[str, Tensor]):
@@ -77,7 +76,7 @@ class WithFreshDrafter(Mapping[str, Tensor]):
         if inner == "eh_proj.weight":
             eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)  # Megatron's order: embedding, hidden
-        return torch.full_like(norm, 0 if self.family.name in _GEMMA else 1)
+        return torch.full_like(norm, 0 if self.family.facts.zero_centered_norms else 1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.family.rows)
@@ -91,11 +90,13 @@ def _parts(family: Family, prefix: str) -> set[str]:
 
 
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same model with one MTP layer; Qwen2 becomes MiMo, as which SGLang runs its drafter."""
-    architecture = (config.get("architectures") or ["missing"])[0]
-    if architecture == "Qwen3ForCausalLM":
-        raise ValueError(f"--add-mtp: no engine runs a drafter for {architecture}")
-    name = {"Qwen2ForCausalLM": "MiMoForCausalLM"}.get(architecture, architecture)
+    """config.json of the same model with one MTP layer; Qwen2 becomes MiMo, as which SGLang runs its drafter.
+
+    Raises ValueError if no engine runs a drafter for this family.
+    """
+    name = facts_of(config).added_drafter
+    if not name:
+        raise ValueError(f"--add-mtp: no engine runs a drafter for {config['architectures'][0]}")
     return {**config, "architectures": [name], "num_nextn_predict_layers": 1}
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rlspec.weights.layouts import (
     COLUMN,
@@ -180,18 +180,19 @@ def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Itera
 # ---- families -------------------------------------------------------------------------------------------------------
 
 
-def qwen2(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Qwen2 and Qwen3 (dense), and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
+def dense(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Llama, Qwen2 and Qwen3 (dense), and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
 
     A drafter added to a Qwen2 model takes MiMo's names and order, so that SGLang runs it as MiMo.
     """
     g = Geometry.of(config)
-    qwen3 = config["architectures"][0] == "Qwen3ForCausalLM"
-    bias = bool(config.get("attention_bias", False)) if qwen3 else True  # Qwen2's class has it whatever the config says
+    facts = facts_of(config)
+    bias = facts.has_qkv_bias(config)
+    qk_norm = facts.has_qk_norm(config)
 
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
-        yield from attention(megatron, hf, g, bias=bias, qk_norm=qwen3)
+        yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm)
         yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
 
     yield from outer(g)
@@ -218,8 +219,9 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
         if latent:
             yield from latent_attention(megatron, hf, config.get("q_lora_rank"))
         else:
-            bias, qk_norm = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
-            yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm)
+            facts = facts_of(config)
+            bias = facts.has_qkv_bias(config)
+            yield from attention(megatron, hf, g, bias=bias, qk_norm=facts.has_qk_norm(config))
         if n < dense:
             yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
         else:
@@ -308,14 +310,102 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield Row(f"{to}t2d", ("t2d",))
 
 
-TABLES: dict[str, Callable[[Mapping[str, Any]], Iterator[Row]]] = {
-    "MiMoForCausalLM": qwen2,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen2,
-    "DeepseekV3ForCausalLM": deepseek_v3,
-    "Glm4MoeForCausalLM": deepseek_v3,
-    "Qwen3NextForCausalLM": qwen3_next,
-    "Qwen3_5ForCausalLM": qwen3_next,
-    "Qwen3_5MoeForCausalLM": qwen3_next,
-    "LlamaForCausalLMEagle3": eagle3,
+# ---- one record per family --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """What is true of every model of one architecture, beside its name table. docs/adding-a-family.md explains each.
+
+    rows                  the name table: config.json -> its tensors
+    qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says
+    rotary_share          share of a head's channels that is rotated, unless config.json says
+    zero_first_embedding  the drafter reads 0 for the embedding at position 0
+    zero_centered_norms   norms multiply by 1 + w, so that a norm without effect holds 0
+    transformers          the model's name in Transformers, by which `rlspec convert --check` compares logits; "": none
+    embedded              the embedded engine runs the target
+    embedded_drafter      the embedded engine runs the drafter
+    added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
+    sglang_files          SGLang's files with the classes of target and drafter; (): not needed, or no drafter
+    sglang_drafter        SGLang's class of the drafter, whose weights can be read back; "": none
+    """
+
+    rows: Callable[[Mapping[str, Any]], Iterator[Row]]
+    qkv_bias: Literal["always", "never", "config"] = "config"
+    qk_norm: Literal["always", "never", "config"] = "never"
+    rotary_share: float = 1.0
+    zero_first_embedding: bool = False
+    zero_centered_norms: bool = False
+    transformers: str = ""
+    embedded: bool = False
+    embedded_drafter: bool = False
+    added_drafter: str = ""
+    sglang_files: tuple[str, ...] = ()
+    sglang_drafter: str = ""
+
+    def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
+        """Whether this model's q, k and v projections have biases."""
+        return bool(config.get("attention_bias")) if self.qkv_bias == "config" else self.qkv_bias == "always"
+
+    def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
+        """Whether this model normalises queries and keys."""
+        return bool(config.get("use_qk_norm")) if self.qk_norm == "config" else self.qk_norm == "always"
+
+
+FAMILIES: dict[str, FamilyFacts] = {
+    "LlamaForCausalLM": FamilyFacts(
+        dense,
+        qkv_bias="never",
+        transformers="Llama",
+        embedded=True,
+    ),
+    "MiMoForCausalLM": FamilyFacts(
+        dense,
+        qkv_bias="always",
+        zero_first_embedding=True,
+        transformers="Qwen2",
+        embedded=True,
+        embedded_drafter=True,
+        added_drafter="MiMoForCausalLM",
+        sglang_files=("mimo", "mimo_mtp"),
+        sglang_drafter="MiMoMTP",
+    ),
+    "Qwen2ForCausalLM": FamilyFacts(
+        dense,
+        qkv_bias="always",
+        zero_first_embedding=True,
+        transformers="Qwen2",
+        embedded=True,
+        added_drafter="MiMoForCausalLM",
+    ),
+    "Qwen3ForCausalLM": FamilyFacts(
+        dense,
+        qk_norm="always",
+        zero_first_embedding=True,
+        transformers="Qwen3",
+    ),
+    "DeepseekV3ForCausalLM": FamilyFacts(deepseek_v3, added_drafter="DeepseekV3ForCausalLM"),
+    "Glm4MoeForCausalLM": FamilyFacts(
+        deepseek_v3,
+        qk_norm="config",
+        rotary_share=0.5,
+        added_drafter="Glm4MoeForCausalLM",
+    ),
+    "Qwen3NextForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
+    "LlamaForCausalLMEagle3": FamilyFacts(eagle3),
 }
+
+
+def facts_of(config: Mapping[str, Any]) -> FamilyFacts:
+    """The record of the family that a config.json belongs to. Raises ValueError for an unknown architecture."""
+    architecture = (config.get("architectures") or ["missing"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[architecture]
+
+
+def names_where(fact: Callable[[FamilyFacts], object]) -> tuple[str, ...]:
+    """Architectures whose record makes `fact` true."""
+    return tuple(name for name, facts in FAMILIES.items() if fact(facts))

@@ -167,7 +167,7 @@ class Trained(Shared):
 
 
 class Dense(Trained):
-    """Qwen2, Qwen3 and MiMo."""
+    """Llama, Qwen2, Qwen3 and MiMo."""
 
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = Field(
         None, description="all channels of a head are rotated"
@@ -182,6 +182,13 @@ class Dense(Trained):
         if share != 1:
             raise ValueError(f"rope_parameters.partial_rotary_factor={share}: expected 1")
         return self
+
+
+class Llama(Dense):
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+
+    attention_bias: Literal[False] | None = Field(None, description="biases of Llama's attention are not implemented")
+    mlp_bias: Literal[False] | None = Field(None, description="biases of Llama's MLP are not implemented")
 
 
 class Qwen2(Dense):
@@ -230,6 +237,7 @@ class Glm4Moe(Trained):
 
 
 SCHEMAS: dict[str, type[Shared]] = {
+    "LlamaForCausalLM": Llama,
     "MiMoForCausalLM": MiMo,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rlspec.weights.families import TABLES, Geometry, Row
+from megatron_rlspec.weights.families import FamilyFacts, Geometry, Row, facts_of
 from megatron_rlspec.weights.layouts import Cut
 
 # Fused norms: (the norm's local name, the layer that holds it under Transformer Engine), if the block has that layer.
@@ -54,10 +54,8 @@ def family_of(
     hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local", mtp_block: str = "transformer_layer"
 ) -> Family:
     """The family that a config.json belongs to. `spec` and `mtp_block` choose the spelling that comes out."""
-    architecture = (hf_config.get("architectures") or ["missing"])[0]
-    if architecture not in TABLES:
-        raise ValueError(f"architecture {architecture} is not supported; known: {', '.join(sorted(TABLES))}")
-    return Family(architecture, hf_config, spec, mtp_block)
+    facts = facts_of(hf_config)
+    return Family(hf_config["architectures"][0], facts, hf_config, spec, mtp_block)
 
 
 class Family:
@@ -68,10 +66,13 @@ class Family:
     embedding and writes nothing.
     """
 
-    def __init__(self, name: str, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
-        self.name, self.spec, self.mtp_block = name, spec, mtp_block
+    def __init__(self, name: str, facts: FamilyFacts, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
+        self.name = name
+        self.facts = facts
+        self.spec = spec
+        self.mtp_block = mtp_block
         self.geometry = Geometry.of(hf_config)
-        self.rows: dict[str, Row] = {row.megatron: row for row in TABLES[name](hf_config)}
+        self.rows: dict[str, Row] = {row.megatron: row for row in facts.rows(hf_config)}
         self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
 
     def row(self, megatron_name: str) -> Row:

@@ -20,6 +20,7 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
 
 CASES = {
     "mimo": {},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
     "tied": {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16},
 }

@@ -90,3 +90,14 @@ def test_impossible_requests_say_what_is_wrong():
         family_of({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ValueError, match="config.json has no 'vocab_size'"):
         family_of({k: v for k, v in config.items() if k != "vocab_size"})
+
+
+def test_records_of_families_agree_with_what_is_trained_and_read_back():
+    from megatron_rlspec.rollout.sglang.server import served_weights
+    from megatron_rlspec.weights.families import FAMILIES, names_where
+    from megatron_rlspec.weights.model_config import SCHEMAS
+
+    assert SCHEMAS.keys() <= FAMILIES.keys()
+    assert {facts.sglang_drafter for facts in FAMILIES.values()} - {""} == served_weights._DRAFTERS.keys()
+    assert all(facts.added_drafter in ("", *FAMILIES) for facts in FAMILIES.values())
+    assert set(names_where(lambda facts: facts.embedded_drafter)) <= set(names_where(lambda facts: facts.embedded))

@@ -31,8 +31,8 @@ from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint
-from megatron_rlspec.train.drafter import ZERO_FIRST_EMBEDDING
 from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.weights.families import FAMILIES
 
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 _drafter: SlimeDrafter | None = None
@@ -96,7 +96,8 @@ def _options(args: Namespace) -> Options:
     if hasattr(args, "rlspec_zero_first_embedding"):
         return options
     architectures = json.loads(Path(args.hf_checkpoint, "config.json").read_text()).get("architectures") or [""]
-    return replace(options, zero_first_embedding=architectures[0] in ZERO_FIRST_EMBEDDING)
+    facts = FAMILIES.get(architectures[0])
+    return replace(options, zero_first_embedding=facts is not None and facts.zero_first_embedding)
 
 
 def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-
-# Whether q, k and v carry a bias is fixed by the class in Transformers, not by a field of the config.
-_QKV_BIAS = {"MiMoForCausalLM": True, "Qwen2ForCausalLM": True, "LlamaForCausalLM": False}
+from megatron_rlspec.weights.families import FAMILIES, names_where
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,10 @@ class Architecture:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
         name = (config.get("architectures") or ["none"])[0]
-        if name not in _QKV_BIAS:
-            raise ValueError(f"the embedded engine knows {', '.join(_QKV_BIAS)}; config.json says {name}")
+        known = names_where(lambda facts: facts.embedded)
+        if name not in known:
+            raise ValueError(f"the embedded engine knows {', '.join(known)}; config.json says {name}")
+        facts = FAMILIES[name]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"the embedded engine has plain rotary embeddings only; config.json asks for {rope}")
@@ -58,9 +58,9 @@ class Architecture:
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
             theta=float(config.get("rope_theta", rope.get("rope_theta", 10000.0))),
-            qkv_bias=_QKV_BIAS[name],
+            qkv_bias=facts.has_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=name == "MiMoForCausalLM" and config.get("num_nextn_predict_layers", 0) > 0,
+            mtp=facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
             eos=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
         )
 

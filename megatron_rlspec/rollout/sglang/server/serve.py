@@ -53,8 +53,6 @@ _CPU_ARGUMENTS = [
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-# Architecture -> SGLang's files with its target and draft classes.
-_MODEL_FILES = {"MiMoForCausalLM": ("mimo", "mimo_mtp")}
 
 
 class ServeError(ValueError):
@@ -330,8 +328,11 @@ def _register_models(path: str) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
 
+    from megatron_rlspec.weights.families import FAMILIES
+
     for architecture in json.loads((Path(path) / "config.json").read_text()).get("architectures") or ():
-        for name in _MODEL_FILES.get(architecture, ()):
+        facts = FAMILIES.get(architecture)
+        for name in facts.sglang_files if facts is not None else ():
             entry = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
             ModelRegistry.models[entry.__name__] = entry
 
