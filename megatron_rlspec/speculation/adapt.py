@@ -50,7 +50,7 @@ class Adapter:
 
     def rule(self) -> dict[str, Any]:
         acceptance = self.believed or self.acceptance
-        rule = self.cost | self.settings | {"acceptance": acceptance.to_json()}
+        rule: dict[str, Any] = self.cost | self.settings | {"acceptance": acceptance.to_json()}
         if self.forecast is not None:
             rule["forecast"] = self.forecast
         if self.probing is not None:
