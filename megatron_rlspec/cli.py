@@ -55,7 +55,7 @@ EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglan
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 GPU_DEVICE = "/dev/nvidiactl"
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
-MOST_RANKS = 65536
+MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 TRAIN_NOTES = """\
 With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
 

@@ -1,6 +1,9 @@
+import runpy
+from pathlib import Path
+
 import pytest
 
-from megatron_rlspec.config import Config, ConfigError, load, options
+from megatron_rlspec.config import Config, ConfigError, load, options, upstream
 
 
 def test_file_and_overrides(tmp_path):
@@ -40,3 +43,15 @@ def test_file_mistakes(tmp_path):
 def test_every_option_is_documented():
     assert not [option.name for option in options() if not option.help]
     assert Config().optimizer.lr == {option.name: option.default for option in options()}["optimizer.lr"]
+
+
+def test_the_page_of_options_is_up_to_date():
+    root = Path(__file__).parent.parent
+    page = runpy.run_path(str(root / "tools/configuration_page.py"))["page"]
+    assert (root / "docs/configuration.md").read_text() == page(), "run python tools/configuration_page.py"
+
+
+def test_every_upstream_name_leads_to_an_option():
+    known = {option.name for option in options()}
+    assert set(upstream.OURS.values()) <= known
+    assert not known & upstream.OURS.keys() and not upstream.OURS.keys() & upstream.ELSEWHERE.keys()

@@ -86,7 +86,7 @@ COMMANDS = [
     Case("ranks of nothing", "train --dry-run --ranks", ("--ranks", "expected one argument")),
     Case("ranks of a fraction", "train --dry-run --ranks 2.5", ("--ranks", "'2.5'")),
     Case("ranks below zero", "train --dry-run --ranks -3", ("--ranks",)),
-    Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "65536")),
+    Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
     Case("ranks without a dry run", "train --ranks 4", ("unknown option ranks",)),
     Case(
         "ranks that do not divide",

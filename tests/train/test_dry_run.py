@@ -241,7 +241,7 @@ REFUSED = [
     ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
     ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers=36 is no multiple of parallel.pipeline=8"),
     ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),
-    ({"--ranks": "0"}, MIMO, "--ranks 0: expected a number from 1 to 65536"),
+    ({"--ranks": "0"}, MIMO, "--ranks 0: expected a number from 1 to 16384"),
 ]
 
 
