@@ -197,6 +197,29 @@ class TorchDistReader(Mapping[str, Tensor]):
         return data
 
 
+def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
+    """Compare the CRCs of all stored parts of a converted checkpoint; return how many parts this rank compared.
+
+    For readers that do not compare them, such as Megatron's own loader. Each of `ranks` reads its share. A checkpoint
+    that `TorchDistWriter` did not write has no list of CRCs and passes. Raises CheckpointError.
+    """
+    directory = Path(path) / "release"
+    if not (directory / CHECKSUMS).exists():
+        return 0
+    listed = sorted(_Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
+    for key, expected in listed:
+        name, offset, length = key.rsplit(":", 2)
+        try:
+            with (directory / Path(name).name).open("rb") as stream:
+                stream.seek(int(offset))
+                data = stream.read(int(length))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / name}: {files.reason(error)}") from None
+        if zlib.crc32(data) != expected:
+            raise CheckpointError(f"{directory / name}: byte {offset} and following: {_DAMAGED}")
+    return len(listed)
+
+
 def checkpoint_directory(path: Path) -> Path:
     """The directory with the index: `path` itself, or the one that its tracker file names."""
     if not path.is_dir():

@@ -386,3 +386,24 @@ def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checks
         assert found.keys() == set(original)
         assert all(torch.equal(found[name], original[name]) for name in found)
     shutil.rmtree(folder)
+
+
+def test_files_are_verified_for_loaders_that_do_not(tmp_path):
+    """Each rank of three reads its share; one flipped bit is found by one of them."""
+    megatron(lambda root: None)(tmp_path)
+    parts = [torch_dist.verify_files(tmp_path / "megatron", rank, 3) for rank in range(3)]
+    listed = json.loads((tmp_path / "megatron/release" / CHECKSUMS).read_text())["parts"]
+    assert sum(parts) == len(listed) and max(parts) - min(parts) <= 1
+    file = biggest(tmp_path / "megatron")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    found = 0
+    for rank in range(3):
+        try:
+            torch_dist.verify_files(tmp_path / "megatron", rank, 3)
+        except checkpoint.CheckpointError as error:
+            assert file.name in str(error)
+            found += 1
+    assert found == 1
+    assert torch_dist.verify_files(tmp_path) == 0  # of another writer

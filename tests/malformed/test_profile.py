@@ -98,7 +98,7 @@ CASES = [
     model("empty", "", "the file is empty"),
     model("binary", b"\xff\xff", "not UTF-8"),
     model("deep", "[" * 99_999, "nested too deeply"),
-    model("list", "[]", "vocab_size=None"),
+    model("list", "[]", "expected a JSON object"),
     model("no vocabulary", "{}", "vocab_size=None"),
     model("vocabulary text", '{"vocab_size": "9"}', "vocab_size='9'"),
     model("vocabulary 0", '{"vocab_size": 0}', "vocab_size=0"),

@@ -32,6 +32,7 @@ from megatron_rlspec.integrations.slime.launch import split_experts
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.weights import torch_dist
 from megatron_rlspec.weights.families import FAMILIES
 
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
@@ -106,6 +107,8 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if _drafter is not None:
         _drafter.thaw()
     args = _args()
+    if getattr(args, "load", None):
+        torch_dist.verify_files(args.load, dist.get_rank(), dist.get_world_size())  # Megatron's loader does not
     fresh = args.finetune or args.no_load_optim
     directory = None if fresh else Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
     if dist.get_rank() == 0:
