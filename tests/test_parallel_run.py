@@ -45,7 +45,7 @@ def cells():
             yield pytest.param(ranks, layout, distributed, id=f"{ranks}-{name}", marks=slow)
 
 
-@pytest.mark.parametrize(("ranks", "layout", "distributed"), cells())
+@pytest.mark.parametrize(("ranks", "layout", "distributed"), list(cells()))
 def test_a_layout_learns_what_one_rank_does(start, alone, tmp_path, ranks, layout, distributed):
     given = {f"parallel__{key}": value for key, value in layout.items()} | {"optimizer__distributed": distributed}
     finish(train(start, tmp_path, ranks=ranks, **OPTIONS, **given))

@@ -44,7 +44,7 @@ def test_every_call_binds(version):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("folder", filter(None, os.environ.get("RLSPEC_MEGATRON", "").split(os.pathsep)))
+@pytest.mark.parametrize("folder", list(filter(None, os.environ.get("RLSPEC_MEGATRON", "").split(os.pathsep))))
 def test_training_runs_on_another_version(folder):
     """RLSPEC_MEGATRON: checkouts of Megatron-LM, by colons. Policy, drafter and isolation run on each.
 
