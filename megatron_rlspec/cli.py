@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
-from megatron_rlspec import doctor
+from megatron_rlspec import doctor, environment
 from megatron_rlspec.config import Config, ConfigError, load, options
 from megatron_rlspec.inputs import check_inputs
+from megatron_rlspec.interruption import Interrupted, Interruption
 from megatron_rlspec.weights.model_directory import check_model
 
 COMMANDS = {
@@ -46,6 +47,7 @@ ERRORS = {
     "megatron_rlspec.engine:EngineError": 1,
     "megatron_rlspec.weights.push:PushError": 1,
     "megatron_rlspec.weights.contract:HealthError": 1,
+    "megatron_rlspec.train.checkpoint:SaveError": 1,
     "megatron_rlspec.session:RunStopped": 1,
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
@@ -54,8 +56,10 @@ EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglan
 # GPU they are left as they are, since training there is slow without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 GPU_DEVICE = "/dev/nvidiactl"
-MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # disk full, read-only, forbidden: no defect of ours
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
+# The disk is full or read-only, or a path is of no use: no bug of ours.
+MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.EEXIST}
+MACHINE |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY, errno.EMFILE}
 TRAIN_NOTES = """\
 With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
 
@@ -64,8 +68,11 @@ Every option below can stand in the TOML file, as [section] key = value; the com
   torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\
       --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
 
-The run directory holds metrics.jsonl, events.jsonl, config.json, samples/, tensorboard/, engine logs and, at the end,
-hf/: the policy and its drafter as a Hugging Face checkpoint."""
+The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
+engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint. Ctrl-C and SIGTERM end a run
+after its present step, with a checkpoint; --train.resume true continues it.
+
+Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,11 +104,13 @@ def run(act: Callable[[], object]) -> int:
             raise  # not one of the packages that may be missing
         install = f"pip install 'megatron_rlspec[{EXTRAS[package]}]'"
         return _complain(f"this command needs {package}, which is not installed here: {install}", 2)
+    except (KeyboardInterrupt, Interrupted) as error:
+        return _complain(str(error) or "interrupted", getattr(error, "exit_code", 130))
     except Exception as error:
         code = exit_code(error)
         if code is None:
             raise
-        return _complain(str(error), code)
+        return _complain(_told(error), code)
     return ended if isinstance(ended, int) else 0
 
 
@@ -110,8 +119,22 @@ def exit_code(error: Exception) -> int | None:
     for name, code in ERRORS.items():
         module, _, kind = name.partition(":")
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
-            return code
-    return 1 if isinstance(error, OSError) and error.errno in MACHINE else None
+            return getattr(error, "exit_code", code)
+    return 1 if isinstance(error, OSError) and error.errno in MACHINE or _lost_rank(error) else None
+
+
+def _lost_rank(error: Exception) -> bool:
+    """Whether a collective call failed: another rank ended, whose own message or torchrun's says why."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "DistBackendError" in names or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if _lost_rank(error):
+        return f"another rank ended or cannot be reached ({str(error)[:200]})"
+    return str(error)
 
 
 def train(argv: list[str]) -> None:
@@ -119,26 +142,30 @@ def train(argv: list[str]) -> None:
         return dry_run(argv)
     config = parse("train", argv)  # mistakes are told before the heavy imports
     check_inputs(config, "train")
-    doctor.refuse_if_affected(config, engines=True)
-    from megatron_rlspec import loop
+    interruption = Interruption().install()
+    with interruption.told():
+        doctor.refuse_if_affected(config, engines=True)
+        from megatron_rlspec import loop
 
-    loop.train(config)
+        loop.train(config, interruption)
 
 
 def sft(argv: list[str]) -> None:
     config = parse("sft", argv)
     check_inputs(config, "sft")
-    doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
-    from megatron_rlspec import loop
+    interruption = Interruption().install()
+    with interruption.told():
+        doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
+        from megatron_rlspec import loop
 
-    loop.warm_start(config)
+        loop.warm_start(config, interruption)
 
 
 def dry_run(argv: list[str]) -> None:
     """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, no weights and no GPU."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "1")))
+    parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
     options, rest = parser.parse_known_args(argv)
     if not 1 <= options.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
@@ -185,9 +212,8 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
     config = load(known.config, overrides)
     if ranks:
         config.check_run(command, ranks, f"--ranks is {ranks}")
-    elif "WORLD_SIZE" in os.environ:
-        started = os.environ["WORLD_SIZE"]
-        config.check_run(command, int(started), f"torchrun started {started}")
+    elif started := environment.ranks_started(os.environ):
+        config.check_run(command, started, f"torchrun started {started}")
     else:
         config.check_run(command, 1, "this is one process, which torchrun did not start")
     return config
@@ -212,7 +238,8 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
 
 def _complain(message: str, code: int) -> int:
     """Every rank meets the same mistake; the first one tells it."""
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not rank.isdigit():
         print(f"rlspec: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 

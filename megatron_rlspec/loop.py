@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.interruption import Interruption
 from megatron_rlspec.session import Session
 
 
-def train(config: Config) -> None:
+def train(config: Config, interruption: Interruption | None = None) -> None:
     """GRPO with a co-trained drafter: collect, learn, push, adapt."""
-    with Session(config, data_path=config.data.path) as run:
+    with Session(config, config.data.path, interruption=interruption) as run:
         run.push()
         if run.done == 0:
             run.evaluate("first")
@@ -28,12 +29,12 @@ def train(config: Config) -> None:
             if run.due(config.train.eval_every):
                 run.evaluate(f"step-{run.done:06d}")
         run.evaluate("last")
-        run.export()
+        run.finish()
 
 
-def warm_start(config: Config) -> None:
+def warm_start(config: Config, interruption: Interruption | None = None) -> None:
     """Policy and drafter on written answers, until held-out reward and accept length are good enough to start from."""
-    with Session(config, data_path=config.sft.path, supervised=True) as run:
+    with Session(config, config.sft.path, supervised=True, interruption=interruption) as run:
         for step in run.steps(config.sft.steps):
             with run.clock("train"):
                 batches = run.pack(run.demonstrations())
@@ -42,4 +43,4 @@ def warm_start(config: Config) -> None:
             run.checkpoint()
             if run.good_enough(step):
                 break
-        run.export()
+        run.finish()

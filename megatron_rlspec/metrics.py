@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -44,7 +45,7 @@ class Clock:
 class Recorder:
     """`metrics.jsonl` (one object a step), `events.jsonl` (what a person must see) and TensorBoard under `run_dir`.
 
-    On resume at step n, records of step n and later are dropped first, so that a step is never recorded twice.
+    On resume at step n, records and samples of step n and later are dropped first, so that no step is recorded twice.
     """
 
     def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
@@ -52,16 +53,21 @@ class Recorder:
 
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        for left in self.run_dir.glob(".*.partial"):  # of a process that was killed while it wrote
+            if left.is_file():
+                left.unlink()
         self._metrics = self.run_dir / "metrics.jsonl"
-        kept = [line for line in read_records(self._metrics) if line["step"] < first_step]
-        files.write(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self.latest: deque[str] = deque(maxlen=4)  # events, for whoever shows them
+        self._events = self.run_dir / "events.jsonl"
+        self._samples = self.run_dir / "samples.jsonl"
+        _keep_before(self._metrics, first_step)
+        _keep_before(self._samples, first_step)
+        _drop_torn_line(self._events)
+        self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         record = {"step": step, "time": time.time(), **values}
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        _append(self._metrics, [record])
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(name, value, step)
@@ -70,17 +76,17 @@ class Recorder:
         """Say it on the terminal and keep it: these lines are what the report lists as events."""
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
         self.latest.append(f"[{kind}] {message}")
-        with (self.run_dir / "events.jsonl").open("a") as file:
-            file.write(json.dumps({"time": time.time(), "kind": kind, "message": message, **fields}) + "\n")
+        _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]) -> None:
         """Texts to read, cut into pieces [text, whether accepted drafts are its tokens], to `samples.jsonl`."""
-        with (self.run_dir / "samples.jsonl").open("a") as file:
-            for s in samples:
-                row = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
-                row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted)}
-                row["pieces"] = pieces(s, decode)
-                file.write(json.dumps(row) + "\n")
+        rows = []
+        for s in samples:
+            row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
+            row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted)}
+            row["pieces"] = pieces(s, decode)
+            rows.append(row)
+        _append(self._samples, rows)
 
     def close(self) -> None:
         self._board.close()
@@ -101,6 +107,43 @@ def pieces(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[tuple
             found.append((text[len(taken) :], i % 2 == 1))
             taken = text
     return found
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add lines to a JSONL file, all or none. Raises OSError."""
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError as error:
+            os.truncate(path, size)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Drop the lines of `step` and later. Raises RecordError for a line without a step."""
+    if not path.exists():
+        return
+    kept = []
+    for number, line in enumerate(read_records(path), 1):
+        found = line.get("step") if isinstance(line, dict) else None
+        if not isinstance(found, int):
+            raise RecordError(f"{path}:{number}: expected an object with a number `step`")
+        if found < step:
+            kept.append(json.dumps(line) + "\n")
+    files.write(path, "".join(kept))
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off the end of a line that a killed run did not finish; appended lines would make it unreadable."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,22 @@ Failures = list[str]  # one line per sample without a reward
 EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
 
 
+class RolloutCancelledError(RuntimeError):
+    """The run was asked to end during a rollout; the order of prompts is as before it."""
+
+
 class Rollouts:
     """Engines start with the object, and answer after `open`; `close` ends them, whatever happened."""
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        tokenizer: Any,
+        run_dir: Path,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        """`cancelled`: when it is set, rollouts end with RolloutCancelledError."""
         self.config, self.hf_config, self.tokenizer, self.run_dir = config, hf_config, tokenizer, run_dir
         held_out = config.data.eval_path
         self.held_out = data.Prompts(held_out, tokenizer, config).rows if held_out else []
@@ -79,19 +93,27 @@ class Rollouts:
         self.restarts = Restarts(self.starting.again, rollout.restarts)
         self.restarted = 0  # engines that came back since the last record
         self._begun: dict[str, int] = {}  # engines lost since the last telling, and which start that brought about
+        self.cancelled = cancelled or threading.Event()
+        self._drawing: list[str] = []  # ids of the requests that engines hold
+        self._closed = threading.Event()
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
+
+    def wait(self) -> None:
+        """Wait until every engine answers. Raises EngineError."""
+        self._started = self.starting.wait()
 
     def open(
         self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any], pending: list[Group]
     ) -> None:
-        """Wait for the engines. `prompts`: what `collect` draws from; `resumed` and `pending`: what a checkpoint kept.
+        """Take in the engines. `prompts`: what `collect` draws from; `resumed` and `pending`: what a checkpoint kept.
 
-        Raises EngineError.
+        Raises EngineError if no engine is left.
         """
         self.recorder, self.prompts = recorder, prompts
-        engines = self.starting.wait()
+        engines = self._started
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
         self.health = self._health(engines)
+        threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
@@ -125,7 +147,8 @@ class Rollouts:
             self.engines.drop(engine, error)
 
     def close(self) -> None:
-        """Engines first: that ends a rollout that still runs."""
+        """End engines and reward workers. Engines come first, because that ends a rollout that still runs."""
+        self._closed.set()
         self.restarts.close()
         self.starting.close()
         if self.ahead is not None and not self.ahead.done():
@@ -160,7 +183,7 @@ class Rollouts:
         return groups
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead. Raises EngineError; the next `collect` then draws anew."""
+        """Wait for the rollout that runs ahead. On errors, as those of `collect`, the next `collect` draws anew."""
         if self.ahead is not None and self.ahead.exception() is not None:
             failed, self.ahead = self.ahead, None
             failed.result()
@@ -205,12 +228,32 @@ class Rollouts:
             for row, prompt in enumerate(prompts)
             for i in range(samples)
         ]
-        drawn = self.engines.generate(requests, self.sampling)
+        self._check_cancelled()
+        self._drawing = [request.id for request in requests]
+        try:
+            drawn = self.engines.generate(requests, self.sampling)
+        finally:
+            self._drawing = []
+        self._check_cancelled()
         self._tell_losses()
         for sample in drawn:
             sample.text = self.decode(sample.response)
         failures = self.scorer.score(drawn)
+        self._check_cancelled()
         return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)], failures
+
+    def _check_cancelled(self) -> None:
+        if self.cancelled.is_set():
+            raise RolloutCancelledError("the run was asked to end")
+
+    def _abort_when_cancelled(self) -> None:
+        """End the requests of a cancelled rollout, again and again: some may not have reached their engine yet."""
+        while not self._closed.wait(0.2):
+            if self.cancelled.is_set():
+                self.scorer.interrupt()
+                for engine in self.engines.engines if self._drawing else ():
+                    with suppress(EngineError):
+                        engine.abort(self._drawing)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -6,44 +6,51 @@ broadcast as MessagePack bytes; the others wait.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from megatron_rlspec import data, files, wire
+from megatron_rlspec.checkpoints import Checkpoints
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.interruption import Interruption
 from megatron_rlspec.live import View
 from megatron_rlspec.metrics import Clock, Recorder
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
-from megatron_rlspec.rollouts import Rollouts, rollout_metrics
+from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, rollout_metrics
 from megatron_rlspec.train import model, runtime
+from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch
-from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, read_json, write_hf
+from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import PushError, exporting
 
 
 class RunStopped(RuntimeError):
-    """The run ended itself, with a checkpoint; the message is one line: why, and where the checkpoint is."""
+    """The run ended early. The message is one line: why, and where the checkpoint is."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Session:
     """A context manager: on exit engines are closed and records flushed, whatever happened."""
 
-    def __init__(self, config: Config, data_path: str, supervised: bool = False) -> None:
+    def __init__(
+        self, config: Config, data_path: str, supervised: bool = False, interruption: Interruption | None = None
+    ) -> None:
+        self.interruption = interruption or Interruption()
         with ExitStack() as closing:
             self._closing = closing
             self._open(config, data_path, supervised)
@@ -51,6 +58,7 @@ class Session:
 
     def _open(self, config: Config, data_path: str, supervised: bool) -> None:
         self.config, self.clock, self.run_dir = config, Clock(), Path(config.train.run_dir)
+        self.checkpoints = Checkpoints(self.run_dir, config.train.keep)
         self.main = os.environ.get("RANK", "0") == "0"
         self._check_machine()
         self.hf_config, tensors = read_hf(config.model.path)
@@ -70,9 +78,11 @@ class Session:
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
+        self._steps = config.sft.steps if supervised else config.train.steps
         self.generates = not supervised or config.sft.eval_every > 0
         if self.main and self.generates:  # engines start while the trainer is built
-            self.rollouts = Rollouts(config, self.hf_config, self.tokenizer, self.run_dir)
+            cancelled = self.interruption.asked
+            self.rollouts = Rollouts(config, self.hf_config, self.tokenizer, self.run_dir, cancelled)
             self._closing.callback(self.rollouts.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
@@ -83,13 +93,16 @@ class Session:
         self._bad_steps = 0
         self._last: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # what the newest step's record is made of
         resumed, pending = self._resume() if config.train.resume else ({}, [])
-        self._recorded = self.done
+        self._recorded = self._saved = self.done
         if self.main:
+            if self.generates:
+                self.rollouts.wait()  # nothing is written by a run whose engines do not come up
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
                 self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
+        self.interruption.defer()
 
     def _check_machine(self) -> None:
         """Raise ConfigError for what this machine cannot do, before anything starts."""
@@ -136,6 +149,8 @@ class Session:
                 act()
         except (EngineError, HealthError, rewards.RewardsFailedError) as error:
             reason = str(error)
+        except RolloutCancelledError:
+            reason = self.interruption.reason
         except PushError as error:
             if self.main:
                 raise  # the exporter's: what it gave belongs into no checkpoint
@@ -224,8 +239,9 @@ class Session:
     def _adapt(self) -> None:
         self._adapted = self.rollouts.adapt(self.trainer.prediction)
 
-    def export(self) -> None:
-        """`run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
+    def finish(self) -> None:
+        """Write the last checkpoint, and `run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
+        self._save()
         with exporting(self.trainer.export) as source:
             if source is not None:
                 write_hf(self.run_dir / "hf", self.hf_config, source("all"), tokenizer_from=self.config.model.path)
@@ -233,53 +249,77 @@ class Session:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
-        """Every `train.save_every` steps; and when `train.max_bad_steps` in a row went wrong, before RunStopped."""
+        """Write a checkpoint every `train.save_every` steps.
+
+        Raises RunStopped, with a checkpoint, after `train.max_bad_steps` bad steps in a row, and if a signal asked any
+        rank to end.
+        """
         options = self.config.train
         if 0 < options.max_bad_steps <= self._bad_steps:
             self._stop(
                 f"step {self.done - 1}: loss or gradient norm was not finite {self._bad_steps} steps in a row "
                 f"(train.max_bad_steps={options.max_bad_steps})"
             )
+        if reason := runtime.first_message(self.interruption.reason):
+            self._stop(reason)
         if self.due(options.save_every):
             self._save()
 
     def _stop(self, reason: str) -> NoReturn:
-        """End the run for good, with what it has: the record of a step that ends here, too."""
+        """Raise RunStopped, after a checkpoint and the record of a step that ends here."""
         if self.done > self._recorded:
             self.record(self.done - 1, *self._last)
-        raise RunStopped(f"{reason}; the last good parameters are in {self._save()}")
+        code = self.interruption.exit_code
+        if self.done == 0:
+            raise RunStopped(f"{reason}; no step was trained, so there is nothing to resume", code)
+        try:
+            path = self._save()
+        except SaveError as error:
+            raise RunStopped(f"{reason}; no checkpoint of step {self.done} could be written: {error}", code) from None
+        raise RunStopped(f"{reason}; the last good parameters are in {path}", code)
 
     def _save(self) -> Path:
-        """Everything the next step depends on. The small files come first: a directory means a whole checkpoint."""
-        folder = self.run_dir / "checkpoints"
-        whole = folder / f"step-{self.done:06d}"
+        """Write everything that the next step depends on, unless it is there. Raises SaveError on every rank.
+
+        The small files come first: where the trainer's directory exists, the checkpoint is whole.
+        """
+        path = self.checkpoints.path(self.done)
+        if self._saved == self.done:
+            return path
+        try:
+            if error := on_all_ranks(self._write_state, self.main):
+                raise SaveError(error)
+            self.trainer.save(path)
+        except SaveError:
+            if self.main:
+                self.checkpoints.discard(self.done)
+            raise
+        self._saved = self.done
         if self.main:
-            state = {"step": self.done, "data": self.data.order.state()}
-            if self.generates:
-                state |= self.rollouts.state()
-                if pending := self.rollouts.pending():
-                    files.write(whole.with_suffix(".groups"), wire.encode_groups(pending))
-                    state["pending"] = len(pending)
-            files.write(whole.with_suffix(".json"), json.dumps(state))
-        self.trainer.save(whole)
-        if self.main:
-            for old in sorted(folder.glob("step-*/"))[: -self.config.train.keep]:
-                shutil.rmtree(old)
-                for suffix in (".json", ".groups"):
-                    old.with_suffix(suffix).unlink(missing_ok=True)
-        return whole
+            self.checkpoints.prune()
+        return path
+
+    def _write_state(self) -> None:
+        state: dict[str, Any] = {"data": self.data.order.state()}
+        drawn: list[Group] = []
+        if self.generates:
+            state |= self.rollouts.state()
+            drawn = self.rollouts.pending()
+        self.checkpoints.write_state(self.done, state, drawn)
 
     def _resume(self) -> tuple[dict[str, Any], list[Group]]:
-        """Continue from the newest whole checkpoint; from the start if there is none yet."""
-        found = sorted((self.run_dir / "checkpoints").glob("step-*/"))
+        """Continue from the newest checkpoint, from the start if there is none. Raises CheckpointError."""
+        found = self.checkpoints.whole()
         if not found:
             return {}, []
-        state = read_json(found[-1].with_suffix(".json"))
-        pending = _read_groups(found[-1].with_suffix(".groups")) if state.get("pending") else []
-        self.trainer.load(found[-1])
+        path = found[-1]
+        state, drawn = self.checkpoints.read_state(path)
+        if state["step"] > self._steps:
+            raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
+        self.trainer.load(path)
         self.data.order.restore(state["data"])
         self.done = state["step"]
-        return state, pending
+        return state, drawn
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
@@ -346,13 +386,6 @@ class Session:
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4], self.rollouts.decode)
         self.recorder.write(step, values)
         self._view.update(step, values)
-
-
-def _read_groups(file: Path) -> list[Group]:
-    try:
-        return wire.decode_groups(file.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{file}: missing or truncated ({error}); remove {file.stem} to go on") from None
 
 
 def _device() -> torch.device:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import forked
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -419,22 +420,30 @@ def session(settings: str = "", **changes: object) -> Act:
 
 
 def pending(content: bytes | None) -> Act:
-    """Resuming from a checkpoint whose drawn rollout is gone or cut off."""
+    """Resuming from a checkpoint whose drawn rollout is gone or damaged."""
 
     def act(place: Place) -> None:
-        from megatron_rlspec.session import _read_groups
+        from megatron_rlspec.checkpoints import Checkpoints
+        from megatron_rlspec.types import Group, Prompt
 
-        file = place.here / "step-000002.groups"
-        if content is not None:
-            file.write_bytes(content)
-        _read_groups(file)
+        checkpoints = Checkpoints(place.here, keep=2)
+        checkpoints.write_state(2, {}, [Group(Prompt(0, np.arange(2)), [])])
+        assert checkpoints.read_state(checkpoints.path(2))[1]
+        file = place.here / "checkpoints/step-000002.groups"
+        file.unlink() if content is None else file.write_bytes(content)
+        checkpoints.read_state(checkpoints.path(2))
 
     return act
 
 
 ROWS += [
-    ("drawn rollout missing", CheckpointError, pending(None), ("step-000002.groups: missing", "remove step-000002")),
-    ("drawn rollout cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.groups: missing or truncated",)),
+    (
+        "drawn rollout missing",
+        CheckpointError,
+        pending(None),
+        ("step-000002.groups: No such file", "step-000002 to go on"),
+    ),
+    ("drawn rollout cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.groups: its checksum differs",)),
     ("drawn rollout of another kind", CheckpointError, pending(b"\x81\x01\x02"), ("step-000002.groups",)),
     ("scaled rotary", ConfigError, session(rope_scaling={"type": "yarn"}), ("config.json of", "of type yarn")),
     ("window", ConfigError, session(use_sliding_window=True), ("config.json of", "use_sliding_window=true")),

@@ -20,6 +20,7 @@ from megatron_rlspec.config.parallel import ParallelConfig
 from megatron_rlspec.config.push import PushConfig
 from megatron_rlspec.config.reward import RewardConfig
 from megatron_rlspec.config.rollout import RolloutConfig
+from megatron_rlspec.config.run_dir import taken_by
 from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.train import TrainConfig
@@ -109,10 +110,8 @@ class Config(Section):
             if wrong:
                 raise ConfigError(message)
         check_writable(run_dir)
-        if (run_dir / "hf").exists():
-            raise ConfigError(
-                f"train.run_dir={run_dir}: holds hf/, the result of a finished run; expected another directory"
-            )
+        if taken := taken_by(run_dir, self.train.resume):
+            raise ConfigError(f"train.run_dir={run_dir}: {taken}")
 
 
 def check_writable(run_dir: Path) -> None:

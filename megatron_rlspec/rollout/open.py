@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rlspec.config import Config, PushConfig
-from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.config import Config, ConfigError, PushConfig
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -22,7 +22,7 @@ from megatron_rlspec.weights.checkpoint import read_hf
 class StartingEngines:
     """Engines that start while the trainer is built. `wait` returns them by name, once all answer.
 
-    Raises EngineError if no engine answers at one of `rollout.urls`.
+    Raises ConfigError if no engine answers at one of `rollout.urls`.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -52,9 +52,12 @@ class StartingEngines:
         return SGLangEngine.of(process, timeout=self._timeout, transport=_transport(self._config.push))
 
     def _attach(self, url: str) -> RolloutEngine:
-        """Raises EngineError for an address at which no engine answers."""
+        """Raises ConfigError for an address at which no engine answers."""
         engine = SGLangEngine(url, timeout=self._timeout, transport=_transport(self._config.push))
-        engine.describe()
+        try:
+            engine.describe()
+        except EngineError as error:
+            raise ConfigError(f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}") from None
         return engine
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:

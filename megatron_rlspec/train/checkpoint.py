@@ -1,9 +1,10 @@
-"""Resume files: everything a step depends on, bit for bit, for the same layout of ranks.
+"""Save and load what one optimizer step depends on, bit for bit, for the same layout of ranks.
 
-One safetensors file per distinct shard, and one small JSON that says which layout they belong to. Another layout, dtype
-or drafter starts from the exported Hugging Face weights instead. Megatron's own format would reshard, but keeps what
-only the last stage knows (the drafter's optimizer) in a file that only rank 0 writes, needs pickle, and gives all
-parameters one shared `step` on loading, which AdamW then advances once per parameter (0.16.1).
+A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Every
+tensor has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
+Hugging Face weights instead. Megatron's own format would reshard. But it keeps the drafter's optimizer, which only the
+last pipeline stage has, in a file that only rank 0 writes; it needs pickle; and on loading it gives all parameters one
+shared `step`, which AdamW then advances once per parameter (0.16.1).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +20,110 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rlspec.train import experts
+from megatron_rlspec import files
+from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
+from megatron_rlspec.weights.tensor_file import TensorFile
 
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. One line: which file, and why. Nothing of it is left."""
+
+
 def save(
     directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
 ) -> None:
-    """Write `directory` whole or not at all; collective. An older one of that name is replaced.
+    """Write `directory` whole or not at all; an older one of that name is replaced. Collective.
 
-    `learners` are this rank's, by name; `layout` is what must be equal when loading. Random `generators` are left out
-    where somebody else keeps them.
+    `learners` are this rank's, by name. `layout` must be equal when loading. Random `generators` are left out where
+    another program keeps them. Raises SaveError on every rank if one cannot write.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
-    if dist.get_rank() == 0:
+    main = dist.get_rank() == 0
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
-    for name, learner in learners.items():
-        if _writes(learner):
-            save_file(
-                {key: t.detach().cpu().clone() for key, t in _tensors(learner).items()}, _file(partial, name, learner)
-            )
-    if generators and ps.get_data_parallel_rank(with_context_parallel=True) == 0:
-        save_file(_generators(), partial / f"generators{_shard()}.safetensors")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (partial / LAYOUT).write_text(json.dumps(dict(layout), indent=1))
-        if directory.exists():
-            old = directory.with_name(f".{directory.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(directory, old)
-            os.replace(partial, directory)
-            shutil.rmtree(old)
-        else:
-            os.replace(partial, directory)
-    dist.barrier()
+
+    def write() -> None:
+        for name, learner in learners.items():
+            if _writes(learner):
+                copies = {key: t.detach().cpu().clone() for key, t in _tensors(learner).items()}
+                tensor_file.save(copies, _file(partial, name, learner))
+        if generators and ps.get_data_parallel_rank(with_context_parallel=True) == 0:
+            tensor_file.save(_generators(), partial / f"generators{_shard()}.safetensors")
+
+    def finish() -> None:
+        files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
+        _put_in_place(partial, directory)
+
+    error = on_all_ranks(begin, main) or on_all_ranks(write) or on_all_ranks(finish, main)
+    if error:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise SaveError(error)
+
+
+def on_all_ranks(act: Callable[[], object], here: bool = True) -> str:
+    """Run `act` on the ranks with `here`, wait for all, and return the first rank's OSError; "" if there is none."""
+    error = ""
+    try:
+        if here:
+            act()
+    except OSError as problem:
+        error = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
+    return runtime.first_message(error)
+
+
+def _put_in_place(partial: Path, directory: Path) -> None:
+    if not directory.exists():
+        os.replace(partial, directory)
+        return
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(directory, old)
+    os.replace(partial, directory)
+    shutil.rmtree(old)
 
 
 def load(
     directory: Path, learners: Mapping[str, Learner], layout: Mapping[str, Any], *, generators: bool = True
 ) -> None:
-    """Restore what `save` wrote. Raises CheckpointError: what cannot be read, or the first difference of the layout."""
+    """Restore what `save` wrote. Collective.
+
+    Raises CheckpointError on every rank if one finds a file or tensor missing or damaged, or another layout. Then the
+    learners are in no usable state.
+    """
     directory = Path(directory)
+    error = ""
+    try:
+        _check_layout(directory, layout)
+    except CheckpointError as problem:
+        error = str(problem)
+    error = runtime.first_message(error)
+    if error:
+        raise CheckpointError(error)
+    try:
+        for name, learner in learners.items():
+            _load_learner(_file(directory, name, learner), learner)
+        if generators:
+            _load_generators(directory / f"generators{_shard()}.safetensors")
+    except CheckpointError as problem:
+        error = f"{problem}; remove {directory} to go on without it"
+    error = runtime.first_message(error)
+    if error:
+        raise CheckpointError(error)
+
+
+def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
     written = read_json(directory / LAYOUT)
@@ -80,31 +133,44 @@ def load(
                 f"{directory} was written with {key}={written.get(key)}, but this run has {value}: "
                 "resume with the same layout, or start from exported weights"
             )
-    for name, learner in learners.items():
-        with _open(_file(directory, name, learner)) as file, torch.no_grad():
-            learner.steps = int(file.get_tensor("steps"))
-            _create_moments(learner)
-            for key, tensor in _tensors(learner).items():
-                tensor.copy_(file.get_tensor(key))
-    if not generators:
-        return
-    with _open(directory / f"generators{_shard()}.safetensors") as file:
-        torch.set_rng_state(file.get_tensor("cpu"))
+
+
+def _load_learner(path: Path, learner: Learner) -> None:
+    with TensorFile(path) as file, torch.no_grad():
+        learner.steps = int(_stored(file, "steps", torch.tensor(learner.steps)))
+        _create_moments(learner)
+        tensors = _tensors(learner)
+        for name in file:
+            if name not in tensors:
+                raise CheckpointError(f"{path}: has {name}, which this run does not")
+        for name, tensor in tensors.items():
+            tensor.copy_(_stored(file, name, tensor))
+
+
+def _load_generators(path: Path) -> None:
+    with TensorFile(path) as file:
+        torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
-            torch.cuda.set_rng_state(file.get_tensor("cuda"))
+            torch.cuda.set_rng_state(_stored(file, "cuda", torch.cuda.get_rng_state()))
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        tracker.set_states({name: file.get_tensor(f"tracker.{name}") for name in tracker.get_states()})
+        states = tracker.get_states()
+        tracker.set_states({name: _stored(file, f"tracker.{name}", state) for name, state in states.items()})
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, "pt")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: missing or truncated ({error}); remove {file.parent.name} to go on") from None
+def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
+    """Read a tensor. Raises CheckpointError if it is missing or damaged, or has not the dtype and shape of `like`."""
+    tensor = file[name]
+    if not file.checked:
+        raise CheckpointError(f"{file.path}: has no checksums; this version resumes only from files that have them")
+    if tensor.dtype != like.dtype or tensor.shape != like.shape:
+        raise CheckpointError(
+            f"{file.path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
+        )
+    return tensor
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Every tensor of a learner by name: parameters, routers' biases, the optimizer's copies, moments, step count."""
+    """Name every tensor of a learner: parameters, routers' biases, the optimizer's copies, moments, step count."""
     module = learner.ddp.module
     out = {f"parameter.{name}": parameter.data for name, parameter in module.named_parameters()}
     out |= {f"bias.{name}": bias for name, bias in experts.biases(module).items()}
@@ -115,7 +181,7 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _optimized(learner: Learner) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-    """What the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes."""
+    """Yield what the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes."""
     inner = learner.optimizer.optimizer
     for g, group in enumerate(inner.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -123,9 +189,9 @@ def _optimized(learner: Learner) -> Iterator[tuple[str, Tensor, dict[str, Tensor
 
 
 def _create_moments(learner: Learner) -> None:
-    """Give every parameter a state to load into, or none before the first step.
+    """Give every parameter an optimizer state to load into; before the first step there is none.
 
-    torch's AdamW counts steps there, the fused ones in the group.
+    torch's AdamW counts steps in that state, the fused ones in the parameter group.
     """
     if not learner.steps:
         learner.optimizer.optimizer.state.clear()
@@ -150,7 +216,7 @@ def _generators() -> dict[str, Tensor]:
 
 
 def _writes(learner: Learner) -> bool:
-    """Whether this rank's file is its own: replicas write one, unless the optimizer is cut over them."""
+    """Return whether this rank writes a file: one replica does, or all if the optimizer is sharded over them."""
     return learner.adam.distributed or ps.get_data_parallel_rank(with_context_parallel=True) == 0
 
 

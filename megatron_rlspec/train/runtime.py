@@ -120,6 +120,17 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
+def first_message(message: str, room: int = 2048) -> str:
+    """Return the first rank's message that is not empty, at most `room` bytes of it; "" if all are. Collective."""
+    mine = torch.zeros(room, dtype=torch.uint8)
+    content = message.encode()[:room]
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else mine[:0]
+    every = [torch.empty_like(mine, device=device()) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine.to(device()))
+    texts = [bytes(one.cpu().tolist()).rstrip(b"\0").decode(errors="ignore") for one in every]
+    return next((text for text in texts if text), "")
+
+
 def has_transformer_engine() -> bool:
     from megatron.core.models.gpt import gpt_layer_specs
 

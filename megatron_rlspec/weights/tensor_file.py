@@ -55,6 +55,19 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> None:
             number = _OS_ERROR.search(str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code), str(path)) from None
+        _sort_metadata(partial)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give equal contents equal bytes: safetensors writes a file's metadata in the random order of a hash map."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) == size:
+            file.seek(8)
+            file.write(text)
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -73,6 +86,11 @@ class TensorFile(Mapping[str, Tensor]):
         lost = sorted(self._checksums.keys() ^ set(self._names)) if self._checksums else []
         if lost:
             raise CheckpointError(f"{path}: {lost[0]} is in the list of checksums or in the file, not in both")
+
+    @property
+    def checked(self) -> bool:
+        """Whether the file has checksums."""
+        return bool(self._checksums)
 
     def __enter__(self) -> TensorFile:
         return self

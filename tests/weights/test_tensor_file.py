@@ -137,3 +137,15 @@ def test_a_cut_or_spliced_file_is_one_error_or_whole(tmp_path_factory, written, 
         assert "\n" not in str(error)
     else:
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_equal_tensors_make_equal_files(tmp_path):
+    tensors = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(4)}
+    contents = set()
+    for number in range(12):  # the order of safetensors' own metadata is random
+        path = tmp_path / f"{number}.safetensors"
+        tensor_file.save(tensors, path)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with TensorFile(path) as file:
+        assert all(file[name].equal(tensor) for name, tensor in tensors.items())

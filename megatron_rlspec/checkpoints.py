@@ -1,0 +1,101 @@
+"""The checkpoints of a run directory: which there are, and the small files beside the trainer's own directory.
+
+`checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
+the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
+holds the rollout that was drawn ahead, if there is one. Both are covered by checksums in the JSON file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rlspec import files, wire
+from megatron_rlspec.types import Group
+from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
+
+_CHECKSUM, _GROUPS = "checksum", "groups_checksum"
+
+
+class Checkpoints:
+    """Checkpoints of `run_dir`, of which `prune` keeps the newest `keep`."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """Where the trainer's directory after `step` optimizer steps is, or will be."""
+        return self.folder / f"step-{step:06d}"
+
+    def whole(self) -> list[Path]:
+        """Return the whole checkpoints, the oldest first."""
+        return sorted(self.folder.glob("step-*/"))
+
+    def write_state(self, step: int, state: Mapping[str, Any], drawn: Sequence[Group]) -> None:
+        """Write the small files; `drawn` is the rollout of the next step. Raises OSError."""
+        content: dict[str, Any] = {"step": step, **state}
+        if drawn:
+            groups = wire.encode_groups(list(drawn))
+            files.write(self.path(step).with_suffix(".groups"), groups)
+            content[_GROUPS] = hashlib.sha256(groups).hexdigest()
+        content[_CHECKSUM] = _checksum(content)
+        files.write(self.path(step).with_suffix(".json"), json.dumps(content))
+
+    def read_state(self, path: Path) -> tuple[dict[str, Any], list[Group]]:
+        """Return what `write_state` wrote for the checkpoint `path`. Raises CheckpointError."""
+        file = path.with_suffix(".json")
+        try:
+            state = read_json(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {advice(path)}") from None
+        if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(path.name.removeprefix("step-")):
+            raise CheckpointError(_damaged(file))
+        expected = state.pop(_GROUPS, None)
+        return state, _read_groups(path.with_suffix(".groups"), expected) if expected else []
+
+    def discard(self, step: int) -> None:
+        """Remove the small files of a checkpoint that could not be written."""
+        if not self.path(step).exists():
+            for suffix in (".json", ".groups"):
+                self.path(step).with_suffix(suffix).unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove all but the newest `keep`, and what an interrupted write left."""
+        for old in self.whole()[: -self.keep]:
+            shutil.rmtree(old)
+        for left in self.folder.glob(".step-*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for file in (*self.folder.glob("step-*.json"), *self.folder.glob("step-*.groups")):
+            if not file.with_suffix("").exists():
+                file.unlink()
+
+
+def advice(path: Path) -> str:
+    """Say what to do about a checkpoint that cannot be read."""
+    return f"remove {path} to go on without it"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _read_groups(file: Path, checksum: str) -> list[Group]:
+    try:
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise CheckpointError(_damaged(file))
+        return wire.decode_groups(content)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: {files.reason(error)}; {advice(file.with_suffix(''))}") from None
+
+
+def _damaged(file: Path) -> str:
+    return f"{file}: its checksum differs from what was written: the file is damaged; {advice(file.with_suffix(''))}"

@@ -1,0 +1,88 @@
+"""End a run by Ctrl-C, SIGTERM or the death of torchrun: at once before the first step, later with a checkpoint.
+
+Before `defer`, a signal raises `Interrupted` in the main thread, like Ctrl-C in any Python program. After it, a signal
+is only noted, because an exception in the middle of a collective call would leave the other ranks waiting. The run then
+looks at `reason` between steps and between the rollouts of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+FORCE_SECONDS = 1.0  # a second Ctrl-C after this time ends the process; an earlier one is an echo of the first
+LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once torchrun is gone
+
+
+class Interrupted(BaseException):
+    """The run was asked to end before its first step. No Exception, so that no handler swallows it."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(f"{reason} before the first step")
+        self.exit_code = exit_code
+
+
+class Interruption:
+    """Why this process is to end, if it is. `install` has signals and torchrun's death noted here."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.exit_code = 1
+        self.asked = threading.Event()
+        self._deferred = False
+        self._since = 0.0
+
+    def install(self) -> Interruption:
+        """Handle SIGINT and SIGTERM from now on, and watch torchrun. For the main thread of a program."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
+            threading.Thread(target=self._watch, args=(os.getppid(),), name="launcher", daemon=True).start()
+        return self
+
+    def defer(self) -> None:
+        """Note signals from now on instead of raising Interrupted. Raises it if one came before."""
+        self._raise_if_asked()
+        self._deferred = True
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Turn any error inside into Interrupted if a signal was its cause: libraries in C++ raise one of their own."""
+        try:
+            yield
+        except Exception:
+            self._raise_if_asked()
+            raise
+
+    def ask(self, reason: str, exit_code: int) -> None:
+        """Note that the run is to end; the first reason counts."""
+        if not self.asked.is_set():
+            self.reason = reason
+            self.exit_code = exit_code
+            self._since = time.monotonic()
+            self.asked.set()
+
+    def _raise_if_asked(self) -> None:
+        if self.asked.is_set() and not self._deferred:
+            raise Interrupted(self.reason, self.exit_code) from None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.asked.is_set() and time.monotonic() - self._since > FORCE_SECONDS
+        if again and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.ask(f"interrupted by {signal.Signals(number).name}", 128 + number)
+        self._raise_if_asked()
+
+    def _watch(self, launcher: int) -> None:
+        """Ask the run to end when torchrun is gone: no other process would end this rank when another rank dies."""
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        self.ask("torchrun ended", 1)
+        if self._deferred:
+            time.sleep(LAUNCHER_GONE_SECONDS)
+        os._exit(1)
