@@ -135,7 +135,7 @@ TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
 
 def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     """Read back as SGLang's scheduler process reads it, and decided as it decides there."""
-    from megatron_rlspec.rollout.sglang.server.controller import Decider
+    from megatron_rlspec.rollout.sglang.server.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
@@ -154,7 +154,7 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
 
 def test_without_a_table_engines_wait_for_what_rollouts_teach():
     """The plugin is there, for the contract after pushes; the first rollout keeps to `num_steps`."""
-    from megatron_rlspec.rollout.sglang.server.controller import Decider
+    from megatron_rlspec.rollout.sglang.server.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.rollout.sglang.server import control, controller, plugin, versions
+from megatron_rlspec.rollout.sglang.server import control, decisions, plugin, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -15,9 +15,9 @@ SETTINGS = Settings()
 
 @pytest.fixture
 def decider(monkeypatch):
-    decider = controller.Decider(SETTINGS)
+    decider = decisions.Decider(SETTINGS)
     decider.start([0, 1, 3], 3)
-    monkeypatch.setattr(controller, "decider", decider)
+    monkeypatch.setattr(decisions, "decider", decider)
     monkeypatch.setattr(control, "_held", {})
     return decider
 

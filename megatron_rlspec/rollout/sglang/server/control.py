@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megatron_rlspec.rollout.sglang.server import controller, versions
+from megatron_rlspec.rollout.sglang.server import decisions, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import fingerprints, listen, models_of, of_scheduler
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -78,7 +78,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
-        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in controller.decider.candidates],
+        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
         "speculative": worker is not None,
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
@@ -88,18 +88,18 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
-    controller.decider.set_schedule(SpecSchedule.from_json(schedule))
+    decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
     return _stay_held()
 
 
 def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
-    controller.decider.replace(spec_rule)
+    decisions.decider.replace(spec_rule)
     return _stay_held()
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
     """Speculation off, whoever sets a rule, until `release`: then the latest rule holds again."""
-    decider = controller.decider
+    decider = decisions.decider
     if decider is None or decider.rule is None and not decider.stock:
         raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
     if _held:  # what is in force is off; the rule that waits goes on waiting
@@ -110,7 +110,7 @@ def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
 
 
 def _set_aside(reason: str) -> None:
-    decider = controller.decider
+    decider = decisions.decider
     waiting = {"stock": True} if decider.stock else decider.rule.to_json()
     decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
     _held.update(reason=reason, rule=waiting)
@@ -118,7 +118,7 @@ def _set_aside(reason: str) -> None:
 
 def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
     if _held:
-        controller.decider.replace(_held["rule"])
+        decisions.decider.replace(_held["rule"])
         _held.clear()
     return {}
 
@@ -130,7 +130,7 @@ def _stay_held() -> dict[str, Any]:
 
 
 def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    rule = controller.decider.rule
+    rule = decisions.decider.rule
     return {"report": {} if rule is None else rule.report()}
 
 
@@ -187,14 +187,14 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     ran = getattr(result, "rlspec_round", None)
     if ran is None:
         config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
-        ran = controller.Round(config, sum(r.seqlen for r in batch.reqs), None)
+        ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
     returned = original(processor, batch, result)
     if batch.reqs:
         accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
         told = accepted if ran.drafting is None else [accepted[i] for i in ran.drafting]
         others = len(accepted) - len(told)
-        if controller.decider.rule is not None:
-            controller.decider.rule.observe(ran.config, told, others)
+        if decisions.decider.rule is not None:
+            decisions.decider.rule.observe(ran.config, told, others)
         _rounds.observe(ran.config, ran.context_tokens, told, all(r.finished() for r in batch.reqs), others)
     return returned
 

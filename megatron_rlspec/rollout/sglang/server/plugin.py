@@ -21,13 +21,14 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_rlspec.rollout.sglang.server import control, controller, verifier, versions
+    from megatron_rlspec.rollout.sglang.server import control, decisions, verifier, versions
 
     sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
+    decisions.decider = decisions.Decider(settings)
+    from megatron_rlspec.rollout.sglang.server.controller import ScheduleController
+
     HookRegistry.register(
-        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
-        controller.controller_class(settings),
-        HookType.REPLACE,
+        "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController", ScheduleController, HookType.REPLACE
     )
     for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])

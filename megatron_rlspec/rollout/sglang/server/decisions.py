@@ -1,0 +1,99 @@
+"""What each decode round in SGLang's scheduler process runs, and why.
+
+Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
+lengths and accepted counts, never on a local clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+
+@dataclass(frozen=True)
+class DecodeRound:
+    """What one decode round ran. `drafting`: indices of the requests whose drafter had caught up; None: all of them."""
+
+    config: SpecConfig
+    context_tokens: int
+    drafting: list[int] | None
+
+
+class Decider:
+    """The rule in force, limited to the configurations for which the engine holds runtime state."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings.spec_rule
+        self.candidates: list[SpecConfig] = []
+        self.rule: SpecRule | None = None
+        self.stock: Any = None  # SGLang's own rule, while it decides
+        self._stock: Any = None  # the same, with what it has learnt
+
+    def start(self, candidate_steps: Sequence[int], start: int) -> None:
+        """Step 0 stands for two configurations: with the drafter kept up to date, and off."""
+        self.candidates = [OFF] * (0 in candidate_steps) + [SpecConfig(n) for n in candidate_steps]
+        if self._settings:
+            self.replace(self._settings)
+        else:
+            self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
+
+    def replace(self, data: Mapping[str, Any]) -> None:
+        """`SpecRule.from_json` data; without `candidates` it may choose from all that the engine has.
+
+        `{"stock": true}` lets SGLang's own adaptive rule decide instead, to compare with.
+        """
+        if data.get("stock"):
+            self.stock = self._stock = self._stock or self._stock_rule()
+            return
+        candidates = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self._priced(data.get("table"))]
+        rule = SpecRule.from_json({"candidates": candidates, **data})
+        self._check(rule.candidates)
+        if rule.schedule is not None:
+            self._check({config for row in rule.schedule.configs for config in row})
+        if self.rule is not None:
+            rule.inherit(self.rule)
+        self.rule, self.stock = rule, None
+
+    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
+        """The next round's configuration, and how many requests' drafters have to catch up before it."""
+        if self.stock:
+            return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        return self.rule.choose(batch, context_tokens, missed), self.rule.catch_up
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        self._check({config for row in schedule.configs for config in row})
+        if self.rule is not None:
+            self.rule.update(schedule=schedule)
+            self.stock = None
+
+    def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
+        """All candidates, but step 0 only if its cost is known: `OFF` does the same for less."""
+        if table is None:
+            return self.candidates
+        measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
+        known = measured.configs()
+        return [c for c in self.candidates if c != SpecConfig(0) or c in known]
+
+    def _stock_rule(self) -> Any:
+        """With the steps per batch size that SGLang has built in."""
+        from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+        rule = AdaptiveSpeculativeParams(initial_steps=max(c.num_steps for c in self.candidates or [OFF]))
+        self._check({SpecConfig(steps) for steps in rule.candidate_steps})
+        return rule
+
+    def _check(self, wanted: Sequence[SpecConfig] | set[SpecConfig]) -> None:
+        allowed = self.candidates or [OFF]
+        refused = [str(config) for config in sorted(wanted) if config not in allowed]
+        if refused:
+            has = ", ".join(str(config) for config in allowed)
+            raise ValueError(f"this engine cannot run {', '.join(refused)}; it was launched with {has}")
+
+
+decider: Decider | None = None  # of this process, set by the plugin before SGLang builds its controller
