@@ -39,16 +39,16 @@ class ProbeBudget:
         self.pending_charges: dict[SpecConfig, list[tuple[float, float]]] = {}
 
     def earn(self, ms: float) -> None:
-        """A round of `ms` begins."""
+        """Add what a round of `ms` earns."""
         self.left_ms += EARNED * self.share * ms
         self.rounds += 1
 
     def earn_catch_up(self, ms: float) -> None:
-        """A round of `ms` is off."""
+        """Add what a round of `ms` without drafts earns for catching up."""
         self.catch_up_left_ms += self.catch_up_share * ms
 
     def due(self) -> bool:
-        """Count one round; whether a probe is due in it. If so, the next one is `interval` rounds away."""
+        """Count one round, and return whether a probe is due in it. The next one is then `interval` rounds away."""
         self.wait -= 1
         if self.wait > 0:
             return False
@@ -56,18 +56,18 @@ class ProbeBudget:
         return True
 
     def started(self) -> None:
-        """A probe begins. Until one finds something, the next ones come later and later."""
+        """Note that a probe begins: the next ones come later and later, until one finds something."""
         self.wait = self.interval
         self.interval = min(2 * self.interval, LAST_PROBE)
 
     def affords(self, ms: float, catch_up_ms: float) -> bool:
-        """Whether a probe may lose `ms`, and `catch_up_ms` besides."""
+        """Return whether a probe may lose `ms`, and spend `catch_up_ms` on catching up."""
         return ms + max(catch_up_ms - self.catch_up_left_ms, 0.0) <= self.left_ms
 
     def charge(
         self, config: SpecConfig, lost_ms: float, catch_up_ms: float, ms_per_token: float, needed: float
     ) -> float:
-        """Charge a probe round as if it accepted nothing; the ms charged, without those that catching up has earned.
+        """Charge a probe round as if it accepted nothing. Return the ms charged to the budget.
 
         `ms_per_token` is what one token of each request costs otherwise; `needed` tokens make the round pay.
         """
@@ -79,7 +79,7 @@ class ProbeBudget:
         return charged
 
     def refund(self, config: SpecConfig, drafts: float, share: float) -> float:
-        """Give back what a probe round accepted; the ms given back, 0 if no such round is pending.
+        """Give back what a probe round accepted. Return the ms given back, 0 if no such round is pending.
 
         `drafts` were accepted per request that took part, which the `share` of all did. If the round paid, the next
         probe comes soon.
@@ -96,20 +96,20 @@ class ProbeBudget:
         return refunded
 
     def postpone(self) -> None:
-        """A probe is due but too dear: ask again in the next round, when more has been earned."""
+        """Ask again in the next round: a probe is due, but costs more than was earned so far."""
         self.wait = 1
 
     def restart(self) -> None:
-        """Another configuration runs from now on: wait as at the start."""
+        """Wait as at the start: another configuration runs from now on."""
         self.interval = self.wait = FIRST_PROBE
 
     def refresh(self) -> None:
-        """The weights are new: probes that found nothing say less. Rounds waited so far still count."""
+        """Shorten the wait after new weights, as probes that found nothing say less. Rounds waited still count."""
         self.interval = FIRST_PROBE
         self.wait = min(self.wait, FIRST_PROBE)
 
     def set_unit(self, unit: str) -> None:
-        """The cost is in this unit from now on; what was earned in another one is worth nothing."""
+        """Count in this unit from now on. What was earned in another one is dropped."""
         if self.unit not in ("", unit):
             self.left_ms = self.catch_up_left_ms = 0.0
             self.pending_charges = {}

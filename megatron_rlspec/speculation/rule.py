@@ -1,14 +1,15 @@
-"""The online rule of speculation: which speculative configuration the next decode round runs under.
+"""The online rule of speculation: which speculative configuration the next decode round runs.
 
-An engine calls `choose` before each round and `observe` after it. Costs come from the table, acceptance from what was
-accepted, and nothing else: no clock is read, so every tensor-parallel rank that sees the same rounds decides the same.
-ReSpec section 5.2 (Solver and Scheduler), with acceptance estimated live and the price of probing bounded.
+An engine calls `choose` before each round and `observe` after it. The rule uses the costs of a table and the accepted
+drafts, and reads no clock. So all tensor-parallel ranks, which see the same rounds, decide the same. After ReSpec,
+section 5.2 (Solver and Scheduler); here acceptance is estimated live, and what probes cost is bounded.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,56 @@ CATCH_UP_SHARE = 0.0
 CATCH_UP_WEIGHT = 0.1  # of the cost of catching up that staying off must lose before drafting starts: it is paid once
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
-_Row = list[list[float]]  # [mean contexts][candidates] ms of one batch size
+CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
+
+
+class _RoundCosts:
+    """Costs of one round of every candidate, tabulated by batch size and mean context length."""
+
+    def __init__(self, candidates: Sequence[SpecConfig], cost: CostTable | Roofline) -> None:
+        self.candidates = candidates
+        self.cost = cost
+        measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
+        self.lengths = sorted({1, *measured, OCTAVES[-1]})
+        self.rows: dict[int, list[list[float]]] = {}  # batch -> [mean contexts][candidates] ms
+        self._tabulate(range(1, 257))
+
+    def at(self, batch: int, context_tokens: int) -> list[float]:
+        """ms of a round of each candidate, linear between two mean context lengths."""
+        if batch not in self.rows:
+            self._tabulate([batch])
+        row = self.rows[batch]
+        lengths = self.lengths
+        length = context_tokens / batch
+        column = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
+        share = max((length - lengths[column]) / (lengths[column + 1] - lengths[column]), 0.0)
+        return [low + share * (high - low) for low, high in zip(row[column], row[column + 1], strict=True)]
+
+    def _tabulate(self, batches: Sequence[int]) -> None:
+        batch = np.array(batches)[:, None]
+        ms = self.cost.grid(self.candidates, batch, batch * np.array(self.lengths)[None, :])
+        for i, b in enumerate(batches):
+            self.rows[b] = ms[:, i, :].T.tolist()
+
+
+@dataclass
+class _Tally:
+    """What `report` returns, counted since the last report. `ms` and `tokens` are the rule's own predictions."""
+
+    rounds: dict[SpecConfig, int] = field(default_factory=dict)
+    switches: int = 0
+    probes: int = 0
+    emitted: int = 0  # tokens
+    drafting: int = 0  # requests, summed over rounds, whose drafts were observed
+    accepted: int = 0  # drafts of them
+    ms: float = 0.0
+    tokens: float = 0.0
+    lost_ms: float = 0.0  # to the best candidate
+    probe_ms: float = 0.0
+    catch_up_ms: float = 0.0
+
+    def ran(self, config: SpecConfig) -> None:
+        self.rounds[config] = self.rounds.get(config, 0) + 1
 
 
 class SpecRule:
@@ -78,8 +128,9 @@ class SpecRule:
         self._sample = 0  # requests whose drafts the probe is about
         self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that are yet to be tried
         self._foreseen_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
-        self.cost, self.schedule = None, None
-        self._reset()
+        self.cost: CostTable | Roofline | None = None
+        self.schedule: SpecSchedule | None = None
+        self._tally = _Tally()
         self.update(cost=cost, schedule=schedule)
 
     def update(
@@ -89,21 +140,20 @@ class SpecRule:
         schedule: SpecSchedule | None = None,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """Between two rounds, at a new RL step: a new cost, a pinned schedule, or predicted acceptance rates.
+        """Set a new cost, a schedule, or predicted acceptance rates, between two rounds.
 
-        A schedule pins every decision until the next cost arrives. Raises ValueError.
+        A schedule decides every round until the next cost is set. Raises ValueError.
         """
         if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
             raise ValueError("speculation rule: expected a cost or a schedule to decide by, and not both")
         if cost is not None:
-            self.cost, self.schedule = cost, None
+            self.cost = cost
+            self.schedule = None
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
-            measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
-            self._lengths = sorted({1, *measured, OCTAVES[-1]})
-            self._rows: dict[int, _Row] = {}
-            self._tabulate(range(1, 257))
+            self._costs = _RoundCosts(self.candidates, cost)
         elif schedule is not None:
-            self.cost, self.schedule = None, schedule
+            self.cost = None
+            self.schedule = schedule
         if rates is not None:
             self.acceptance.predict(rates)
         self._tokens = self._expected()
@@ -119,104 +169,107 @@ class SpecRule:
         return self.probe_budget.catch_up_share
 
     def inherit(self, former: SpecRule) -> None:
-        """Take the place of `former` in an engine: what it has earned, and when its next probe is due, stay.
-
-        What is known of acceptance comes with the new rule.
-        """
+        """Take over the probe budget of `former`, and when its next probe is due; acceptance stays this rule's own."""
         self.probe_budget.take_up(former.probe_budget)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
-        """The configuration of the next round of `batch` requests that hold `context_tokens` tokens together.
+        """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
         `missed(n)`: tokens that the drafter has not read, summed over the n requests of which it has read most. An
-        engine that gives it lets the drafter catch up on just those `catch_up` requests before the round; without it,
-        whoever leaves `OFF` reads everything.
+        engine that passes it feeds the drafter before the round with what those `self.catch_up` requests missed. An
+        engine that does not feeds it with everything when drafting starts after `OFF`. Raises ValueError for batch < 1.
         """
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self._unseen += 1
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
-            self._rounds[config] = self._rounds.get(config, 0) + 1
+            self._tally.ran(config)
             self.catch_up = 0 if config.off else batch
             return config
-        ms = self._costs(batch, context_tokens)
+        assert self.cost is not None
+        ms_per_token = self.cost.catch_up_ms
+        gap = self._gap
+
+        def catch_up_ms(n: int) -> float:
+            return ms_per_token * (n * gap if missed is None else missed(n))
+
+        return self._decide(batch, self._costs.at(batch, context_tokens), catch_up_ms, missed is not None)
+
+    def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
+        """Decide by costs. `apart`: the engine can let a part of the requests catch up."""
         rates = [tokens / t for tokens, t in zip(self._tokens, ms, strict=True)]
         best = rates.index(max(rates))
         if self._current < 0:
             self._current = best
-        gap = self._gap
-
-        def catch_up_ms(n: int) -> float:
-            """ms that the drafter needs to catch up on n requests."""
-            return self.cost.catch_up_ms * (n * gap if missed is None else missed(n))
-
         self._follow(rates, ms, best, batch, catch_up_ms)
         self.probe_budget.earn(ms[self._current])
-        chosen = self._probing(batch, rates, ms, catch_up_ms, missed is not None)
+        chosen = self._probing(batch, rates[self._current], ms, catch_up_ms, apart)
         config = self.candidates[chosen]
-        some = chosen != self._current and self.candidates[self._current].off
-        drafting = min(self._sample, batch) if some else batch
+        tally = self._tally
+        probes_after_off = chosen != self._current and self.candidates[self._current].off
+        drafting = min(self._sample, batch) if probes_after_off else batch
         if config.off:
             self._gap += 1
             self.probe_budget.earn_catch_up(ms[chosen])
             self.catch_up = 0
         else:
-            self._caught_up_ms += catch_up_ms(drafting)
+            tally.catch_up_ms += catch_up_ms(drafting)
             self._gap = 0
             self.catch_up = drafting
         tokens = batch + drafting * (self._tokens[chosen] - 1.0)
-        self._rounds[config] = self._rounds.get(config, 0) + 1
-        self._ms += ms[chosen]
-        self._lost_ms += ms[chosen] - tokens / (batch * rates[best])
-        self._predicted += tokens
+        tally.ran(config)
+        tally.ms += ms[chosen]
+        tally.lost_ms += ms[chosen] - tokens / (batch * rates[best])
+        tally.tokens += tokens
         return config
 
     def observe(self, config: SpecConfig, accepted: Sequence[int], others: int = 0) -> None:
-        """What a round under `config` accepted, per request; an engine that overlaps may report it rounds late.
+        """Learn from a round under `config`: the drafts accepted per request. It may come some rounds late.
 
-        `others` ran in the same round with a drafter that had not caught up: their drafts say nothing.
+        `others`: requests of the same round whose drafter had not caught up; their drafts are left out.
         """
-        self._emitted += len(accepted) + others
+        tally = self._tally
+        tally.emitted += len(accepted) + others
         if config.num_steps == 0 or not accepted:
             return
         histogram = histogram_of(config.num_steps, accepted)
         drafts = sum(i * n for i, n in enumerate(histogram))
         self.acceptance.observe_histogram(config.num_steps, histogram, max(self._unseen, 1))
         self._unseen = 0
-        self._emitted += drafts
-        self._drafting += len(accepted)
-        self._accepted += drafts
+        tally.emitted += drafts
+        tally.drafting += len(accepted)
+        tally.accepted += drafts
         if self.schedule is None:
             self._tokens = self._expected()
             share = len(accepted) / (len(accepted) + others)
-            self._probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), share)
+            tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), share)
 
     def report(self) -> dict[str, Any]:
-        """What was decided since the last report: JSON-ready. `estimated_regret` is by the rule's own figures."""
-        rounds = sum(self._rounds.values())
-        found = {
-            "rounds": {str(config): n for config, n in sorted(self._rounds.items())},
-            "switches": self._switches,
-            "probes": self._probes,
-            "tokens_per_drafting_round": 1 + self._accepted / self._drafting if self._drafting else None,
-            "emitted_tokens": self._emitted,
+        """Return what was decided since the last report, as JSON. `estimated_regret` is by the rule's own figures."""
+        tally = self._tally
+        self._tally = _Tally()
+        found: dict[str, Any] = {
+            "rounds": {str(config): n for config, n in sorted(tally.rounds.items())},
+            "switches": tally.switches,
+            "probes": tally.probes,
+            "tokens_per_drafting_round": 1 + tally.accepted / tally.drafting if tally.drafting else None,
+            "emitted_tokens": tally.emitted,
             "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
             "probing": self.probe_budget.to_json(),
         }
-        if self.schedule is None and rounds:
+        if self.schedule is None and tally.rounds:
             found |= {
-                "predicted_tokens": self._predicted,
-                "predicted_ms": self._ms,
-                "estimated_regret": self._lost_ms / self._ms,
-                "probe_share": self._probe_ms / self._ms,
-                "catch_up_share": self._caught_up_ms / self._ms,
+                "predicted_tokens": tally.tokens,
+                "predicted_ms": tally.ms,
+                "estimated_regret": tally.lost_ms / tally.ms,
+                "probe_share": tally.probe_ms / tally.ms,
+                "catch_up_share": tally.catch_up_ms / tally.ms,
             }
-        self._reset()
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Settings and what was learnt; `from_json` takes it up again."""
+        """Return settings and what was learnt, for `from_json`."""
         data: dict[str, Any] = {
             "version": VERSION,
             "candidates": [_triple(c) for c in self.candidates],
@@ -230,6 +283,7 @@ class SpecRule:
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
+        assert self.cost is not None
         kind = "table" if isinstance(self.cost, CostTable) else "roofline"
         return data | {kind: self.cost.to_json()}
 
@@ -237,9 +291,9 @@ class SpecRule:
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
 
-        Optional: `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next
-        rollout), `probing` (what `report` calls so), `version`.
-        `table` is a path or a table's own JSON; `tp` picks one TP of it.
+        `table` is a path or a table's own JSON; `tp` picks one TP of it. Optional: `start`, `margin`, `probe_share`,
+        `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout), `probing` (as in `report`),
+        `version`. Raises ValueError, CostTableError.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -249,28 +303,24 @@ class SpecRule:
         if "candidates" not in data:
             raise ValueError("speculation rule: no field 'candidates'")
         names = ("margin", "probe_share", "catch_up_share", "forecast")
-        optional = {name: data[name] for name in names if name in data}
+        optional: dict[str, Any] = {name: data[name] for name in names if name in data}
         if data.get("start") is not None:
             optional["start"] = SpecConfig(*data["start"])
         if data.get("acceptance") is not None:
             optional["acceptance"] = Acceptance.from_json(data["acceptance"])
-        rule = cls([SpecConfig(*c) for c in data["candidates"]], **_decider(data), **optional)
+        rule = cls([SpecConfig(*c) for c in data["candidates"]], **_cost_or_schedule(data), **optional)
         if data.get("probing") is not None:
             rule.probe_budget.restore(data["probing"])
         return rule
 
     def _expected(self) -> list[float]:
-        """Tokens per request and round of each candidate.
-
-        The rates were measured under the engine's own topk, so a tree's depths count as a chain's do.
-        """
+        """Tokens per request and round of each candidate; rates are measured under their topk, trees included."""
         totals = self.acceptance.totals
         return [totals[c.num_steps] for c in self.candidates]
 
-    def _follow(
-        self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: Callable[[int], float]
-    ) -> None:
+    def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: CatchUp) -> None:
         """Add up what staying loses; switch when it has lost enough."""
+        assert self.cost is not None
         now = self._current
         lost = self._lost
         price = self.cost.switch_ms
@@ -285,16 +335,14 @@ class SpecRule:
             self._lost = [0.0] * len(lost)
             self._probe_left = 0
             self.probe_budget.restart()
-            self._switches += 1
+            self._tally.switches += 1
 
-    def _probing(
-        self, batch: int, rates: list[float], ms: list[float], catch_up_ms: Callable[[int], float], apart: bool
-    ) -> int:
-        """The candidate to run: the current one, or a deeper one whose acceptance is unknown."""
+    def _probing(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
+        """The candidate to run: the current one (`rate` tokens per ms and request), or a deeper one to learn about."""
         now = self._current
-        ms_per_token = 1.0 / rates[now]  # that the current configuration takes for one token of each request
+        ms_per_token = 1.0 / rate
         off = self.candidates[now].off
-        if self._probe_left == 0 and not self._start_probe(batch, rates[now], ms, catch_up_ms, apart):
+        if self._probe_left == 0 and not self._start_probe(batch, rate, ms, catch_up_ms, apart):
             return now
         probe = self._probe
         lost = max(ms[probe] - ms_per_token, 0.0)  # with nothing accepted: one token each for a whole round
@@ -304,14 +352,13 @@ class SpecRule:
             return now
         self._probe_left -= 1
         needed = ms[probe] / ms_per_token
-        self._probe_ms += self.probe_budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
-        self._probes += 1
+        charged = self.probe_budget.charge(self.candidates[probe], lost, catch_up, ms_per_token, needed)
+        self._tally.probe_ms += charged
+        self._tally.probes += 1
         return probe
 
-    def _start_probe(
-        self, batch: int, rate: float, ms: list[float], catch_up_ms: Callable[[int], float], apart: bool
-    ) -> bool:
-        """Whether a probe begins, of which candidate, with how many requests and for how many rounds."""
+    def _start_probe(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
+        """Start a probe if one is due, could pay, and the budget affords it; whether it did."""
         budget = self.probe_budget
         foreseen = self._foreseen(rate, ms)
         due = budget.due()
@@ -323,8 +370,10 @@ class SpecRule:
         extra = max(ms[self._probe] - 1.0 / rate, 0.0)
         off = self.candidates[self._current].off
         self._sample = self._enough_of(batch, extra, catch_up_ms) if apart and off else batch
-        if not budget.affords(-(-LEAST_DRAWS // self._sample) * extra, catch_up_ms(self._sample)):
-            budget.postpone()
+        least_rounds = -(-LEAST_DRAWS // self._sample)
+        if not budget.affords(least_rounds * extra, catch_up_ms(self._sample)):
+            if due:
+                budget.postpone()
             return False
         if foreseen >= 0:
             self._forecast = None
@@ -338,12 +387,12 @@ class SpecRule:
             return -1
         depth = self.candidates[self._current].num_steps
         for i, config in enumerate(self.candidates):
-            if config.num_steps > depth:
-                if self._foreseen_tokens[i] > ms[i] * rate * (1 + self.margin):
-                    return i
+            pays = self._foreseen_tokens[i] > ms[i] * rate * (1 + self.margin)
+            if pays and config.num_steps > depth:
+                return i
         return -1
 
-    def _enough_of(self, batch: int, extra: float, catch_up_ms: Callable[[int], float]) -> int:
+    def _enough_of(self, batch: int, extra: float, catch_up_ms: CatchUp) -> int:
         """Requests to probe with: as many as may catch up for what was earned, or those that make the probe cheapest.
 
         Fewer requests catch up sooner, but need more rounds, each with `extra` ms, for the same number of drafts.
@@ -366,27 +415,6 @@ class SpecRule:
                 return deeper[0]
         return -1
 
-    def _costs(self, batch: int, context_tokens: int) -> list[float]:
-        row = self._rows.get(batch)
-        if row is None:
-            self._tabulate([batch])
-            row = self._rows[batch]
-        lengths, length = self._lengths, context_tokens / batch
-        column = min(max(bisect_right(lengths, length) - 1, 0), len(lengths) - 2)
-        share = max((length - lengths[column]) / (lengths[column + 1] - lengths[column]), 0.0)
-        return [low + share * (high - low) for low, high in zip(row[column], row[column + 1], strict=True)]
-
-    def _tabulate(self, batches: Sequence[int]) -> None:
-        batch = np.array(batches)[:, None]
-        ms = self.cost.grid(self.candidates, batch, batch * np.array(self._lengths)[None, :])
-        for i, b in enumerate(batches):
-            self._rows[b] = ms[:, i, :].T.tolist()
-
-    def _reset(self) -> None:
-        self._rounds: dict[SpecConfig, int] = {}
-        self._switches = self._probes = self._emitted = self._drafting = self._accepted = 0
-        self._ms = self._lost_ms = self._probe_ms = self._caught_up_ms = self._predicted = 0.0
-
 
 _KEYS = {
     "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
@@ -398,7 +426,7 @@ def _triple(config: SpecConfig) -> list[int]:
     return [config.num_steps, config.topk, config.num_draft_tokens]
 
 
-def _decider(data: Mapping[str, Any]) -> dict[str, Any]:
+def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in ("table", "roofline", "schedule") if data.get(name) is not None]
     if len(given) != 1:
         found = given or "none"
