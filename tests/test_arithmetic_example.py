@@ -52,6 +52,9 @@ class Characters:
     def __call__(self, texts, add_special_tokens):
         return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
+    def get_vocab(self):
+        return {"a": 0}
+
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return messages[0]["content"]
 

@@ -59,7 +59,7 @@ class Shared(BaseModel):
     rms_norm_eps: Annotated[float, Field(gt=0, le=0.1)] = 1e-6
     initializer_range: Annotated[float, Field(ge=0, le=10)] = 0.02
     tie_word_embeddings: bool = False
-    eos_token_id: TokenId | list[TokenId] | None = None
+    eos_token_id: TokenId | Annotated[list[TokenId], Field(min_length=1)] | None = None
     bos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: Annotated[int, Field(ge=-1, le=2**24)] | None = None
     torch_dtype: Dtype | None = None

@@ -72,11 +72,26 @@ def check_model(
         raise ModelConfigError(
             f"config.json of {path}: max_position_embeddings={context}; expected at least model.max_length={longest}"
         )
+    if weights and use == "train":
+        _check_stated(config, str(path))
     if weights:
         _check_weights(directory, config, typed, drafter=drafter)
     if tokenizer:
         _check_tokenizer(directory, typed)
     return config
+
+
+def _check_stated(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    wanted = {
+        "rope_theta": (config.get("rope_theta", rope.get("rope_theta")), "a number greater than 0, such as 10000"),
+        "rms_norm_eps": (config.get("rms_norm_eps"), "a number greater than 0, such as 1e-6"),
+        "eos_token_id": (config.get("eos_token_id"), "the token at which a response ends"),
+    }
+    for key, (value, expected) in wanted.items():
+        if value is None:
+            raise ModelConfigError(f"config.json of {where}: no {key}; expected {expected}")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

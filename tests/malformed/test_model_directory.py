@@ -76,6 +76,12 @@ VALUES = [
     value("rope_theta", True, "a number greater than 0"),
     value("rope_theta", 1e300, "a number greater than 0"),
     value("rope_theta", [1], "a number greater than 0"),
+    value("rope_theta", DROP, "no rope_theta"),
+    value("rope_theta", None, "no rope_theta"),
+    value("rms_norm_eps", DROP, "no rms_norm_eps"),
+    value("eos_token_id", DROP, "no eos_token_id"),
+    value("eos_token_id", None, "no eos_token_id"),
+    value("eos_token_id", [], "an integer"),
     value("rms_norm_eps", -1, "a number greater than 0"),
     value("rms_norm_eps", 0, "a number greater than 0"),
     value("rms_norm_eps", "nan", "a number greater than 0"),
@@ -246,7 +252,7 @@ def without_tokenizer(model: Path) -> None:
 
 
 CONFIG = "config.json"
-SERVE, CONVERT = "serve --model model --device cpu --port 0", "convert model out"
+SERVE, CONVERT = "serve --model model --device cpu --port 31997", "convert model out"
 DRY, SFT = TRAIN + " --dry-run", "sft --model.path model --sft.path rows.jsonl"
 PROFILE = "profile --model model --out table.json"
 
