@@ -135,7 +135,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     """Push into a real SGLang process on the CPU, by each transport in turn."""
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.rollout.sglang.client.launcher import launch
-    from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http
+    from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 
     config, tensors = model(gigabytes, torch.float32)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -148,7 +148,7 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
         tempfile.TemporaryDirectory(dir="/dev/shm") as shared,
     ):
         process.wait()
-        ways = {"http": Http(), "group": Group(), "files": Files(shared)}
+        ways = {"http": Http(), "group": GroupBroadcast(), "files": Files(shared)}
         pushers = {
             name: Pusher({"engine": SGLangEngine.of(process, timeout=600, transport=way)}) for name, way in ways.items()
         }

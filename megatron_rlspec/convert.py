@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.weights.convert import Plan, convert, plan, weight_files
+from megatron_rlspec.weights.convert import Conversion, convert, plan, weight_files
 from megatron_rlspec.weights.families import names_where
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _convert_visibly(work: Plan, quiet: bool) -> None:
+def _convert_visibly(work: Conversion, quiet: bool) -> None:
     columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
@@ -92,7 +92,7 @@ def _convert_visibly(work: Plan, quiet: bool) -> None:
         convert(work, advance)
 
 
-def _show(work: Plan) -> None:
+def _show(work: Conversion) -> None:
     table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
     for label, names in work.groups:
         fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""

@@ -62,7 +62,7 @@ class Defect:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """What the doctor found: `seen` is the probe's sentence, or why it cannot tell; `hits` the settings affected."""
 
     name: str
@@ -214,7 +214,7 @@ DEFECTS = (
 )
 
 
-def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> list[Finding]:
+def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> list[ProbeResult]:
     """Run the named probes (all of them by default) and return one finding per defect, in the catalogue's order.
 
     `path`: directories to look in first, for checkouts that are not installed (slime's, and its Megatron's).
@@ -231,7 +231,7 @@ def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> lis
     return [found[d.name] for d in wanted]
 
 
-def affected(findings: Iterable[Finding], config: Config) -> list[Finding]:
+def affected(findings: Iterable[ProbeResult], config: Config) -> list[ProbeResult]:
     """The findings with `hits` filled in where the defect is present and this configuration reaches it."""
     by_name = {d.name: d for d in DEFECTS}
     return [replace(f, hits=(by_name[f.name].reached(config) or "") if f.state == "present" else "") for f in findings]
@@ -258,16 +258,16 @@ def refuse_if_affected(config: Config, *, engines: bool) -> None:
             )
 
 
-def _compare(defect: Defect, path: Sequence[str]) -> Finding:
+def _compare(defect: Defect, path: Sequence[str]) -> ProbeResult:
     read = contracts.installed(path)
     if read(f"{INSTALLED_AS[defect.package]}.__init__") is None:
-        return Finding(defect.name, defect.package, "not installed")
+        return ProbeResult(defect.name, defect.package, "not installed")
     by_version = CONTRACTS[defect.name]
     seen = None if contracts.kept(by_version, read) else contracts.broken(next(iter(by_version.values())), read)
-    return Finding(defect.name, defect.package, "present" if seen else "absent", seen or "")
+    return ProbeResult(defect.name, defect.package, "present" if seen else "absent", seen or "")
 
 
-def _ask(package: str, names: list[str], path: Sequence[str]) -> list[Finding]:
+def _ask(package: str, names: list[str], path: Sequence[str]) -> list[ProbeResult]:
     """The findings of one package, from a worker process that sees no GPU and no job."""
     job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in job and not k.startswith(("TORCHELASTIC", "GROUP_"))}
@@ -291,19 +291,19 @@ def _ask(package: str, names: list[str], path: Sequence[str]) -> list[Finding]:
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WORKER_SECONDS)
         except subprocess.TimeoutExpired:
-            return [Finding(n, package, "unknown", f"no answer within {WORKER_SECONDS} s") for n in names]
+            return [ProbeResult(n, package, "unknown", f"no answer within {WORKER_SECONDS} s") for n in names]
         if answer.exists():
-            return [Finding(**entry) for entry in json.loads(answer.read_text())]
+            return [ProbeResult(**entry) for entry in json.loads(answer.read_text())]
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         reason = f"the probe process ended with {done.returncode}: {last}"
-        return [Finding(n, package, "unknown", reason) for n in names]
+        return [ProbeResult(n, package, "unknown", reason) for n in names]
 
 
 def _work(package: str, names: Sequence[str], answer: str) -> None:
     """The worker: run the probes and write their findings."""
-    findings: list[Finding] = []
+    findings: list[ProbeResult] = []
     if not _importable(INSTALLED_AS[package]):
-        findings = [Finding(name, package, "not installed") for name in names]
+        findings = [ProbeResult(name, package, "not installed") for name in names]
     else:
         room = importlib.import_module(MODULES[package])
         room.prepare()
@@ -311,14 +311,14 @@ def _work(package: str, names: Sequence[str], answer: str) -> None:
     Path(answer).write_text(json.dumps([asdict(f) for f in findings]))
 
 
-def _probe(name: str, package: str, probe: Callable[[], str | None] | None) -> Finding:
+def _probe(name: str, package: str, probe: Callable[[], str | None] | None) -> ProbeResult:
     if probe is None:
-        return Finding(name, package, "read", "found by reading upstream's source; nothing was run")
+        return ProbeResult(name, package, "read", "found by reading upstream's source; nothing was run")
     try:
         seen = probe()
     except Exception as error:  # whatever upstream raises, here it means only that this probe cannot tell
-        return Finding(name, package, "unknown", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return Finding(name, package, "present" if seen else "absent", seen or "")
+        return ProbeResult(name, package, "unknown", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return ProbeResult(name, package, "present" if seen else "absent", seen or "")
 
 
 def _importable(module: str) -> bool:
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(f.hits for f in findings))
 
 
-def _show(findings: Sequence[Finding], config: Config | None, patched: Mapping[str, str]) -> None:
+def _show(findings: Sequence[ProbeResult], config: Config | None, patched: Mapping[str, str]) -> None:
     """One paragraph a defect: its name whole on a line of its own, so that it can be copied back as an argument."""
     from rich.console import Console
     from rich.padding import Padding

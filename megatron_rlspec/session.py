@@ -33,7 +33,7 @@ from megatron_rlspec.types import Group, PackedBatch
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.names import family_of
-from megatron_rlspec.weights.push import PushError, exporting
+from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
 
 
 class RunStopped(RuntimeError):
@@ -156,7 +156,7 @@ class Session:
                 raise  # the exporter's: what it gave belongs into no checkpoint
             reason = str(error)
         done, again, over = range(3)
-        outcome = torch.tensor(done, device=_device())
+        outcome = torch.tensor(done, device=broadcast_device())
         if self.main and reason:
             outcome += again if self.rollouts.awaited else over
         dist.broadcast(outcome, src=0)
@@ -168,7 +168,7 @@ class Session:
         """Rank 0's, on every rank."""
         if dist.get_world_size() == 1:
             return groups
-        device = _device()
+        device = broadcast_device()
         payload = torch.frombuffer(bytearray(wire.encode_groups(groups)), dtype=torch.uint8) if self.main else None
         size = torch.tensor(0 if payload is None else len(payload), device=device)
         dist.broadcast(size, src=0)
@@ -339,7 +339,7 @@ class Session:
             return False
         with self.clock("push"):
             self.push()
-        stop = torch.zeros((), device=_device())
+        stop = torch.zeros((), device=broadcast_device())
 
         def judge() -> None:
             result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
@@ -386,8 +386,3 @@ class Session:
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4], self.rollouts.decode)
         self.recorder.write(step, values)
         self._view.update(step, values)
-
-
-def _device() -> torch.device:
-    """Where the tensors of a broadcast must lie."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

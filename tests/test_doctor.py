@@ -12,15 +12,15 @@ import pytest
 
 from megatron_rlspec import doctor, files
 from megatron_rlspec.config import Config, load
-from megatron_rlspec.doctor import Defect, Finding
+from megatron_rlspec.doctor import Defect, ProbeResult
 
 QUICKSTART = Path(__file__).parent.parent / "examples/quickstart/quickstart.toml"
 EMBEDDED = load(None, {"rollout.engine": "embedded", "spec.mode": "fixed"})
 ATTACHED = load(None, {"rollout.urls": "http://127.0.0.1:30000"})
 
 
-def findings(state: str) -> list[Finding]:
-    return [Finding(d.name, d.package, state, "seen") for d in doctor.DEFECTS]
+def findings(state: str) -> list[ProbeResult]:
+    return [ProbeResult(d.name, d.package, state, "seen") for d in doctor.DEFECTS]
 
 
 def hits(state: str, config: Config) -> dict[str, str]:
@@ -80,9 +80,9 @@ def test_probe_outcomes():
     def crash():
         raise RuntimeError("first line\nsecond line")
 
-    assert doctor._probe("x", "p", lambda: "saw it") == Finding("x", "p", "present", "saw it")
-    assert doctor._probe("x", "p", lambda: None) == Finding("x", "p", "absent")
-    assert doctor._probe("x", "p", crash) == Finding("x", "p", "unknown", "RuntimeError: first line")
+    assert doctor._probe("x", "p", lambda: "saw it") == ProbeResult("x", "p", "present", "saw it")
+    assert doctor._probe("x", "p", lambda: None) == ProbeResult("x", "p", "absent")
+    assert doctor._probe("x", "p", crash) == ProbeResult("x", "p", "unknown", "RuntimeError: first line")
     assert doctor._probe("x", "p", None).state == "read"
 
 
@@ -117,7 +117,7 @@ def test_unknown_defect_is_refused(capsys):
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_names_can_be_copied_back_at_any_width(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    seen = [Finding(d.name, d.package, "present", "a long sentence " * 20, "rollout.x") for d in doctor.DEFECTS]
+    seen = [ProbeResult(d.name, d.package, "present", "a long sentence " * 20, "rollout.x") for d in doctor.DEFECTS]
     doctor._show(seen, EMBEDDED, {})
     lines = capsys.readouterr().out.splitlines()
     assert [d.name for d in doctor.DEFECTS] == [line.split()[0] for line in lines if line.endswith("  present")]

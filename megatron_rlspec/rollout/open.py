@@ -13,7 +13,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http, Transport
+from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
@@ -89,7 +89,7 @@ class StartingEngines:
 def _transport(push: PushConfig) -> Transport:
     """One for each engine: a group joins two."""
     if push.transport == "group":
-        return Group(push.address)
+        return GroupBroadcast(push.address)
     return Files(push.directory) if push.transport == "files" else Http()
 
 

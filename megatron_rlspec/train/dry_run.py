@@ -31,7 +31,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Held:
+class Sizes:
     """Parameters of one module on one rank. `cut` are a tensor-parallel rank's own, `whole` are on all of them."""
 
     cut: int = 0
@@ -47,8 +47,8 @@ class Stage:
     """One pipeline stage, the same on all its ranks. `repeated`: parameters that another stage also holds."""
 
     layers: range
-    policy: Held
-    drafter: Held
+    policy: Sizes
+    drafter: Sizes
     repeated: int = 0
 
 
@@ -143,7 +143,7 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
         policy = Policy(described, hf_config, config.model.max_length)
         each = described.num_layers // parallel.pipeline
-        drafter = Held()
+        drafter = Sizes()
         if options.train and stage == parallel.pipeline - 1:
             drafter = _held(
                 table,
@@ -162,12 +162,12 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         return Stage(range(stage * each, (stage + 1) * each), _held(table, policy, described), drafter, repeated)
 
 
-def _held(table: Family, module: nn.Module, config: Any) -> Held:
+def _held(table: Family, module: nn.Module, config: Any) -> Sizes:
     names = {id(tensor): name for name, tensor in shards.global_names(module, config).items()}
     sizes = {True: 0, False: 0}
     for parameter in module.parameters():
         sizes[table.row(names[id(parameter)]).cut.dim is not None] += parameter.numel()
-    return Held(sizes[True], sizes[False])
+    return Sizes(sizes[True], sizes[False])
 
 
 @contextmanager

@@ -29,13 +29,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 @dataclass
-class ModelConfig(TransformerConfig):
+class DecoderConfig(TransformerConfig):
     """Megatron's, and the share of a head's channels that is rotated, which Megatron gives to its models only."""
 
     rotary_percent: float = 1.0
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelConfig:
+def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig:
     """Describe a Llama-shaped decoder (Llama, Qwen2, Qwen3, MiMo, GLM4-MoE) to Megatron. Call after `init_distributed`.
 
     Raises ConfigError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
@@ -46,7 +46,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> ModelCon
     facts = facts_of(hf_config)
     heads, parallel = hf_config["num_attention_heads"], config.parallel
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return ModelConfig(
+    return DecoderConfig(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
         ffn_hidden_size=hf_config["intermediate_size"],

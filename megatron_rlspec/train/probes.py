@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train import runtime
 
 VOCABULARY, HIDDEN, LENGTH = 32, 16, 8
@@ -124,7 +124,7 @@ def shared_step() -> str | None:
 
 def cp_local_count() -> str | None:
     """Each context-parallel rank averages over its own loss tokens, so gradients depend on where they fell."""
-    port = str(_free_port())
+    port = str(free_port(JOBS))
     command = [sys.executable, "-W", "ignore", "-m", __name__, "cp_local_count"]
     ranks = []
     for rank in range(2):
@@ -267,12 +267,6 @@ def packed_params(real: list[int], padded: list[int]) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import functools
 import inspect
 import logging
 import os
-import random
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -41,6 +39,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.overrides import TorchFunctionMode
 
 from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.layers import RMSNorm, SwiGLU
 
@@ -66,20 +65,11 @@ def placement() -> dict[str, int]:
     }
 
 
-def free_port() -> int:
-    """Below the range of outgoing connections: one of an engine's could take the port before the job does."""
-    while True:
-        port = random.randrange(10000, 20000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-
-
 def launch_env() -> None:
     """Complete the environment of a process that torchrun did not start, so that it is the only rank."""
     if "RANK" in os.environ:
         return
-    port = free_port()
+    port = free_port(JOBS)
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in alone.items()})
 

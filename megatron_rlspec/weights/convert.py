@@ -101,7 +101,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Conversion:
     """What a conversion will do. `groups`: (label, canonical names), each written as one file."""
 
     source: Path
@@ -129,7 +129,7 @@ def plan(
     hf: str | Path | None = None,
     add_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
-) -> Plan:
+) -> Conversion:
     """Read what there is, and say what will be done. Raises CheckpointError or ValueError, each one line.
 
     `to`: default is the other kind than the source's. `hf`: Hugging Face directory with config.json and tokenizer of a
@@ -170,10 +170,10 @@ def plan(
             raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
     if add_mtp:
         tensors = WithFreshDrafter(family, tensors)
-    return Plan(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp)
+    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp)
 
 
-def convert(work: Plan, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
+def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
     """Carry a plan out, or continue it. `advance(label, bytes)` is called after every group.
 
     Raises CheckpointError for a damaged source, which leaves nothing behind; and OSError, after which the same
@@ -196,7 +196,7 @@ def convert(work: Plan, advance: Callable[[str, int], None] = lambda label, size
     sink.finish()
 
 
-def _continues(note: Path, work: Plan) -> bool:
+def _continues(note: Path, work: Conversion) -> bool:
     try:
         return read_json(note) == work.identity()
     except CheckpointError:
@@ -204,7 +204,7 @@ def _continues(note: Path, work: Plan) -> bool:
 
 
 class _MegatronSink:
-    def __init__(self, work: Plan, directory: Path) -> None:
+    def __init__(self, work: Conversion, directory: Path) -> None:
         self.work, self.directory = work, directory
         self.writer = TorchDistWriter(directory / "release", work.family)
 
@@ -222,7 +222,7 @@ class _MegatronSink:
 
 
 class _HfSink:
-    def __init__(self, work: Plan, directory: Path) -> None:
+    def __init__(self, work: Conversion, directory: Path) -> None:
         self.work, self.directory = work, directory
 
     def write(self, index: int, names: Sequence[str]) -> int:

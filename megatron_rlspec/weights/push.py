@@ -187,7 +187,7 @@ def exporting(export: Source) -> Iterator[Source | None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield export
         return
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = broadcast_device()
     order = torch.zeros((), dtype=torch.int64, device=device)
     done, failed = len(scopes), len(scopes) + 1
     if dist.get_rank() == 0:
@@ -211,6 +211,11 @@ def exporting(export: Source) -> Iterator[Source | None]:
             break
         deque(export(scopes[int(order)]), maxlen=0)
     yield None
+
+
+def broadcast_device() -> torch.device:
+    """Return where the tensors of a broadcast must lie."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 class _Feed:

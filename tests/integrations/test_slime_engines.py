@@ -11,8 +11,8 @@ import tiny_mimo
 from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.integrations.slime.engines import Engine
-from megatron_rlspec.rollout.sglang.client import launcher
+from megatron_rlspec.integrations.slime.engines import SlimeEngine
+from megatron_rlspec.ports import ENGINES, free_port
 
 STALE = "model.mtp_layers.0.input_proj.weight"
 
@@ -23,7 +23,7 @@ def engine(tmp_path_factory):
     room = tmp_path_factory.mktemp("engine")
     config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
     model = tiny_mimo.write(room / "model", config, tiny_mimo.weights(config))
-    port, plugin = launcher._free_port(), {"verifier": "target_only", "deliveries": True}
+    port, plugin = free_port(ENGINES), {"verifier": "target_only", "deliveries": True}
     with open(room / "log", "w+") as log:
         process = subprocess.Popen(
             [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port)],
@@ -32,7 +32,7 @@ def engine(tmp_path_factory):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        found, deadline = Engine(f"http://127.0.0.1:{port}"), time.monotonic() + 240
+        found, deadline = SlimeEngine(f"http://127.0.0.1:{port}"), time.monotonic() + 240
         try:
             while True:
                 try:

@@ -48,7 +48,7 @@ def rounds(*accepted):
 
 
 def test_an_evaluation_teaches_nothing(monkeypatch):
-    monkeypatch.setattr(slime_speculation, "Engine", Engine)
+    monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
     speculation = Speculation(Learning(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01)), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
     speculation.forget(["a"])
@@ -59,7 +59,7 @@ def test_an_evaluation_teaches_nothing(monkeypatch):
 
 def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
-    monkeypatch.setattr(slime_speculation, "Engine", Engine)
+    monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
     speculation = Speculation(Learning(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01)), [CHAIN])
     assert "health/canary_accept_length" not in speculation.canary(["a"], [[1, 2, 3]], Sampling())
 

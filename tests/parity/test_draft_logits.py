@@ -14,8 +14,9 @@ import train_ranks
 from megatron_rlspec.config import load
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.packing.shift import shift_packed
+from megatron_rlspec.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, _free_port
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
@@ -34,7 +35,7 @@ def drafted(tmp_path_factory) -> list[tuple[Sample, dict[int, tuple[list[int], n
     """Per sample, and per position t that the engine drafted from: its chain, and its logits `[DEPTH, V]`."""
     folder = tmp_path_factory.mktemp("parity")
     model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
-    port, passes = _free_port(), folder / "passes"
+    port, passes = free_port(ENGINES), folder / "passes"
     script = Path(__file__).with_name("capturing_serve.py")
     command = [sys.executable, str(script), str(passes), "--model", str(model), "--port", str(port), *SERVE]
     log = folder / "log"

@@ -8,17 +8,17 @@ import torch
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.server.served_weights import Held, joined
+from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
 from megatron_rlspec.weights.push import Pusher
 
 
-def held(full: torch.Tensor, dim: int, rank: int, size: int) -> Held:
+def held(full: torch.Tensor, dim: int, rank: int, size: int) -> TensorPart:
     width = full.shape[dim] // size
-    return Held("w", full.narrow(dim, rank * width, width).clone(), tuple(full.shape), dim, rank * width)
+    return TensorPart("w", full.narrow(dim, rank * width, width).clone(), tuple(full.shape), dim, rank * width)
 
 
-def mark(ranks: list[Held]) -> int:
+def mark(ranks: list[TensorPart]) -> int:
     return joined([[h.fingerprint()] for h in ranks], [[h.first] for h in ranks])[0]
 
 
@@ -31,14 +31,16 @@ def test_parts_add_up_to_the_whole(dim, dtype):
     ranks[1].part[0, 0] += 1
     assert mark(ranks) != fingerprint(full)
     assert mark([held(full, dim, rank, 2) for rank in (1, 0)]) == fingerprint(full)
-    exchanged = [Held("w", held(full, dim, 1 - r, 2).part, (48, 40), dim, held(full, dim, r, 2).first) for r in (0, 1)]
+    exchanged = [
+        TensorPart("w", held(full, dim, 1 - r, 2).part, (48, 40), dim, held(full, dim, r, 2).first) for r in (0, 1)
+    ]
     assert mark(exchanged) != fingerprint(full)
 
 
 def test_what_ranks_hold_twice_must_agree():
     """Norms on every rank; and key heads that two of four ranks share."""
     norm, keys = torch.randn(64), torch.randn(32, 64)
-    copies = [Held("norm", norm.clone(), (64,)) for _ in range(4)]
+    copies = [TensorPart("norm", norm.clone(), (64,)) for _ in range(4)]
     shared = [held(keys, 0, rank // 2, 2) for rank in range(4)]
     assert mark(copies) == fingerprint(norm) and mark(shared) == fingerprint(keys)
     for rank in range(4):

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.sglang.client import launcher
+from megatron_rlspec.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.client.transport import Group
+from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -150,7 +150,7 @@ def test_a_rule_decides_by_what_it_sees(engines):
 
 def test_weights_come_through_a_group(engines, group):
     engine = engines["adaptive"]
-    by_group = SGLangEngine(engine.url, api_key=engine._process.api_key, timeout=300, transport=Group())
+    by_group = SGLangEngine(engine.url, api_key=engine._process.api_key, timeout=300, transport=GroupBroadcast())
     drawn = tiny_mimo.weights(CONFIG, seed=7)
     by_group.update_weights(6, drawn.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}
@@ -168,7 +168,7 @@ def group() -> Iterator[None]:
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """SGLang's own `launch_server` with the plugin in force, as slime's engines are."""
     room = tmp_path_factory.mktemp("plain")
-    model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), launcher._free_port()
+    model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), free_port(ENGINES)
     settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
     environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(room), "RLSPEC_SGLANG": json.dumps(settings)}
     here = Path(__file__).parent
@@ -201,7 +201,7 @@ def test_the_plugin_alone_in_sglangs_own_server(plain_server, group):
     generate(plain_server, "first", temperature=0.0)
     assert {round.config for round in plain_server.stats()} == {SpecConfig(2)}
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
-    SGLangEngine(plain_server.url, timeout=300, transport=Group()).update_weights(1, agreeing.items())
+    SGLangEngine(plain_server.url, timeout=300, transport=GroupBroadcast()).update_weights(1, agreeing.items())
     marks = {name: fingerprint(tensor) for name, tensor in agreeing.items()}
     assert plain_server.fingerprints() == marks
     assert plain_server._post("control/delivered") == {"target": marks, "drafter": marks}

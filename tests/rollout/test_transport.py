@@ -8,7 +8,7 @@ from tiny_mimo import config, weights, write
 
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.client.transport import Files, Group, Http
+from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.weights.push import Pusher
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_every_transport_brings_every_bit(tmp_path, monkeypatch):
         tmp_path / "model", tmp_path / "log", arguments=OPTIONS, environment={"OMP_NUM_THREADS": "1"}
     ) as process:
         process.wait()
-        for number, transport in enumerate((Http(), Files(tmp_path), Group())):
+        for number, transport in enumerate((Http(), Files(tmp_path), GroupBroadcast())):
             pusher = Pusher({"e": SGLangEngine.of(process, timeout=60, transport=transport)})
             first, second = weights(c, seed=2 * number), weights(c, seed=2 * number + 1)
             assert not pusher.push(2 * number, source_of(first)).failed

@@ -84,7 +84,7 @@ class Adopted(Drafter):
 
     def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rotary_base: float) -> None:
         own = replace(model.config, calculate_per_token_loss=True)
-        own.rotary_percent = model.rotary_percent  # as train.model.ModelConfig has it
+        own.rotary_percent = model.rotary_percent  # as train.model.DecoderConfig has it
         MegatronModule.__init__(self, config=own)
         self.mtp = model.mtp
         self.depth, self.repeated_layer = depth, True

@@ -32,7 +32,7 @@ Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprin
 _SECONDS = 600.0
 
 
-class Engine(SGLangEngine):
+class SlimeEngine(SGLangEngine):
     """The client of an engine that slime pushes to."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -90,7 +90,7 @@ def after_push(
     doubt, it stays so until a later push does. Raises HealthError, in one line with engines and tensors, where a
     target is in doubt: no such engine may draw what is trained on.
     """
-    engines = {url: Engine(url, api_key) for url in urls}
+    engines = {url: SlimeEngine(url, api_key) for url in urls}
     examined = _Examination(version, is_drafter, quantised)
 
     def push_and_examine(doubted: Sequence[str]) -> Findings:
@@ -133,12 +133,12 @@ class _Examination:
         self.by_delivery: set[str] = set()
         self.unchecked: set[str] = set()
 
-    def findings(self, engines: Mapping[str, Engine], sent: Marks) -> dict[str, list[Finding]]:
+    def findings(self, engines: Mapping[str, SlimeEngine], sent: Marks) -> dict[str, list[Finding]]:
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             found = threads.map(lambda engine: self._of_one(engine, sent), engines.values())
             return dict(zip(engines, found, strict=True))
 
-    def _of_one(self, engine: Engine, sent: Marks) -> list[Finding]:
+    def _of_one(self, engine: SlimeEngine, sent: Marks) -> list[Finding]:
         try:
             difference = self._difference(engine, sent)
             if difference is None:
@@ -154,7 +154,7 @@ class _Examination:
             found.append(Finding("fingerprint", str(difference), target))
         return found
 
-    def _difference(self, engine: Engine, sent: Marks) -> Difference | None:
+    def _difference(self, engine: SlimeEngine, sent: Marks) -> Difference | None:
         """None where the engine tells neither what it holds nor what it was given."""
         if not self.quantised and engine.url not in self.by_delivery:
             try:

@@ -50,7 +50,7 @@ LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-a
 
 
 @dataclass
-class Plan:
+class Additions:
     """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes."""
 
     flags: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Plan:
 
 def plan(
     command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int, cost_table: str = ""
-) -> Plan:
+) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
     drafter  our options, by their names in `[drafter]`
@@ -92,7 +92,7 @@ def plan(
         raise ConfigError(f"--allgather-cp with depth={drafter['depth']}: only depth 1 knows that layout; set 1")
     if start not in steps:
         raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
-    out = Plan()
+    out = Additions()
     for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
         if flag not in given:
             out.flags += [flag] if value is None else [flag, value]
@@ -172,7 +172,7 @@ def flags(command: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def complete(command: Sequence[str], added: Plan, folder: Path) -> list[str]:
+def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
     """The whole command with `added` in it; writes the YAML and JSON files that it names into `folder`."""
     at = driver(command)
     head, arguments = list(command[: at + 1]), list(command[at + 1 :])
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.execvpe(whole[0], whole, {**os.environ, **added.environment, **job_environment(added.environment, os.environ)})
 
 
-def as_yaml(added: Plan, folder: Path) -> str:
+def as_yaml(added: Additions, folder: Path) -> str:
     """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
     settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
     for name, value in flags(added.flags).items():

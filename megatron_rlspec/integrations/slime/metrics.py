@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 from megatron_rlspec.config import SpecSection
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.engines import Engine, after_push, drafter_names
+from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
@@ -109,7 +109,7 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     """With what this run's checkpoint knows already; None if one of these engines cannot switch, or does not answer."""
     try:
-        told = [Engine(url, _key(args)).describe()["configs"] for url in urls]
+        told = [SlimeEngine(url, _key(args)).describe()["configs"] for url in urls]
     except EngineError as error:  # asked again before the next rollout; to keep engines alive is slime's part
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None

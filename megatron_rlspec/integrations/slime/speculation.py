@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.integrations.slime.engines import Engine
+from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
@@ -68,7 +68,7 @@ class Speculation:
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
         """Give every engine the rule that follows from what was expected. Returns `health/unreachable_engines`."""
-        engines = [Engine(url, self.api_key) for url in urls]
+        engines = [SlimeEngine(url, self.api_key) for url in urls]
         rule = self.learning.rule()
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             reached = sum(threads.map(lambda engine: _set_rule(engine, rule), engines))
@@ -84,7 +84,7 @@ class Speculation:
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
         if not prompts or not steps or not self._canary.due():
             return {}
-        engines = {url: Engine(url, self.api_key) for url in urls}
+        engines = {url: SlimeEngine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             named = dict(zip(engines, threads.map(self._canary_version, engines.values()), strict=True))
         versions = {url: version for url, version in named.items() if version is not None}
@@ -122,7 +122,7 @@ class Speculation:
         `rollout/spec_*`, `predict/*` (the rollout's prediction against it) and `health/*`. An engine that does not
         answer is left out: to keep engines alive is slime's part.
         """
-        engines = {url: Engine(url, self.api_key) for url in urls}
+        engines = {url: SlimeEngine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             answers = dict(zip(engines, threads.map(_observations, engines.values()), strict=True))
             seen = {url: answer for url, answer in answers.items() if answer is not None}
@@ -140,9 +140,9 @@ class Speculation:
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout: an evaluation samples otherwise than what training predicts."""
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
-            list(threads.map(lambda url: _observations(Engine(url, self.api_key)), urls))
+            list(threads.map(lambda url: _observations(SlimeEngine(url, self.api_key)), urls))
 
-    def _canary_version(self, engine: Engine) -> int | None:
+    def _canary_version(self, engine: SlimeEngine) -> int | None:
         """The version to run a canary under; None if it ran already, or none may run."""
         try:
             version = engine.version()
@@ -155,7 +155,7 @@ class Speculation:
             return None
         return int(version)
 
-    def _after_canary(self, engine: Engine) -> None:
+    def _after_canary(self, engine: SlimeEngine) -> None:
         """Drop the canary's rounds, which are not a rollout's, and set the rule again."""
         try:
             engine.stats()
@@ -163,7 +163,7 @@ class Speculation:
             logger.warning("rlspec: the canary's rounds count as the rollout's: %s", error)
         _set_rule(engine, self.learning.rule())
 
-    def _drifts(self, engine: Engine, seen: Observations) -> bool:
+    def _drifts(self, engine: SlimeEngine, seen: Observations) -> bool:
         if self._drift_versions.get(engine.url) != seen.version:
             self._drift_versions[engine.url] = seen.version
             self._drift.begin(engine.url)
@@ -172,7 +172,7 @@ class Speculation:
             self._hold(engine, [finding])
         return finding is not None
 
-    def _hold(self, engine: Engine, findings: Sequence[Finding]) -> None:
+    def _hold(self, engine: SlimeEngine, findings: Sequence[Finding]) -> None:
         found = "; ".join(contract.lines(findings))
         logger.error("rlspec: %s: no speculation until a later push: %s", engine.url, found)
         contract.hold(engine, findings)
@@ -186,7 +186,7 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _observations(engine: Engine) -> Observations | None:
+def _observations(engine: SlimeEngine) -> Observations | None:
     try:
         return Observations(engine.stats(), engine.spec_rule_report(), engine.version())
     except EngineError as error:
@@ -194,7 +194,7 @@ def _observations(engine: Engine) -> Observations | None:
         return None
 
 
-def _set_rule(engine: Engine, rule: Mapping[str, Any]) -> bool:
+def _set_rule(engine: SlimeEngine, rule: Mapping[str, Any]) -> bool:
     """False if the engine cannot be reached, or refuses."""
     try:
         engine.set_spec_rule(rule)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.embedded.model import Decoder, Plan
+from megatron_rlspec.rollout.embedded.model import Decoder, Placement
 
 
 class Prefix:
@@ -153,7 +153,7 @@ class Cache:
         start: torch.Tensor | None = None,
         ancestors: torch.Tensor | None = None,
         depth: torch.Tensor | None = None,
-    ) -> Plan:
+    ) -> Placement:
         """Plan a forward over columns [B, T] of B samples whose columns [0, L) lie in the slots `read [B, L]`.
 
         Without `ancestors [B, T, E]` attention is causal over columns. With them, queries see columns below
@@ -180,6 +180,6 @@ class Cache:
             place = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
             write, positions = write[place], positions[place]
         positions = positions.clamp_(min=0)
-        return Plan(
+        return Placement(
             self.model.cos[positions], self.model.sin[positions], write, read.reshape(-1), mask, place, positions == 0
         )

@@ -65,7 +65,7 @@ class Architecture:
         )
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """Where the N tokens of one forward stand and what they may attend to."""
 
     cos: torch.Tensor  # [N, 1, D]
@@ -135,14 +135,14 @@ class Decoder:
         sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
         self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # the rotated half comes with its sign
 
-    def target(self, tokens: torch.Tensor, plan: Plan, cache: list[torch.Tensor]) -> torch.Tensor:
+    def target(self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]) -> torch.Tensor:
         """tokens [N] -> hidden states [N, H] after the final norm."""
         x = F.embedding(tokens, self.embedding)
         for layer, kv in zip(self.layers, cache, strict=False):
             x = self._block(layer, x, plan, kv)
         return self._rms(x, self.norm)
 
-    def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
+    def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
         """(hidden [N, H] of the previous position, tokens [N]) -> the drafter's output [N, H] after its final norm.
 
         MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
@@ -174,7 +174,7 @@ class Decoder:
         for name, (view, dim) in self.tensors.items():
             yield name, view if dim is None else self.comm.concat(view, dim)
 
-    def _block(self, layer: Layer, x: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
+    def _block(self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
         n, d = x.shape[0], self.arch.head_dim
         qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
@@ -185,7 +185,7 @@ class Decoder:
         gate, up = F.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
-    def _attend(self, query: torch.Tensor, plan: Plan, kv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
         """query [N, A, D] -> [N, A * D]. Query heads of one key head become rows, so keys are read once for all."""
         k, d = self.kv_heads, self.arch.head_dim
         b, rows, length = plan.mask.shape[0], plan.mask.shape[2], plan.mask.shape[3]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from pathlib import Path
 import requests
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 
@@ -112,7 +111,7 @@ def launch(
     output goes to the file `log`. Requests need `api_key`, or else the key in RLSPEC_API_KEY, or else a random key that
     only this process and the server know: it travels in the server's environment, which other users cannot read.
     """
-    port = port or _free_port()
+    port = port or free_port(ENGINES)
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
@@ -129,15 +128,3 @@ def launch(
             env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(directory), KEY: api_key, **(environment or {})},
         )
     return EngineProcess(process, f"http://127.0.0.1:{port}", log, directory, api_key)
-
-
-def _free_port() -> int:
-    """Below the range of outgoing connections: one of those could take the port before the server does."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

@@ -57,7 +57,7 @@ class Files:
             raise EngineError(f"bucket in {self.directory}: {error.strerror or error}") from None
 
 
-class Group:
+class GroupBroadcast:
     """`address`: of this machine, as the engine reaches it. torch.distributed must be initialised.
 
     The group is made with the first bucket. One that failed is given up, and the next push makes a new one.

@@ -21,7 +21,7 @@ _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorPart:
     """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on."""
 
     name: str
@@ -67,7 +67,7 @@ def fingerprints(scheduler: Any) -> dict[str, int]:
     return dict(zip((h.name for h in held), joined(marks, firsts), strict=True))
 
 
-def of_scheduler(scheduler: Any) -> Iterator[Held]:
+def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """What this rank's live models hold."""
     parallel = _parallel()
     if parallel.pp_size > 1:
@@ -101,7 +101,7 @@ def listen(model: torch.nn.Module, marks: dict[str, int]) -> None:
     model.load_weights = load_weights
 
 
-def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[Held]:
+def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[TensorPart]:
     """Every parameter under its checkpoint's name; those the drafter shares with the target appear once."""
     if drafter is not None and type(drafter).__name__ not in _DRAFTERS:
         raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
@@ -125,13 +125,13 @@ def _mimo_drafter(name: str) -> str:
 _DRAFTERS = {"MiMoMTP": _mimo_drafter}
 
 
-def _unfused(model: torch.nn.Module, rank: int, rename: Any) -> Iterator[Held]:
+def _unfused(model: torch.nn.Module, rank: int, rename: Any) -> Iterator[TensorPart]:
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             for part, tensor, rows, dim, first in _parts(prefix, module, leaf, parameter.data, rank):
                 shape = list(tensor.shape)
                 shape[dim] = rows
-                yield Held(rename(f"{part}.{leaf}"), tensor, tuple(shape), dim, first)
+                yield TensorPart(rename(f"{part}.{leaf}"), tensor, tuple(shape), dim, first)
 
 
 def _parts(prefix: str, module: Any, leaf: str, data: Tensor, rank: int) -> Iterator[tuple[str, Tensor, int, int, int]]:
