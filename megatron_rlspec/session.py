@@ -26,11 +26,12 @@ from megatron_rlspec.metrics import Clock, Recorder
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, rollout_metrics
-from megatron_rlspec.train import model, runtime
+from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, PackedBatch
-from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
+from megatron_rlspec.weights import tensor_file
+from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
@@ -93,16 +94,29 @@ class Session:
         self._bad_steps = 0
         self._last: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # what the newest step's record is made of
         resumed, pending = self._resume() if config.train.resume else ({}, [])
+        told = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
         self._recorded = self._saved = self.done
         if self.main:
             if self.generates:
                 self.rollouts.wait()  # nothing is written by a run whose engines do not come up
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
+            if told:
+                self.recorder.event("drafter", told)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
                 self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
         self.interruption.defer()
+
+    def _take_drafter_moments(self, tensors: LazyTensors) -> str:
+        """Let the drafter's optimizer go on where the run ended that wrote `model.path`; what is to be told of it."""
+        shapes = {name: tensors.shape(name) for name in moments.trained_names(self.trainer.table)}
+        file, problem = moments.find(Path(self.config.model.path), self.trainer.table, shapes)
+        if file is None:
+            return problem
+        with file:
+            self.trainer.take_drafter_moments(file)
+            return f"the optimizer goes on after {int(file['updates'])} updates, with the moments in {file.path}"
 
     def _check_machine(self) -> None:
         """Raise ConfigError for what this machine cannot do, before anything starts."""
@@ -245,6 +259,11 @@ class Session:
         with exporting(self.trainer.export) as source:
             if source is not None:
                 write_hf(self.run_dir / "hf", self.hf_config, source("all"), tokenizer_from=self.config.model.path)
+        found = dict(self.trainer.export_drafter_moments())
+        if found:
+            path = self.run_dir / "hf" / moments.FILE
+            path.parent.mkdir()
+            tensor_file.save(found, path)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -25,5 +25,10 @@ class DrafterConfig(Section):
     )
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
     lr: LearningRate = Field(1e-4, description="learning rate of the drafter")
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        20,
+        description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
+        "if model.path holds their moments; 0: none",
+    )
     weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay of the drafter")
     clip_grad: Weight = Field(1.0, description="largest norm of the drafter's gradient; 0: not clipped")

@@ -31,6 +31,7 @@ from megatron_rlspec.weights.tensor_file import TensorFile
 
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_BEFORE = "updates_before"
 
 
 class SaveError(RuntimeError):
@@ -138,7 +139,8 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 def _load_learner(path: Path, learner: Learner) -> None:
     with TensorFile(path) as file, torch.no_grad():
         learner.steps = int(_stored(file, "steps", torch.tensor(learner.steps)))
-        _create_moments(learner)
+        learner.updates_before = int(file[_BEFORE]) if _BEFORE in file else 0
+        learner.create_moments()
         tensors = _tensors(learner)
         for name in file:
             if name not in tensors:
@@ -177,6 +179,8 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     for key, parameter, state in _optimized(learner):
         out[f"main.{key}"] = parameter.data
         out |= {f"{moment}.{key}": state[moment] for moment in _MOMENTS if moment in state}
+    if learner.updates_before:
+        out[_BEFORE] = torch.tensor(learner.updates_before)
     return out | {"steps": torch.tensor(learner.steps)}
 
 
@@ -186,25 +190,6 @@ def _optimized(learner: Learner) -> Iterator[tuple[str, Tensor, dict[str, Tensor
     for g, group in enumerate(inner.param_groups):
         for i, parameter in enumerate(group["params"]):
             yield f"{g}.{i}", parameter, inner.state[parameter]
-
-
-def _create_moments(learner: Learner) -> None:
-    """Give every parameter an optimizer state to load into; before the first step there is none.
-
-    torch's AdamW counts steps in that state, the fused ones in the parameter group.
-    """
-    if not learner.steps:
-        learner.optimizer.optimizer.state.clear()
-        return
-    counts_in_state = isinstance(learner.optimizer.optimizer, torch.optim.AdamW)
-    for _, parameter, state in _optimized(learner):
-        if not state:
-            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            if counts_in_state:
-                state["step"] = torch.tensor(0.0)
-    if not counts_in_state:
-        for group in learner.optimizer.param_groups:
-            group["step"] = learner.steps
 
 
 def _generators() -> dict[str, Tensor]:

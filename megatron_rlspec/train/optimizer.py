@@ -7,6 +7,7 @@ all-reduce is cut, and with it the rounding of the policy's gradient on three ra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +41,12 @@ class AdamW:
     decay_steps: int = 0
     distributed: bool = False
 
-    def rate(self, step: int) -> float:
-        """Learning rate of the step-th update, from 1: linear up, then linear down to a tenth."""
-        warmth = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+    def rate(self, step: int, updates_before: int = 0) -> float:
+        """Learning rate of a run's step-th update, from 1: linear up, then linear down to a tenth.
+
+        Updates before the run, whose moments it continues with, count for the way up.
+        """
+        warmth = min(1.0, (step + updates_before) / self.warmup_steps) if self.warmup_steps else 1.0
         left = max(0.1, 1 - 0.9 * step / self.decay_steps) if self.decay_steps else 1.0
         return self.lr * min(warmth, left)
 
@@ -61,7 +65,9 @@ class Learner:
             raise ValueError(
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
-        self.adam, self.pipelined, self.steps = adam, pipelined, 0
+        self.adam, self.pipelined = adam, pipelined
+        self.steps = 0  # updates of this run
+        self.updates_before = 0  # updates of the run whose moments this one continues with
         self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
@@ -109,6 +115,47 @@ class Learner:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def optimized(self) -> Iterator[tuple[str, tuple[Tensor, int]]]:
+        """By parameter name: the tensor that the inner optimizer updates, and where it begins in the flat parameter.
+
+        Under the distributed optimizer that is this replica's part; a parameter of which it has none is left out.
+        """
+        outer = self.optimizer
+        copies = {id(model): copy for model, copy in _float32_copies(outer)}
+        for name, parameter in self.ddp.module.named_parameters():
+            if not self.adam.distributed:
+                yield name, (copies.get(id(parameter), parameter), 0)
+            elif parameter in outer.model_param_group_index_map:
+                group, order = outer.model_param_group_index_map[parameter]
+                start = outer._get_model_param_range_map(parameter)["param"].start
+                yield name, (outer.optimizer.param_groups[group]["params"][order], start)
+
+    def start_from(self, updates_before: int) -> None:
+        """Make empty moments, as if `updates_before` updates had been taken, for a caller that fills them in."""
+        self.updates_before = updates_before
+        self.create_moments()
+
+    def create_moments(self) -> None:
+        """Give every parameter an optimizer state to load into, or none where no update was ever taken.
+
+        torch's AdamW counts updates in that state, the fused ones in the group.
+        """
+        inner, updates = self.optimizer.optimizer, self.steps + self.updates_before
+        if not updates:
+            inner.state.clear()
+            return
+        counts_in_state = isinstance(inner, torch.optim.AdamW)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                    if counts_in_state:
+                        state["step"] = torch.tensor(float(updates))
+        if not counts_in_state:
+            for group in self.optimizer.param_groups:
+                group["step"] = updates
+
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over the ranks that split norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
@@ -130,7 +177,7 @@ class Learner:
             clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.adam.clip_grad, norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.adam.rate(self.steps)
+            group["lr"] = self.adam.rate(self.steps, self.updates_before)
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         return norm, True
@@ -146,3 +193,10 @@ def _groups(ddp: DistributedDataParallel, config: OptimizerConfig) -> list[dict[
         return {"params": params, "wd_mult": 1.0 if decayed else 0.0, **common}
 
     return [group(True), group(False)]
+
+
+def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
+    groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
+    for models, copies in zip(*groups, strict=True):
+        yield from zip(models, copies, strict=True)

@@ -78,8 +78,22 @@ def export(
         if scope != "target" and source == stages - 1 and drafter is not None:
             modules.append(drafter)
         held = {n: p for m in modules for n, p in global_names(m, config).items()} if source == stage else {}
-        for name, full in _stage_tensors(table, held, source, stage, config):
-            yield from ((hf, tensor.contiguous()) for hf, tensor in table.to_hf(name, full))
+        yield from export_stage(table, held, source, config)
+
+
+def export_stage(
+    table: Family, held: dict[str, Tensor], source: int, config: TransformerConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """One pipeline stage's tensors as `export` gives them: full, under Hugging Face names, on rank 0.
+
+    `held`: shards by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
+    """
+    if ps.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    stage = ps.get_pipeline_model_parallel_rank()
+    for name, full in _stage_tensors(table, held, source, stage, config):
+        for hf, tensor in table.to_hf(name, full):
+            yield hf, tensor.contiguous()
 
 
 def _stage_tensors(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.speculation.forecast import Prediction
-from megatron_rlspec.train import checkpoint, experts, runtime, shards
+from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.drafter_step import (
@@ -92,6 +92,28 @@ class Trainer:
     def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
         return shards.export(self.table, self.policy, self.drafter, self.model_config, scope)
+
+    def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Moments of the drafter's Adam for `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator.
+
+        Nothing before the drafter's first update.
+        """
+        learner, last = self.drafter_learner, ps.get_pipeline_model_parallel_world_size() - 1
+        updates = 0 if learner is None else learner.steps + learner.updates_before
+        updates = self._from_last_stage(torch.tensor(updates))
+        if not int(updates):
+            return
+        for moment in moments.MOMENTS:
+            held = {} if learner is None else moments.under_canonical_names(learner, moment)
+            for name, tensor in shards.export_stage(self.table, held, last, self.model_config):
+                yield f"{moment}.{name}", tensor
+        if dist.get_rank() == 0:
+            yield "updates", updates
+
+    def take_drafter_moments(self, file: Mapping[str, Tensor]) -> None:
+        """Continue with the moments in `file`, which `moments.find` has opened. Call it before the first step."""
+        if self.drafter_learner is not None:
+            moments.take(self.drafter_learner, self.table, file)
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
@@ -337,8 +359,12 @@ def _policy_adam(config: Config) -> AdamW:
 
 
 def _drafter_adam(config: Config) -> AdamW:
-    """The drafter's own rate, decay and clip; the moments' constants are the policy's."""
+    """The drafter's own rate, warm-up, weight decay and clip; betas, eps and decay_steps are the policy's."""
     own = config.drafter
     return replace(
-        _policy_adam(config), lr=own.lr, weight_decay=own.weight_decay, clip_grad=own.clip_grad, warmup_steps=0
+        _policy_adam(config),
+        lr=own.lr,
+        weight_decay=own.weight_decay,
+        clip_grad=own.clip_grad,
+        warmup_steps=own.warmup_steps,
     )

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDi
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 class HfSource(Mapping[str, Tensor]):
@@ -49,11 +52,15 @@ class HfSource(Mapping[str, Tensor]):
 
 
 class WithFreshDrafter(Mapping[str, Tensor]):
-    """A source without drafter, and a new one: it reads the embedding through the target's first layer and final norm.
+    """A source without a drafter, and a new drafter: the embedding, the target's first layer, the target's final norm.
 
     Embeddings are what the first layer was trained on, so this drafter starts as a one-layer language model of the next
     token; the half of the input projection that reads hidden states starts at zero and is learned. No random numbers
     are needed. A copy of the last layer learns more slowly than a random one, since its input lies deep in the target.
+
+    Scales are the model's own. The norms before the projection give vectors of the embedding's root mean square, to
+    which the first layer is used. The final norm is scaled down until the logits of a random direction have a standard
+    deviation of 1: as it is, it belongs to the last layer's output, and would make the drafter certain of its mistakes.
     """
 
     def __init__(self, family: Family, source: Mapping[str, Tensor]) -> None:
@@ -70,19 +77,43 @@ class WithFreshDrafter(Mapping[str, Tensor]):
         if inner.startswith("transformer_layer."):
             block = inner.removeprefix("transformer_layer.")
             return self.source[f"decoder.layers.{self._template}.{block}"]
-        norm = self.source["decoder.final_layernorm.weight"]
+        norm = self.source[_FINAL_NORM]
         if inner == "final_layernorm.weight":
-            return norm
+            return ((norm.double() + self._zero) * self._final_scale - self._zero).to(norm.dtype)
         if inner == "eh_proj.weight":
             eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)  # Megatron's order: embedding, hidden
-        return torch.full_like(norm, 0 if self.family.facts.zero_centered_norms else 1)
+        return torch.full_like(norm, self._embedding_rms - self._zero)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.family.rows)
 
     def __len__(self) -> int:
         return len(self.family.rows)
+
+    @property
+    def _zero(self) -> float:
+        """What a norm adds to its weight."""
+        return 1.0 if self.family.facts.zero_centered_norms else 0.0
+
+    @cached_property
+    def _embedding_rms(self) -> float:
+        return float(_mean_squares(self.source[_EMBEDDING]).mean().sqrt())
+
+    @cached_property
+    def _final_scale(self) -> float:
+        head = self.source[_HEAD] if _HEAD in self.source else self.source[_EMBEDDING]
+        gain = self.source[_FINAL_NORM].double() + self._zero
+        deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
+        return min(1.0, 1.0 / max(deviation, 1e-12))
+
+
+def _mean_squares(rows: Tensor) -> Tensor:
+    """`[V, H]` to the mean square of each column, float64 `[H]`, with little memory."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for part in rows.split(4096):
+        total += part.double().square().sum(0)
+    return total / len(rows)
 
 
 def _parts(family: Family, prefix: str) -> set[str]:

@@ -110,8 +110,14 @@ def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
     assert all(torch.equal(mtp[name], tensor) for name, tensor in first.items())
     # MiMo's order: hidden, embedding.
     assert torch.equal(mtp["input_proj.weight"], torch.cat((torch.zeros(64, 64), torch.eye(64)), 1))
-    assert torch.equal(mtp["final_layernorm.weight"], tensors["model.norm.weight"])
-    assert torch.equal(mtp["token_layernorm.weight"], torch.ones(64))
+    # Scales are the model's own: the embedding's root mean square, and a final norm for logits of deviation 1.
+    rms = tensors["model.embed_tokens.weight"].square().mean().sqrt()
+    torch.testing.assert_close(mtp["token_layernorm.weight"], rms.expand(64))
+    torch.testing.assert_close(mtp["hidden_layernorm.weight"], rms.expand(64))
+    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
+    deviation = (head * norm).square().sum(1).mean().sqrt()
+    assert deviation > 1
+    torch.testing.assert_close(mtp["final_layernorm.weight"], norm / deviation)
     # The same by way of Megatron, and the check compares logits with Transformers'.
     assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp", "--quiet"]) == 0
     code, report = one_rank(run, str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet", "--check")

@@ -1,0 +1,107 @@
+"""The moments of the drafter's Adam as full tensors under checkpoint names, so that the next run can go on with them.
+
+`optimizer/drafter.safetensors` in an exported checkpoint holds `exp_avg.NAME` and `exp_avg_sq.NAME` for each drafter
+tensor NAME, shaped as that tensor, and `updates`, the number of optimizer updates that made them. It does not depend on
+the layout of ranks. It lies in a folder of its own because engines read every safetensors file beside config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor, nn
+
+from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.train.shards import global_names
+from megatron_rlspec.weights.names import Family
+from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
+
+FILE = Path("optimizer", "drafter.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def find(model: Path, family: Family, weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorFile | None, str]:
+    """Open the moments in a model directory: (the file, "") or (None, why it is not used); (None, "") without one.
+
+    weights  shapes of the model's tensors by checkpoint name
+    """
+    path = model / FILE
+    if not path.exists():
+        return None, ""
+    try:
+        file = TensorFile(path)
+        if problem := _problem(file, family, weights):
+            return None, f"{path}: {problem}; the drafter's optimizer starts without moments"
+    except CheckpointError as error:
+        return None, f"{error}; the drafter's optimizer starts without moments"
+    return file, ""
+
+
+def _problem(file: TensorFile, family: Family, weights: Mapping[str, tuple[int, ...]]) -> str:
+    if "updates" not in file or file.shape("updates") != ():
+        return "it has no scalar `updates`"
+    for name in trained_names(family):
+        for moment in MOMENTS:
+            key = f"{moment}.{name}"
+            if key not in file:
+                return f"it has no {key}"
+            if file.shape(key) != weights[name]:
+                return f"{key} has shape {list(file.shape(key))}, but {name} has {list(weights[name])}"
+    return ""
+
+
+def trained_names(family: Family) -> list[str]:
+    """Checkpoint names of the drafter tensors that an optimizer updates; routers' biases are not among them."""
+    rows = {name: row for name, row in family.rows.items() if family.is_drafter(name)}
+    return [hf for name, row in rows.items() if not name.endswith(".expert_bias") for hf in row.hf]
+
+
+def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
+    """This tensor-parallel rank's moment of each parameter, by name in the module; collective over replicas."""
+    found: dict[str, Tensor] = {}
+    places = dict(learner.optimized())
+    for name, parameter in learner.ddp.module.named_parameters():
+        whole = torch.zeros(parameter.numel(), dtype=_exact(parameter), device=parameter.device)
+        if name in places:
+            inner, start = places[name]
+            whole[start : start + inner.numel()] = learner.optimizer.optimizer.state[inner][moment].flatten()
+        if learner.adam.distributed:
+            dist.all_reduce(whole, group=ps.get_data_parallel_group(with_context_parallel=True))
+        found[name] = whole.view(parameter.shape)
+    return found
+
+
+def take(learner: Learner, family: Family, file: Mapping[str, Tensor]) -> None:
+    """Put this rank's share of the file's moments into an optimizer that has not stepped yet."""
+    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    places = dict(learner.optimized())
+    learner.start_from(int(file["updates"]))
+    for name, canonical in _canonical(learner.ddp.module).items():
+        row = family.row(canonical)
+        for moment in MOMENTS:
+            full = row.layout.fuse([file[f"{moment}.{hf}"] for hf in row.hf])
+            shard = family.shard(canonical, full, rank, size).flatten()
+            if name in places:
+                inner, start = places[name]
+                state = learner.optimizer.optimizer.state[inner][moment]
+                state.copy_(shard[start : start + inner.numel()].view(state.shape))
+
+
+def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
+    """`gather`, by canonical Megatron names as `shards.export_stage` takes them."""
+    names = _canonical(learner.ddp.module)
+    return {names[name]: tensor for name, tensor in gather(learner, moment).items()}
+
+
+def _canonical(module: nn.Module) -> dict[str, str]:
+    """Name in the module -> canonical name, of every parameter."""
+    by_tensor = {id(tensor): name for name, tensor in global_names(module, module.config).items()}
+    return {name: by_tensor[id(parameter)] for name, parameter in module.named_parameters()}
+
+
+def _exact(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
