@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import data, files, wire
+from megatron_rlspec import custom, data, files, wire
 from megatron_rlspec.checkpoints import Checkpoints
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
@@ -62,6 +62,7 @@ class Session:
         self.checkpoints = Checkpoints(self.run_dir, config.train.keep)
         self.main = os.environ.get("RANK", "0") == "0"
         self._check_machine()
+        custom.check(config)
         self.hf_config, tensors = read_hf(config.model.path)
         try:
             family = family_of(self.hf_config)
@@ -229,6 +230,9 @@ class Session:
             for s in group.samples
         ]
         known = [not rewards.failed(sample) for sample in group.samples]
+        if custom.is_function(algorithm.advantage):
+            own = custom.load("algorithm.advantage", algorithm.advantage)
+            return grpo.own_advantages(own, group.samples, shaped, known, algorithm).tolist()
         return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
 
     # ---- weights and schedule ---------------------------------------------------------------------------------------

@@ -6,11 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Section, Weight
+from megatron_rlspec.config.base import FUNCTION, Name, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
 
 class AlgorithmConfig(Section):
+    loss: Name = Field(
+        "policy_gradient",
+        description="policy_gradient: the clipped loss that ratio and clip_* describe; or module:function, "
+        "see examples/custom_loss",
+    )
+    advantage: Name = Field(
+        "group",
+        description="group: reward minus the mean reward of the prompt's samples (GRPO); or module:function, "
+        "see examples/custom_loss",
+    )
     ratio: Literal["token", "sequence", "cispo"] = Field(
         "token", description="importance ratio: of a token (GRPO), of a sequence (GSPO), clipped and detached (cispo)"
     )
@@ -50,6 +60,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
+        for name, known in (("loss", "policy_gradient"), ("advantage", "group")):
+            value = getattr(self, name)
+            if value != known and not FUNCTION.fullmatch(value):
+                raise ValueError(f"{name}={value}: expected {known} or module:function")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1, or 0 for none")
         if self.dual_clip and self.ratio == "cispo":

@@ -6,12 +6,14 @@ number, and a quoted number is not one either (on the command line, where everyt
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MOST_STEPS = 1_000_000_000
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)  # module:function
 MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import LearningRate, Section, Weight
+from megatron_rlspec.config.base import FUNCTION, LearningRate, Name, Section, Weight
+
+LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 
 
 class DrafterConfig(Section):
@@ -18,10 +20,10 @@ class DrafterConfig(Section):
     mtp_detach_heads: bool = Field(
         True, description="true: the drafter's loss does not reach the policy; false: it trains the policy too"
     )
-    loss: Literal["ce", "forward_kl", "reverse_kl", "tv"] = Field(
+    loss: Name = Field(
         "ce",
         description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); reverse_kl: "
-        "KL(q, p); tv: total variation, 1 - acceptance rate",
+        "KL(q, p); tv: total variation, 1 - acceptance rate; or module:function, see examples/custom_loss",
     )
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
     lr: LearningRate = Field(1e-4, description="learning rate of the drafter")
@@ -32,3 +34,10 @@ class DrafterConfig(Section):
     )
     weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay of the drafter")
     clip_grad: Weight = Field(1.0, description="largest norm of the drafter's gradient; 0: not clipped")
+
+    @model_validator(mode="after")
+    def _known_loss(self) -> DrafterConfig:
+        if self.loss not in LOSSES and not FUNCTION.fullmatch(self.loss):
+            known = "'ce', 'forward_kl', 'reverse_kl' or 'tv'"
+            raise ValueError(f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})")
+        return self

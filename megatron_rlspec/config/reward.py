@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Name, Seconds, Section
+from megatron_rlspec.config.base import FUNCTION, Count, Name, Seconds, Section
 
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 KINDS = "exact, math, module:function or an http(s) address"
 SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float"
 

@@ -130,6 +130,17 @@ class VocabParallelHead:
         chosen = torch.zeros_like(x).scatter_add_(1, local, mine.to(x.dtype))
         return x.masked_fill_(chosen != 0, value)
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's columns of `x [C, width]`, side by side: `[C, V]`, the same on all ranks."""
+        if self.group is None:
+            return x
+        widest = self.start // dist.get_rank(self.group) if self.start else self.width
+        return self._gather(torch.nn.functional.pad(x, (0, widest - self.width)))[:, : self.total]
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of `x [C, V]`."""
+        return x[:, self.start : self.start + self.width]
+
     def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
         mine = (local >= 0) & (local < self.width)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rlspec.custom import DrafterLoss, DrafterRows, checked
 from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in, lowest
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
@@ -37,7 +38,7 @@ def drafter_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     token_weight: torch.Tensor,
-    kind: Kind = "ce",
+    kind: Kind | DrafterLoss = "ce",
     *,
     teacher_hidden: torch.Tensor | None = None,
     teacher_index: torch.Tensor | None = None,
@@ -129,7 +130,7 @@ class Student:
         weight: torch.Tensor,
         labels: torch.Tensor,
         token_weight: torch.Tensor,
-        kind: Kind = "ce",
+        kind: Kind | DrafterLoss = "ce",
         *,
         teacher_index: torch.Tensor | None = None,
         groups: torch.Tensor | None = None,
@@ -140,8 +141,8 @@ class Student:
         vocab_size: int | None = None,
         keep_rows: bool = False,
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r}, but a drafter's loss is one of {', '.join(KINDS)}")
+        if kind not in KINDS and not callable(kind):
+            raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
         self._kind, self._chunk = kind, chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
         rows = self._head.rows_of(token_weight, labels)
@@ -240,7 +241,14 @@ class Student:
             if logp is not None:
                 label_p = head.sum(head.pick(logp, labels))
                 self._keep(part, label_ratio=(-ce - label_p).exp())
-        if logp is not None:
+        if callable(self._kind):
+            if logp is None:
+                raise ValueError("a loss of your own needs the teacher's whole distribution")
+            sums["overlap"], divergence, grad = _own_divergence(
+                self._kind, logq, logp, labels, self._groups[part] + 1, head
+            )
+            sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
+        elif logp is not None:
             sums["overlap"], divergence, grad = _divergence(self._kind, logq, logp, head.sum)
             sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
         elif top is not None:
@@ -303,6 +311,26 @@ def _divergence(
     if kind in ("reverse_kl", "tv"):
         return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
     return overlap, second, q - p
+
+
+def _own_divergence(
+    own: DrafterLoss,
+    logq: torch.Tensor,
+    logp: torch.Tensor,
+    labels: torch.Tensor,
+    depths: torch.Tensor,
+    head: VocabParallelHead,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_divergence`, for a loss of the user's: Σ min(p, q), the loss per row, its gradient in the logits."""
+    overlap, _, _ = _divergence("tv", logq, logp, head.sum)
+    with torch.enable_grad():
+        draft = head.whole(logq).detach().clone().requires_grad_()
+        rows = DrafterRows(draft, head.whole(logp).detach().clone(), labels, depths)
+        loss = checked("drafter.loss", own(rows), len(labels)).to(draft.dtype)
+        (grad,) = torch.autograd.grad(loss.sum(), draft)
+    # From the gradient in the log-probabilities to that in the logits.
+    grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
+    return overlap, loss.detach(), head.share(grad)
 
 
 def _cut_divergence(

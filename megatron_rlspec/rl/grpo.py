@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.config import AlgorithmConfig
-from megatron_rlspec.types import PackedBatch
+from megatron_rlspec.config import AlgorithmConfig, ConfigError
+from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked
+from megatron_rlspec.types import PackedBatch, Sample
 
 STD_FLOOR = 1e-6  # slime's: added to a group's deviation, and the least deviation that counts as a signal
 
@@ -66,6 +67,7 @@ def policy_loss(
     algorithm: AlgorithmConfig,
     *,
     sequence_sum: Callable[[Tensor], Tensor] | None = None,
+    own: PolicyLoss | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Σ policy_weight · loss over this micro-batch's trained tokens, and detached sums for the records.
 
@@ -73,6 +75,7 @@ def policy_loss(
     entropy [T]    of the policy at each position; may be None unless `entropy_coef` is set
     sequence_sum   for ratio="sequence" under context parallelism: sums `[samples]` over the ranks that share sequences
                    (no gradient passes through it)
+    own            the user's loss of a token (`algorithm.loss`), in place of the one below without KL and entropy
 
     The loss of a token with ratio r = exp(logprob - old) and advantage A, times the truncated importance weight
     min(exp(old - behaviour), tis_clip), plus kl_coef · KL to the reference, minus entropy_coef · entropy. For a token
@@ -127,6 +130,8 @@ def policy_loss(
         train = logprobs if algorithm.old_logprobs == "engine" else old
         sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
         sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
+    if own is not None:
+        pg_loss = _own_loss(own, logprobs, entropy, mask, batch, algorithm)
     sums["pg_loss"] = pg_loss
 
     loss = pg_loss
@@ -145,6 +150,47 @@ def policy_loss(
     metrics = {name: (values.detach().to(logprobs) * mask).sum() for name, values in sums.items()}
     metrics["tokens"] = mask.sum().to(logprobs)
     return (loss * trained(batch.policy_weight)).sum(), metrics
+
+
+def _own_loss(
+    own: PolicyLoss,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    mask: Tensor,
+    batch: PackedBatch,
+    algorithm: AlgorithmConfig,
+) -> Tensor:
+    """The user's loss of each token, `[T]`; 0 where nothing is trained."""
+
+    def trained(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.to(logprobs).masked_fill(~mask, 0)
+
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        old_logprobs=trained(batch.old_logprobs),
+        behaviour_logprobs=trained(batch.behaviour_logprobs),
+        advantages=trained(batch.advantages),
+        entropy=trained(entropy),
+        mask=mask.to(logprobs),
+        sequence_ids=batch.sequence_ids.to(logprobs.device),
+        staleness=trained(batch.staleness),
+        options=algorithm,
+    )
+    return checked("algorithm.loss", own(tokens), len(logprobs)).to(logprobs).masked_fill(~mask, 0)
+
+
+def own_advantages(
+    own: Advantage, samples: Sequence[Sample], rewards: Sequence[float], known: Sequence[bool], options: AlgorithmConfig
+) -> np.ndarray:
+    """The user's advantage of each sample of a group, `[n]`. Raises ConfigError if they are not n finite numbers."""
+    group = RewardedGroup(samples, np.asarray(rewards, np.float64), np.asarray(known, bool), options)
+    found = np.asarray(own(group), np.float64)
+    if found.shape != (len(samples),) or not np.isfinite(found).all():
+        raise ConfigError(
+            f"algorithm.advantage={options.advantage}: the function returned {found.tolist()!s:.120}; "
+            f"expected {len(samples)} finite numbers"
+        )
+    return found
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

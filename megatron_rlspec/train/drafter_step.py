@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megatron_rlspec.custom import DrafterLoss, is_function
+from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.mtp.loss import Kind, Student
 from megatron_rlspec.mtp.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
@@ -29,7 +31,7 @@ class DrafterObjective:
     """What the drafter learns, and which acceptance its training forward predicts.
 
     depth            D, unrolled drafter steps
-    loss             objective of one row, see `mtp/loss.py`
+    loss             of one row: one of `mtp/loss.py`, or the user's function
     depth_decay      depth d has weight depth_decay ** (d - 1)
     predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
     verifier         of the engines
@@ -37,7 +39,7 @@ class DrafterObjective:
     """
 
     depth: int
-    loss: Kind
+    loss: Kind | DrafterLoss
     depth_decay: float
     predicted_steps: tuple[int, ...] = ()
     verifier: Verifier = "target_only"
@@ -148,6 +150,11 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
     if found[0] is None or not math.isfinite(totals["drafter/objective"][0]):
         return None
     return Prediction.of_sums(steps, *found)
+
+
+def drafter_loss_named(name: str) -> Kind | DrafterLoss:
+    """The loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
+    return load_function("drafter.loss", name) if is_function(name) else name
 
 
 def training_temperature(rollout_temperature: float) -> float:

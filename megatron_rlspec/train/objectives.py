@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megatron_rlspec import custom
 from megatron_rlspec.config import AlgorithmConfig
 from megatron_rlspec.mtp.logprobs import Observer, policy_logprobs
 from megatron_rlspec.rl.grpo import policy_loss
@@ -74,7 +75,12 @@ def grpo(
         return x
 
     total, sums = policy_loss(
-        logprobs, entropy, batch, algorithm, sequence_sum=over_context if group.size() > 1 else None
+        logprobs,
+        entropy,
+        batch,
+        algorithm,
+        sequence_sum=over_context if group.size() > 1 else None,
+        own=custom.load("algorithm.loss", algorithm.loss) if custom.is_function(algorithm.loss) else None,
     )
     loss = total / batch.counts["policy"]
     return loss, {"policy/loss": loss.detach()} | {f"policy/{name}": value for name, value in sums.items()}

@@ -31,6 +31,7 @@ from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
     DrafterTargets,
+    drafter_loss_named,
     prediction_of,
     training_temperature,
     unfiltered,
@@ -323,7 +324,7 @@ def _drafter_objective(config: Config) -> DrafterObjective:
     drafter, rollout = config.drafter, config.rollout
     return DrafterObjective(
         depth=drafter.depth,
-        loss=drafter.loss,
+        loss=drafter_loss_named(drafter.loss),
         depth_decay=drafter.depth_decay,
         predicted_steps=_predicted_steps(config),
         verifier=config.spec.verifier,

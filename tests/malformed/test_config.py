@@ -245,7 +245,7 @@ FILES = [
     toml("[rollout]\nurls = [1]", "rollout.urls: expected a list of texts", "got 1"),
     toml("model = 'a'", "model: expected a table [model]", "got 'a'"),
     toml("[[model]]\npath = 'a'", "model: expected a table [model]", "got a list"),
-    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected 'ce'", "got a list"),
+    toml("[drafter]\nloss = ['ce']", "drafter.loss: expected text", "got a list"),
     toml("[rollout]\nmax_new_tokens = 9999", "rollout.max_new_tokens=9999", "model.max_length=4096"),
     Case("toml missing", "train --config no.toml", ("no.toml: No such file", "expected a TOML file")),
     Case("toml is a directory", "train --config {here}", ("Is a directory", "expected a TOML file")),

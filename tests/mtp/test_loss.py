@@ -115,6 +115,40 @@ def test_loss_gradient_and_metrics_are_the_oracles(kind, chunk, temperature):
         assert_close(metrics[name], sums[name])
 
 
+def own(kind):
+    """A built-in loss, written as a user would write it."""
+
+    def loss(rows):
+        return oracle(kind, rows.draft_logprobs, rows.policy_logprobs, rows.tokens)
+
+    return loss
+
+
+def own_in_worker(rank, kind):
+    case, size = Case(dtype=torch.float64), 2
+    width = -(-V // size)
+    shard = torch.nn.functional.pad(case.weight.detach(), (0, 0, 0, size * width - V))[rank * width :][:width]
+    hidden = case.hidden.detach().requires_grad_()
+    total, metrics = drafter_loss(
+        hidden, shard, case.labels, case.token_weight, own(kind), teacher_hidden=case.teacher.detach(),
+        teacher_index=case.index, groups=case.groups, num_groups=3, temperature=0.6, chunk=5,
+        tp_group=group_of(size), vocab_size=V,
+    )  # fmt: skip
+    total.backward()
+    return total.detach(), hidden.grad, metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_ones_own_is_differentiated(ranks, kind):
+    case = Case()
+    expected, gradient, sums = oracle_loss(case, kind, 0.6)
+    for total, grad, metrics in ranks.run(own_in_worker, kind):
+        assert_close(total, expected)
+        assert_close(grad, gradient)
+        for name in sums:
+            assert_close(metrics[name], sums[name])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_and_teacher_get_no_gradient(kind):
     case = Case()

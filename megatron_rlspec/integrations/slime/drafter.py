@@ -33,6 +33,7 @@ from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
     DrafterTargets,
+    drafter_loss_named,
     prediction_of,
     training_temperature,
     unfiltered,
@@ -49,6 +50,7 @@ class Options:
     loss: str = "ce"
     depth_decay: float = 0.8
     lr: float = 1e-4
+    warmup_steps: int = 20
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     zero_first_embedding: bool = False
@@ -72,7 +74,7 @@ class Options:
         """What `DrafterStep` needs; inside slime engines verify with target-only sampling."""
         return DrafterObjective(
             depth=self.depth,
-            loss=self.loss,
+            loss=drafter_loss_named(self.loss),
             depth_decay=self.depth_decay,
             predicted_steps=tuple(sorted({k for k in self.candidate_steps if k > 0})),
             sampled=self.sampled,
@@ -127,7 +129,12 @@ class SlimeDrafter:
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
         self.block = Adopted(model, options.depth, options.zero_first_embedding, float(model.rotary_base))
-        adam = AdamW(lr=options.lr, weight_decay=options.weight_decay, clip_grad=options.clip_grad)
+        adam = AdamW(
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            warmup_steps=options.warmup_steps,
+        )
         with self._trainable():
             self.learner = Learner(self.block, adam, pipelined=False)
         self.drafter_step = DrafterStep(self.learner, options.objective)
