@@ -50,7 +50,7 @@ def test_only_what_the_run_needs_is_examined(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_training_refuses_an_affected_combination(command, tmp_path):
+def test_training_refuses_an_affected_combination(command, tmp_path, start):
     """A megatron-core that renamed what the drafter calls: one line before anything of it is imported."""
     core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")
     shutil.copytree(core, tmp_path / "megatron/core", copy_function=os.symlink)
@@ -58,9 +58,12 @@ def test_training_refuses_an_affected_combination(command, tmp_path):
     renamed = layer.read_text().replace("_proj_and_transformer_layer", "_project_and_run")
     layer.unlink()
     layer.write_text(renamed)
-    arguments = {"train": ("--data.path", "rows.jsonl"), "sft": ("--sft.path", "rows.jsonl")}[command]
+    arguments = {"train": ("--data.path", start / "task/rl.jsonl"), "sft": ("--sft.path", start / "task/train.jsonl")}[
+        command
+    ]
+    short = ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
     ended = subprocess.run(
-        [sys.executable, "-m", "megatron_rlspec.cli", command, "--model.path", "model", *arguments],
+        [sys.executable, "-m", "megatron_rlspec.cli", command, "--model.path", start / "model", *short, *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])},
         capture_output=True,

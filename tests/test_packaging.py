@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
-TRAIN = ("train", "--data.path", "d.jsonl", "--reward.kind", "math")
+TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
+TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
 HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron_rlspec.cli import main; main({argv!r})"
 
 
@@ -30,15 +31,15 @@ def test_a_bare_install_replaces_no_engine_and_no_trainer():
     [
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
         (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
-        (["megatron"], [*TRAIN, "--model.path", "m"], ("megatron-core is not installed", "megatron_rlspec[train]")),
-        (["sglang"], [*TRAIN, "--model.path", "m"], ("sglang is not installed", "megatron_rlspec[sglang]")),
+        (["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
+        (["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[sglang]")),
         (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
-def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path):
+def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path, start):
     (tmp_path / "config.json").write_text("{}")
-    argv = [word.format(model=tmp_path) for word in argv]
+    argv = [word.format(model=tmp_path, start=start) for word in argv]
     command = [sys.executable, "-c", HIDE.format(hidden=hidden, argv=argv)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
