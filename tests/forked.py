@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_rlspec import ports
 
 PRELOADED = ["megatron_rlspec.loop", "megatron_rlspec.rollout.embedded.engine"]
 
@@ -27,12 +28,6 @@ def context() -> Any:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -54,7 +49,7 @@ def run_module(
 
     The exit code is the first one that is not 0. Raises TimeoutError after `timeout` seconds.
     """
-    given, port = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, free_port()
+    given, port = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, ports.free_port(ports.JOBS)
     with tempfile.TemporaryDirectory() as logs:
         outputs = [(f"{logs}/{rank}.out", f"{logs}/{rank}.err") for rank in range(ranks)]
         processes = []

@@ -13,6 +13,7 @@ import forked
 import numpy as np
 import torch
 
+from megatron_rlspec import ports
 from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
@@ -39,7 +40,7 @@ HF_CONFIG = {
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
-    port = forked.free_port()
+    port = ports.free_port(ports.JOBS)
     context = forked.context()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     payload = _pack(args)
