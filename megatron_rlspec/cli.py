@@ -1,4 +1,4 @@
-"""`rlspec COMMAND`: one line per command here; each command's own module parses what follows it."""
+"""`rlspec COMMAND`: the list of commands, and `train` and `sft`. Other commands have modules of their own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Literal, NoReturn
 
 from megatron_rlspec import doctor, environment
 from megatron_rlspec.config import Config, ConfigError, load, options
+from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.inputs import check_inputs
 from megatron_rlspec.interruption import Interrupted, Interruption
 from megatron_rlspec.weights.model_directory import check_model
@@ -23,17 +24,23 @@ COMMANDS = {
     "sft": ("megatron_rlspec.cli:sft", "supervised warm start of policy and drafter (under torchrun)"),
     "serve": (
         "megatron_rlspec.rollout.sglang.server.serve:main",
-        "one SGLang engine with our verifier, pushes and policy",
+        "one SGLang engine with lossless verification, weight pushes and adaptive drafting",
     ),
-    "profile": ("megatron_rlspec.rollout.profile:main", "measure an engine's cost table"),
+    "profile": (
+        "megatron_rlspec.rollout.profile:main",
+        "measure how long an engine's decode rounds take: a cost table",
+    ),
     "plan": ("megatron_rlspec.speculation.plan:main", "the best speculative config per batch, from a cost table"),
     "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
-    "slime": ("megatron_rlspec.integrations.slime.launch:main", "run a slime command line with a drafter that learns"),
-    "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed engines have"),
+    "slime": (
+        "megatron_rlspec.integrations.slime.launch:main",
+        "run a slime command line with a trained drafter and adaptive speculation",
+    ),
+    "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed packages have"),
 }
-# What went wrong, told in one line -> exit code: 2 for what the user can put right before the next start, 1 for what a
-# run met. By name, since whoever could raise one has imported its module by then.
+# Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
+# are not imported for this: an error of a module can only occur after its import.
 ERRORS = {
     "megatron_rlspec.config:ConfigError": 2,
     "megatron_rlspec.data:DataError": 2,
@@ -52,8 +59,8 @@ ERRORS = {
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang"}
-# Six warnings that Megatron prints at its import. On a machine without a GPU that fallback is meant; on one with a
-# GPU they are left as they are, since training there is slow without these packages.
+# Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
+# intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 GPU_DEVICE = "/dev/nvidiactl"
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
@@ -78,7 +85,7 @@ Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl
 def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: rlspec COMMAND [options]      rlspec COMMAND --help tells more\n")
+        print("usage: rlspec COMMAND [options]      rlspec COMMAND --help shows its options\n")
         for name, (_, text) in COMMANDS.items():
             print(f"  {name:9} {text}")
         sys.exit(0 if argv else 2)
@@ -97,7 +104,7 @@ def run(act: Callable[[], object]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
-        return 1  # the reader of the output, such as `head`, has ended
+        return 1  # the program that read the output, such as `head`, has ended
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package):
@@ -115,7 +122,7 @@ def run(act: Callable[[], object]) -> int:
 
 
 def exit_code(error: Exception) -> int | None:
-    """2: a mistake in what was asked; 1: a run that met its end; None: a defect, whose traceback is worth seeing."""
+    """Return 2 for a mistake of the user, 1 for a run that failed, None for a bug, whose traceback is to be shown."""
     for name, code in ERRORS.items():
         module, _, kind = name.partition(":")
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
@@ -124,7 +131,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def _lost_rank(error: Exception) -> bool:
-    """Whether a collective call failed: another rank ended, whose own message or torchrun's says why."""
+    """Whether a collective call failed because another rank ended. Its own message, or torchrun's, says why."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistBackendError" in names or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
@@ -138,9 +145,10 @@ def _told(error: Exception) -> str:
 
 
 def train(argv: list[str]) -> None:
+    """Run `rlspec train`. Mistakes in options and files are found before the heavy imports."""
     if "--dry-run" in argv:
         return dry_run(argv)
-    config = parse("train", argv)  # mistakes are told before the heavy imports
+    config = parse("train", argv)
     check_inputs(config, "train")
     interruption = Interruption().install()
     with interruption.told():
@@ -151,6 +159,7 @@ def train(argv: list[str]) -> None:
 
 
 def sft(argv: list[str]) -> None:
+    """Run `rlspec sft`."""
     config = parse("sft", argv)
     check_inputs(config, "sft")
     interruption = Interruption().install()
@@ -162,7 +171,7 @@ def sft(argv: list[str]) -> None:
 
 
 def dry_run(argv: list[str]) -> None:
-    """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, no weights and no GPU."""
+    """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
@@ -185,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None = None) -> Config:
-    """The run that a command line asks for, on `ranks`, or as many as torchrun started. Raises ConfigError."""
+    """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
     parser = _Parser(
         prog=f"rlspec {command}",
         usage=f"rlspec {command} [--config FILE] [--section.key value ...]",
@@ -206,9 +215,7 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
     known, unknown = parser.parse_known_args(list(_joined(argv)))
     overrides = {name: value for name, value in vars(known).items() if name != "config"}
     if unknown:
-        dotted = unknown[0].removeprefix("--").partition("=")[0]
-        load(None, {dotted: ""})  # raises, and names the nearest option
-        raise ConfigError(f"unknown argument {unknown[0]!r}")
+        raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
     config = load(known.config, overrides)
     if ranks:
         config.check_run(command, ranks, f"--ranks is {ranks}")
@@ -220,7 +227,7 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
 
 
 def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """`--name -1e-4` as `--name=-1e-4`: argparse takes what begins with a minus sign for an option."""
+    """Write `--name -1e-4` as `--name=-1e-4`, because argparse takes a word with a minus sign for an option."""
     waiting = ""
     for part in argv:
         if waiting and part.startswith("-") and not part.startswith("--"):
@@ -237,7 +244,7 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _complain(message: str, code: int) -> int:
-    """Every rank meets the same mistake; the first one tells it."""
+    """Print the message on rank 0, because every rank finds the same mistake. Returns `code`."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdigit():
         print(f"rlspec: {' '.join(message.split())}", file=sys.stderr, flush=True)

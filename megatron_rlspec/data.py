@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
 LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
-CHECKED_ROWS = 20_000  # that are looked at before a run starts; the others when they are read
+CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others are checked when they are read
 
 
 class DataError(ValueError):
@@ -37,9 +37,9 @@ class DataError(ValueError):
 
 @dataclass
 class Order:
-    """The order in which `size` rows are drawn: epoch after epoch, each shuffled from (seed, epoch) if `shuffle`.
+    """The order in which `size` rows are drawn, epoch after epoch. With `shuffle`, (seed, epoch) decides each epoch's.
 
-    `state()` and `restore()` continue exactly where another `Order` stopped, in the middle of an epoch too.
+    `restore(state)` continues exactly where another `Order` was when its `state()` was taken, also within an epoch.
     """
 
     size: int
@@ -53,18 +53,19 @@ class Order:
             raise ValueError("the dataset has no rows; expected at least one")
 
     def take(self, count: int) -> list[int]:
-        """The next `count` indices; an epoch's end is crossed, so a row may come twice if `count` exceeds the rest."""
+        """Return the next `count` indices. They can cross the end of an epoch, so a row can come twice."""
         taken: list[int] = []
         while len(taken) < count:
             chosen = self._permutation()[self.position : self.position + count - len(taken)]
             taken += chosen.tolist()
             self.position += len(chosen)
             if self.position == self.size:
-                self.epoch, self.position = self.epoch + 1, 0
+                self.epoch += 1
+                self.position = 0
         return taken
 
     def state(self) -> dict[str, int]:
-        """What `restore` takes."""
+        """Return what `restore` takes."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": self.size}
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -86,7 +87,8 @@ class Order:
             raise DataError(
                 f"cannot resume the data order: position={given['position']}, expected a number below size={self.size}"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
 
     def _permutation(self) -> np.ndarray:
         if not self.shuffle:
@@ -95,17 +97,18 @@ class Order:
 
 
 class Source(Generic[Row]):
-    """Rows in memory, drawn in an `Order`. `dropped` rows were too long."""
+    """Rows in memory, drawn in an `Order`. `dropped` counts rows that were too long."""
 
     def __init__(self, rows: list[Row], dropped: int, seed: int, shuffle: bool) -> None:
-        self.rows, self.dropped = rows, dropped
+        self.rows = rows
+        self.dropped = dropped
         self.order = Order(len(rows), seed, shuffle)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, count: int) -> list[Row]:
-        """The next `count` rows; see `Order.take`."""
+        """Return the next `count` rows, as `Order.take`."""
         return [self.rows[i] for i in self.order.take(count)]
 
 
@@ -128,7 +131,7 @@ class Demonstrations(Source[Sample]):
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local checkpoint directory. Raises DataError."""
+    """Load the tokenizer of a local model directory. Raises DataError."""
     from transformers import AutoTokenizer  # takes seconds to import, and reading rows does not need it
 
     if not Path(path).is_dir():
@@ -145,7 +148,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise DataError if the tokenizer can write ids that the model's embedding has no row for."""
+    """Raise DataError if the tokenizer has ids for which the model's embedding has no row."""
     if len(tokenizer) > vocab_size:
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens, but config.json says "
@@ -154,7 +157,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of every row; `where` is "file:line" (JSONL; empty lines count but are no rows) or "file: row n".
+    """Yield (where, row) of every row. `where` is "file:line" for JSONL, whose empty lines count, or "file: row n".
 
     Raises DataError.
     """
@@ -195,10 +198,10 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
 def read_prompts(
     path: str | Path, options: DataConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """All prompts of at most `max_tokens` tokens, and how many longer ones were left out.
+    """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
-    `Prompt.id` is the row's index in the file, whatever was left out; `Prompt.text` is what was tokenized, without
-    special tokens added. Raises DataError, also if no prompt is short enough.
+    `Prompt.id` is the row's index in the file, longer ones counted. `Prompt.text` is what was tokenized; no special
+    tokens are added to it. Raises DataError, also if no prompt is short enough.
     """
     rows = []
     for where, row in read_rows(path):
@@ -222,7 +225,7 @@ def read_demonstrations(
     max_tokens: int,
     response_key: str = "response",
 ) -> tuple[list[Sample], int]:
-    """All written answers as samples of at most `max_tokens` tokens, and how many longer ones were left out.
+    """Return all written answers as samples of at most `max_tokens` tokens, and the number of longer ones.
 
     The response and the end-of-sequence token after it are trained. Prompt and response are tokenized apart, as in a
     rollout, where the policy starts to write at that border. Raises DataError.
@@ -314,7 +317,7 @@ def _well_formed(where: str, key: str, text: str) -> str:
 
 
 def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
-    """Text, or chat messages if these are asked for."""
+    """Text, or chat messages with data.apply_chat_template=true."""
     prompt = _field(where, row, options.prompt_key, "data.prompt_key")
     if prompt in ("", []):
         raise DataError(f"{where}: the prompt is empty")
@@ -337,7 +340,7 @@ def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | li
 
 
 def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the policy continues."""
+    """The text that the policy continues."""
     prompt = _prompt(where, row, options)
     text = _render_chat(where, prompt, tokenizer) if options.apply_chat_template else str(prompt)
     if not text:
@@ -412,7 +415,7 @@ def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> 
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """The type of a value as JSON names it."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

@@ -111,7 +111,7 @@ def _one_line(error: ValidationError) -> str:
     loc = first["loc"]
     dotted = ".".join(str(part) for part in loc if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        return _unknown(dotted, first["input"])
+        return unknown_option(dotted, first["input"])
     got = f" (got {shown(first['input'])})"
     if first["type"] == "model_type":
         return f"{dotted}: expected a table [{dotted}]{got}"
@@ -147,14 +147,19 @@ def _wanted(first: Mapping[str, Any], field: FieldInfo) -> str:
     return f"expected {expected(field)}"
 
 
-def _unknown(dotted: str, value: Any) -> str:
-    """`unknown option x; here it is y`, for names that others give to our options; else the nearest name of ours."""
+def unknown_option(dotted: str, value: Any = None) -> str:
+    """Say that there is no such option, what it is called here, or the nearest name. `value`: a table of that name."""
     ours: dict[str, str] = {}
     names = [name for name, _ in _fields()]
     written = (dotted, *upstream.leaves(value, dotted))
     for name in written:
         if said := upstream.answer(name):
             return f"unknown option {short(name)}; {said}"
+    if dotted in Config.model_fields:
+        inside = [name for name in names if name.startswith(f"{dotted}.")]
+        return f"unknown option {dotted}; that is a section, with options such as {' and '.join(inside[:2])}"
+    if near := difflib.get_close_matches(dotted, names, n=1, cutoff=0.9):
+        return f"unknown option {short(dotted)}; did you mean {near[0]}?"
     sections = difflib.get_close_matches(dotted, Config.model_fields, n=1, cutoff=0.8)
     if sections and "." not in dotted:
         return f"unknown option {dotted}; did you mean {sections[0]}?"

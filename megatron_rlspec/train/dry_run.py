@@ -1,10 +1,10 @@
-"""`rlspec train --dry-run`: what every rank of a job would hold, told by one process that starts no other.
+"""`rlspec train --dry-run`: print parameters, memory and place of every rank of a job, in one process.
 
-Policy and drafter are built by the classes that a run builds them by, on the meta device, once per pipeline stage;
-torch's fake process group stands in for the other ranks. Nothing is read but config.json.
+It builds policy and drafter once per pipeline stage, with the classes of a real run, on torch's meta device and with
+torch's fake process group in place of the other ranks. Of the model directory it reads config.json only.
 
-Memory is what must be there: weights, gradients, optimizer, and the layers' inputs that a backward pass keeps. Other
-activations, workspaces of kernels and fragmentation come on top.
+The memory is a lower bound: weights, gradients, optimizer state, and the inputs of layers, which the backward pass
+needs. Other activations, workspaces of kernels and fragmentation come on top.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of one module on one rank. `cut` are a tensor-parallel rank's own, `whole` are on all of them."""
+    """Number of parameters of one module on one rank: split over tensor-parallel ranks (`cut`), or not (`whole`)."""
 
     cut: int = 0
     whole: int = 0
 
     @property
     def here(self) -> int:
+        """Both together."""
         return self.cut + self.whole
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage, the same on all its ranks. `repeated`: parameters that another stage also holds."""
+    """One rank of a pipeline stage. `repeated`: parameters that another stage holds, too."""
 
     layers: range
     policy: Sizes
@@ -54,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one rank."""
+    """Memory of one rank in bytes."""
 
     weights: int
     gradients: int
@@ -63,32 +64,38 @@ class Bytes:
 
     @property
     def total(self) -> int:
+        """All together."""
         return self.weights + self.gradients + self.optimizer + self.inputs
 
 
 def stages(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Stage]:
-    """Build every stage of a job of `world` ranks. Raises ConfigError where this layout or model is refused."""
+    """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
     return [_build(config, hf_config, world, stage) for stage in range(config.parallel.pipeline)]
 
 
 def parameters(built: list[Stage], tensor: int) -> tuple[int, int]:
-    """Of policy and drafter, over all stages and tensor-parallel ranks; what several ranks hold counts once."""
-    policy = sum(tensor * (s.policy.cut - s.repeated) + s.policy.whole for s in built)
-    return policy, sum(tensor * s.drafter.cut + s.drafter.whole for s in built)
+    """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
+    policy = drafter = 0
+    for stage in built:
+        policy += tensor * (stage.policy.cut - stage.repeated) + stage.policy.whole
+        drafter += tensor * stage.drafter.cut + stage.drafter.whole
+    return policy, drafter
 
 
 def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int) -> Bytes:
-    """What a rank of this stage keeps between steps, and the layer inputs at the height of a step."""
-    parallel, dtype = config.parallel, DTYPES[config.model.dtype]
-    size, here, last = dtype.itemsize, built[stage], stage == len(built) - 1
+    """What a rank of this stage holds between steps, and the layer inputs that it holds at the peak of a step."""
+    parallel = config.parallel
+    size = DTYPES[config.model.dtype].itemsize
+    here = built[stage]
     count = here.policy.here + here.drafter.here
     replicas = world // (parallel.tensor * parallel.pipeline)  # data and context ranks share one optimizer
     exact = max(size, 4)
-    state = 2 * exact + (4 if size < 4 else 0)  # two moments, and a float32 copy of shorter weights
+    state = 2 * exact + (4 if size < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
     width = hf_config["hidden_size"]
     replica = 0
-    if last and stage and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
-        replica = hf_config["vocab_size"] // parallel.tensor * width  # of the embedding, for the drafter
+    behind_another = stage > 0 and stage == len(built) - 1
+    if behind_another and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
+        replica = hf_config["vocab_size"] // parallel.tensor * width  # the drafter's copy of the embedding
     split = parallel.context * (parallel.tensor if parallel.sequence else 1)
     tokens = config.train.tokens_per_micro_batch // split
     in_flight = len(built) - stage
@@ -101,8 +108,9 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
 
 
 def place(rank: int, config: Config, world: int) -> dict[str, int]:
-    """Where Megatron puts a rank: tensor varies fastest, then context, data, pipeline."""
-    parallel, out = config.parallel, {}
+    """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline."""
+    parallel = config.parallel
+    out: dict[str, int] = {}
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
     for name, size in (("tensor", parallel.tensor), ("context", parallel.context), ("data", replicas)):
         rank, out[name] = divmod(rank, size)
@@ -110,24 +118,26 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
 
 
 def report(config: Config, hf_config: Mapping[str, Any], world: int) -> Iterator[str]:
-    """The lines that `--dry-run` prints. Raises ConfigError where this layout or model is refused."""
-    parallel, built = config.parallel, stages(config, hf_config, world)
+    """Yield the lines that `--dry-run` prints. Raises ConfigError if this layout or model cannot be trained."""
+    parallel = config.parallel
+    built = stages(config, hf_config, world)
     policy, drafter = parameters(built, parallel.tensor)
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
     yield (
         f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} x data {replicas} x pipeline "
         f"{parallel.pipeline}{', sequence parallel' if parallel.sequence else ''}"
-        f"{', optimizer cut over replicas' if config.optimizer.distributed else ''}"
+        f"{', optimizer split over replicas' if config.optimizer.distributed else ''}"
     )
-    yield "memory in GiB: inputs are the layers' only; other activations and workspaces come on top"
+    yield "memory in GiB; inputs: those of the layers only; other activations and workspaces come on top"
     columns = ("rank", "tensor", "context", "data", "pipeline", "layers", "policy", "drafter")
     parts = ("weights", "gradients", "optimizer", "inputs", "total")
     widths = (4, 6, 7, 4, 8, 7, 14, 12, *(9 for _ in parts))
     yield " ".join(f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True))
     for rank in range(world):
         at = place(rank, config, world)
-        here, needs = built[at["pipeline"]], memory(config, hf_config, built, at["pipeline"], world)
+        here = built[at["pipeline"]]
+        needs = memory(config, hf_config, built, at["pipeline"], world)
         cells = [rank, *(at[name] for name in columns[1:5]), f"{here.layers.start}-{here.layers.stop - 1}"]
         cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
         cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
@@ -135,7 +145,8 @@ def report(config: Config, hf_config: Mapping[str, Any], world: int) -> Iterator
 
 
 def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int) -> Stage:
-    parallel, options = config.parallel, config.drafter
+    parallel = config.parallel
+    options = config.drafter
     with _alone(config, world, rank=stage * world // parallel.pipeline):
         described = replace(
             transformer_config(hf_config, config), use_cpu_initialization=False, perform_initialization=False
@@ -172,11 +183,11 @@ def _held(table: Family, module: nn.Module, config: Any) -> Sizes:
 
 @contextmanager
 def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
-    """This process as one rank of a job that has no others, building on the meta device."""
+    """Make this process one rank of a job of `world`, without the others, that builds on the meta device."""
     if torch.cuda.is_available():
-        raise RuntimeError("a dry run builds for the CPU: hide the GPUs before torch is imported")
+        raise RuntimeError("a dry run builds for the CPU: set CUDA_VISIBLE_DEVICES= before torch is imported")
     if dist.is_initialized():
-        raise RuntimeError("a dry run cannot be made inside a job")
+        raise RuntimeError("a dry run needs a process without a process group of its own")
     parallel = config.parallel
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

@@ -1,7 +1,7 @@
-"""The policy: a `GPTModel` built from a Hugging Face config, which returns hidden states instead of logits.
+"""The policy: Megatron's `GPTModel`, built from a Hugging Face config, which returns hidden states instead of logits.
 
-Head and loss run outside, in chunks over the trained positions (`mtp/loss.py`), so logits of the whole batch never
-exist; and the drafter reads the same hidden states, detached. There is no MTP inside the model.
+The output head and the loss run outside of it, in chunks over the trained positions (`mtp/loss.py`), so the logits of a
+whole batch are never in memory. The drafter reads the same hidden states, detached. There is no MTP inside the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron's, and the share of a head's channels that is rotated, which Megatron gives to its models only."""
+    """Megatron's configuration, and the share of a head's channels that is rotated.
+
+    Megatron passes that share to its model classes; our core attention needs it in the configuration.
+    """
 
     rotary_percent: float = 1.0
 
@@ -38,13 +41,14 @@ class DecoderConfig(TransformerConfig):
 def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderConfig:
     """Describe a Llama-shaped decoder (Llama, Qwen2, Qwen3, MiMo, GLM4-MoE) to Megatron. Call after `init_distributed`.
 
-    Raises ConfigError for what it would otherwise have to ignore: scaled rotary embeddings, windows, other activations,
-    and sizes that tensor parallelism does not divide.
+    Raises ConfigError for a setting that is not implemented, such as scaled rotary embeddings, and for a size that the
+    parallel layout does not divide.
     """
     check(hf_config, config)
     dtype = DTYPES[config.model.dtype]
     facts = facts_of(hf_config)
-    heads, parallel = hf_config["num_attention_heads"], config.parallel
+    heads = hf_config["num_attention_heads"]
+    parallel = config.parallel
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return DecoderConfig(
         num_layers=hf_config["num_hidden_layers"],
@@ -75,7 +79,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
         # dispatcher, even where there is no expert to dispatch to.
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
-        # Losses arrive divided by the step's global count: neither DDP nor the schedule may scale them again.
+        # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
         calculate_per_token_loss=True,
         **(recompute if parallel.recompute else {}),
         **experts.options(hf_config, config),
@@ -87,7 +91,8 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError, naming the key, if this model cannot be trained here under this configuration."""
     where = config.model.path or "the model"
     typed = check_config(hf_config, where)
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    tensor = config.parallel.tensor
+    pipeline = config.parallel.pipeline
     problems = [
         *experts.problems(hf_config, config),
         (typed.vocab_size % tensor, f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}"),
@@ -103,25 +108,30 @@ def check(hf_config: Mapping[str, Any], config: Config) -> None:
 
 
 def rotary_base(hf_config: Mapping[str, Any]) -> float:
-    return float(hf_config.get("rope_theta") or (hf_config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
+    """Return the base of the rotary angles; 10,000 if config.json states none, as in Transformers."""
+    return float(hf_config.get("rope_theta") or _rope(hf_config).get("rope_theta") or 10000.0)
 
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
-    """GLM4-MoE rotates the first half of a head's channels, whether its config.json says so or not."""
-    default = facts_of(hf_config).rotary_share
-    parameters = hf_config.get("rope_parameters") or {}
-    return float(hf_config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", default)))
+    """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
+    stated = hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
+    return float(stated or facts_of(hf_config).rotary_share)
+
+
+def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary embedding under the names of Transformers 4 and 5."""
+    return {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
 
 
 class Policy(GPTModel):
-    """`forward(input_ids, position_ids, None, packed_seq_params=...)` -> hidden states after the final norm.
+    """Return hidden states after the final norm: `forward(input_ids, position_ids, None, packed_seq_params=...)`.
 
-    `[T, 1, H]` on the last pipeline stage, of all tokens of this context-parallel rank, and identical on its
-    tensor-parallel ranks; what the next stage needs on the others.
+    On the last pipeline stage they are `[T, 1, H]`: all T tokens of this context-parallel rank, the same on each of its
+    tensor-parallel ranks. On other stages they are the input of the next stage.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int) -> None:
-        # Our core attention rotates by each token's position itself; Transformer Engine's is given Megatron's angles.
+        # Our core attention computes the angles from each token's position; Transformer Engine's takes Megatron's.
         rope = runtime.has_transformer_engine()
         super().__init__(
             config=config,
@@ -138,12 +148,12 @@ class Policy(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
-            # The loss sums the head's gradient over tensor-parallel ranks itself: backward only splits.
+            # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """`[V / tensor, H]` on the last stage; the embedding itself if tied."""
+        """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
         return self.shared_embedding_or_output_weight() if self._tied else self.output_layer.weight
 
     @property
@@ -152,8 +162,9 @@ class Policy(GPTModel):
 
 
 def describe(batch: PackedBatch, config: TransformerConfig, base: float, device: torch.device) -> PackedSequences:
-    """What attention needs to know of a micro-batch."""
-    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    """Describe the packed sequences of a micro-batch to attention. Raises ValueError if lengths do not add up."""
+    cp_size = parallel_state.get_context_parallel_world_size()
+    cp_rank = parallel_state.get_context_parallel_rank()
     if int(batch.cu_seqlens_padded[-1]) != batch.tokens.numel() * cp_size:
         raise ValueError(
             f"cu_seqlens_padded ends at {int(batch.cu_seqlens_padded[-1])}, but {cp_size} context-parallel ranks "
@@ -165,7 +176,7 @@ def describe(batch: PackedBatch, config: TransformerConfig, base: float, device:
 
 
 def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, base: float) -> PackedSequences:
-    """The same sequences with every token's rotary position given: `positions [T]`."""
+    """Return the same sequences with rotary angles for `positions [T]`."""
     dims = int(config.kv_channels * getattr(config, "rotary_percent", 1.0))
     cos, sin = rotary_factors(positions, dims, base, config.params_dtype)
     return replace(packed, cos=cos, sin=sin)

@@ -8,6 +8,14 @@ import pytest
 from harness import Case, check, ids, model_files, warm, write_model
 
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32 "
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 ROW = '{"prompt": "a1", "label": "1", "response": "b"}\n'
 SFT = (
     "sft --model.path model --sft.path rows.jsonl --data.eval_path rows.jsonl --sft.eval_every 5 --model.max_length 64 "
@@ -101,7 +109,7 @@ COMMANDS = [
         TRAIN + "--parallel.tensor 2",
         ("parallel.tensor=2", "torchrun started 1"),
         run_with(),
-        environment={"RANK": "0", "WORLD_SIZE": "1"},
+        environment=TORCHRUN,
     ),
 ]
 

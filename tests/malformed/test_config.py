@@ -199,7 +199,7 @@ OTHERS += [
 
 UNKNOWN = [
     option("--optimizer.lrr 1", "unknown option optimizer.lrr", "did you mean optimizer.lr?"),
-    option("--optimiser.lr 1", "unknown option optimiser", "did you mean optimizer?"),
+    option("--optimiser.lr 1", "unknown option optimiser.lr", "did you mean optimizer.lr?"),
     option("--zzzzqqqq 1", "unknown option zzzzqqqq", "--help"),
     option("--model.parth m", "unknown option model.parth", "did you mean model.path?"),
     option("-x 1", "unknown option -x"),
@@ -207,6 +207,8 @@ UNKNOWN = [
     option("--optimizer.lr", "--optimizer.lr", "expected one argument"),
     option("--config", "--config", "expected one argument"),
     option("--=3", "unknown"),
+    option("--model m", "unknown option model;", "model.path"),
+    option("--reward exact", "unknown option reward;", "reward.kind"),
     option("--", "unknown"),
     option("--optimizer. 3", "unknown option optimizer."),
     option("--.lr 3", "unknown option"),

@@ -57,7 +57,7 @@ class Architecture:
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
-            theta=float(config.get("rope_theta", rope.get("rope_theta", 10000.0))),
+            theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
             qkv_bias=facts.has_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp=facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
