@@ -1,7 +1,7 @@
-"""What this package relies on in the engines below it, and whether a source tree still offers that.
+"""Names and parameters of Megatron, SGLang and slime that this package uses, and a check that a source tree has them.
 
-Signatures are read from source without importing it, which takes milliseconds: a broken combination is told in one line
-before an import fails in the middle of a run.
+Signatures are read from the source without importing it, in milliseconds. An incompatible version is thus reported in
+one line, before an import fails in the middle of a run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SCHEDULE = (
     "micro_batch_size",
     "forward_only",
 )
-# What train/ and train/drafter.py rely on beyond the calls that stand in their source: methods that we override or call
-# on objects, and what layer specs are filled with. Parameters are those given by name.
+# What train/ uses of Megatron besides the functions that it calls by name: methods that it overrides or calls on
+# objects, and the fields of layer specs. Listed parameters are those passed by name.
 MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.models.gpt.gpt_model.GPTModel": ("transformer_layer_spec", "pre_process", "post_process"),
     "megatron.core.models.gpt.gpt_model.GPTModel.forward": ("packed_seq_params",),
@@ -77,7 +77,7 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": ("model", "config"),
     "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": ("parameters", "max_norm", "total_norm"),
 }
-# What the hooks replace and call.
+# What the hooks of integrations/slime replace and call.
 _SLIMES_UPDATES = "slime.backends.megatron_utils.update_weight.update_weight"
 SLIME: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.data.get_batch": ("data_iterator", "keys", "pad_multiplier", "allgather_cp"),
@@ -104,13 +104,13 @@ _parse = cache(ast.parse)
 
 
 def kept(contracts: Mapping[str, Mapping[str, Sequence[str]]], read: Read | None = None) -> str | None:
-    """The first version whose contract the source keeps; None if it keeps none."""
+    """Return the first version whose contract the source keeps, or None."""
     read = read or installed()
     return next((version for version, contract in contracts.items() if broken(contract, read) is None), None)
 
 
 def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:
-    """What is missing of a contract's names and parameters, in one line; None if all is there."""
+    """Say in one line which names and parameters of a contract are missing; None if none is."""
     missing = lacking(contract, read)
     if not missing:
         return None
@@ -119,7 +119,7 @@ def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> s
 
 
 def lacking(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> list[str]:
-    """As `broken`, one by one."""
+    """List the missing names and parameters of a contract, as `broken` joins them."""
     read = read or installed()
     missing = []
     for dotted, parameters in contract.items():
@@ -134,7 +134,7 @@ def lacking(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> 
 
 
 def installed(path: Sequence[str] = ()) -> Read:
-    """Read modules as Python would find them, in the directories of `path` first."""
+    """Return a reader of modules, which looks in the directories of `path` first, then where Python would."""
 
     @cache
     def read(module: str) -> str | None:
@@ -145,14 +145,14 @@ def installed(path: Sequence[str] = ()) -> Read:
 
 
 def locate(module: str, path: Sequence[str] = ()) -> Path | None:
-    """The file of a module: in the directories of `path`, or else as Python would find it."""
+    """Find the file of a module: in the directories of `path`, else where Python would."""
     return next((f for folder in path if (f := _file(Path(folder), module.split(".")))), None) or _find(module)
 
 
 def signature(dotted: str, read: Read) -> inspect.Signature | None:
-    """Of a function, method (without self) or class, by dotted name; None for anything else that bears the name.
+    """Read the signature of a function, method (without self) or class, given its dotted name; None for other objects.
 
-    Raises LookupError, naming the part that is not there. Defaults are shown as `...`; annotations are left out.
+    Defaults are shown as `...`; annotations are left out. Raises LookupError, which names the missing part.
     """
     parts = dotted.split(".")
     cut = next((n for n in range(len(parts) - 1, 0, -1) if read(".".join(parts[:n])) is not None), 0)
@@ -172,7 +172,7 @@ def signature(dotted: str, read: Read) -> inspect.Signature | None:
 
 
 def _find(module: str) -> Path | None:
-    """The file of a module, importing nothing (`find_spec` of a dotted name would import the parents)."""
+    """Find the file of a module without importing (`find_spec` of a dotted name imports the parents)."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:
@@ -189,7 +189,7 @@ def _file(root: Path, parts: Sequence[str]) -> Path | None:
 
 
 def _resolve(module: str, name: str, read: Read) -> tuple[str, ast.AST]:
-    """The last definition of a name in a module that can be read, through re-exports, and the module that holds it."""
+    """Return the module that defines a name, re-exports followed, and the name's last definition in it."""
     statements = list(_statements(_parse(read(module) or "").body))
     found = [node for node in statements if name in _bound(node)]
     if not found:
@@ -210,7 +210,7 @@ def _resolve(module: str, name: str, read: Read) -> tuple[str, ast.AST]:
 
 
 def _origin(module: str, node: ast.ImportFrom, read: Read) -> str:
-    """The absolute name of the module that an import reads."""
+    """Return the absolute name of the module that an import reads."""
     if not node.level:
         return node.module or ""
     above = node.level - (read(f"{module}.__init__") is not None)  # a package's own directory is its first level
@@ -219,7 +219,7 @@ def _origin(module: str, node: ast.ImportFrom, read: Read) -> str:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class, those under `if` and `try` included."""
+    """Yield the statements of a module or class, also those under `if` and `try`."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _statements([*node.orelse, *node.body])
@@ -240,7 +240,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _lineage(module: str, node: ast.ClassDef, read: Read) -> Iterator[tuple[str, ast.ClassDef]]:
-    """A class and its bases, nearest first, as far as they can be read."""
+    """Yield a class and its bases, nearest first, as far as their source can be read."""
     yield module, node
     for base in node.bases:
         if isinstance(base, ast.Subscript):
@@ -267,10 +267,10 @@ def _member(module: str, node: ast.ClassDef, name: str, read: Read) -> tuple[str
 
 
 def _constructor(module: str, node: ast.ClassDef, read: Read) -> inspect.Signature:
-    """Of the nearest `__init__`; where there is none, or a dataclass is nearer, of the annotated fields."""
+    """Return the signature of the nearest `__init__`, or of the annotated fields where a dataclass is nearer."""
     fields: dict[str, inspect.Parameter] = {}
     annotated: dict[str, inspect.Parameter] = {}
-    plain = False  # whether an __init__ was met that no dataclass decorator has replaced since
+    plain = False  # whether the latest __init__ is written out, not made by a dataclass
     for _, owner in reversed(list(_lineage(module, node, read))):
         init = [s for s in _statements(owner.body) if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
         decorated = any("dataclass" in ast.unparse(decorator) for decorator in owner.decorator_list)

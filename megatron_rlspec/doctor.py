@@ -1,9 +1,9 @@
-"""`rlspec doctor`: which known defects the installed megatron-core, SGLang and slime have, and whom they hit.
+"""`rlspec doctor`: known defects of the installed megatron-core, SGLang and slime, and the settings that they affect.
 
-Every answer that says "present" or "absent" was obtained just now by running upstream's own code (`train/probes.py`,
-`rollout/sglang/server/probes.py`, `integrations/slime/probes.py`), each package in a process of its own without a GPU,
-so that a running job is not touched; only names and signatures are read from the source (`contracts.py`). What has been
-found by reading once is listed as such.
+"present" and "absent" are results of upstream's own code, run now (`train/probes.py`, `integrations/slime/probes.py`,
+`rollout/sglang/server/probes.py`). Each package runs in a process of its own without a GPU, so a running job is not
+disturbed. Names and signatures are read from the source instead (`contracts.py`). Defects without a probe, found by
+reading, are listed as "read".
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def _sglang(config: Config) -> str | None:
 class Defect:
     """One known defect of an upstream package.
 
-    reached  the settings of our own loop that would run into it, or None
-    remedy   for those: what to do; for slime's users and ours: why it does not hit
+    harm     what goes wrong
+    remedy   what to do if our own loop is affected; otherwise why neither our loop nor `rlspec slime` is
+    reached  returns the settings of our own loop that are affected, or None
     """
 
     name: str
@@ -63,7 +64,11 @@ class Defect:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the doctor found: `seen` is the probe's sentence, or why it cannot tell; `hits` the settings affected."""
+    """The state of one defect here.
+
+    seen  what the probe saw, or why it could not decide
+    hits  the settings of a given configuration that are affected
+    """
 
     name: str
     package: str
@@ -77,7 +82,7 @@ MODULES = {
     "sglang": "megatron_rlspec.rollout.sglang.server.probes",
     "slime": "megatron_rlspec.integrations.slime.probes",
 }
-# By version where there is more than one that will do, the newest first.
+# Several versions of a package may do; the newest comes first.
 CONTRACTS = {
     "mcore-contract": {"0.16.1": contracts.MEGATRON},
     "sglang-contract": sglang.CONTRACTS,
@@ -215,7 +220,7 @@ DEFECTS = (
 
 
 def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> list[ProbeResult]:
-    """Run the named probes (all of them by default) and return one finding per defect, in the catalogue's order.
+    """Run the named probes (all of them by default) and return one result per defect, in the catalogue's order.
 
     `path`: directories to look in first, for checkouts that are not installed (slime's, and its Megatron's).
     """
@@ -227,34 +232,32 @@ def examine(names: Iterable[str] | None = None, path: Sequence[str] = ()) -> lis
             probed.setdefault(d.package, []).append(d.name)
     with ThreadPoolExecutor(len(probed) or 1) as threads:
         for answer in threads.map(lambda package: _ask(package, probed[package], path), probed):
-            found |= {finding.name: finding for finding in answer}
+            found |= {result.name: result for result in answer}
     return [found[d.name] for d in wanted]
 
 
-def affected(findings: Iterable[ProbeResult], config: Config) -> list[ProbeResult]:
-    """The findings with `hits` filled in where the defect is present and this configuration reaches it."""
+def affected(results: Iterable[ProbeResult], config: Config) -> list[ProbeResult]:
+    """Fill in `hits` of the defects that are present and that this configuration runs into."""
     by_name = {d.name: d for d in DEFECTS}
-    return [replace(f, hits=(by_name[f.name].reached(config) or "") if f.state == "present" else "") for f in findings]
+    return [replace(f, hits=(by_name[f.name].reached(config) or "") if f.state == "present" else "") for f in results]
 
 
 def refuse_if_affected(config: Config, *, engines: bool) -> None:
-    """Raise ConfigError, in one line, if a defect that this configuration would run into is present here.
+    """Raise ConfigError, in one line, if a defect that this configuration runs into is present here.
 
-    `engines`: whether the run starts any.
-
-    Only the probes of defects within reach are run. That a package is installed and keeps to its contract is read from
-    its source within 0.2 s; nothing is imported for it.
+    `engines`: whether the run starts any. Only probes of defects that the configuration can run into are run. Whether a
+    package is installed and keeps its contract is read from its source within 0.2 s, without importing it.
     """
     reached = [d.name for d in DEFECTS if d.reached(config) and (engines or d.package != "sglang")]
-    for finding in affected(examine(reached), config):
-        defect = next(d for d in DEFECTS if d.name == finding.name)
-        if finding.state == "not installed":
+    for result in affected(examine(reached), config):
+        defect = next(d for d in DEFECTS if d.name == result.name)
+        if result.state == "not installed":
             raise ConfigError(
                 f"{defect.package} is not installed, but {defect.reached(config)} needs it; {INSTALL[defect.package]}"
             )
-        if finding.hits:
+        if result.hits:
             raise ConfigError(
-                f"{finding.hits} is not safe here ({finding.name}): {defect.harm} ({finding.seen}); {defect.remedy}"
+                f"{result.hits} is not safe here ({result.name}): {defect.harm} ({result.seen}); {defect.remedy}"
             )
 
 
@@ -268,7 +271,7 @@ def _compare(defect: Defect, path: Sequence[str]) -> ProbeResult:
 
 
 def _ask(package: str, names: list[str], path: Sequence[str]) -> list[ProbeResult]:
-    """The findings of one package, from a worker process that sees no GPU and no job."""
+    """Probe one package in a worker process that sees neither a GPU nor the variables of a job."""
     job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in job and not k.startswith(("TORCHELASTIC", "GROUP_"))}
     here = str(Path(__file__).parent.parent)
@@ -300,15 +303,15 @@ def _ask(package: str, names: list[str], path: Sequence[str]) -> list[ProbeResul
 
 
 def _work(package: str, names: Sequence[str], answer: str) -> None:
-    """The worker: run the probes and write their findings."""
-    findings: list[ProbeResult] = []
+    """Run the probes (in the worker process) and write their results."""
+    results: list[ProbeResult] = []
     if not _importable(INSTALLED_AS[package]):
-        findings = [ProbeResult(name, package, "not installed") for name in names]
+        results = [ProbeResult(name, package, "not installed") for name in names]
     else:
         room = importlib.import_module(MODULES[package])
         room.prepare()
-        findings = [_probe(name, package, room.PROBES.get(name)) for name in names]
-    Path(answer).write_text(json.dumps([asdict(f) for f in findings]))
+        results = [_probe(name, package, room.PROBES.get(name)) for name in names]
+    Path(answer).write_text(json.dumps([asdict(f) for f in results]))
 
 
 def _probe(name: str, package: str, probe: Callable[[], str | None] | None) -> ProbeResult:
@@ -316,7 +319,7 @@ def _probe(name: str, package: str, probe: Callable[[], str | None] | None) -> P
         return ProbeResult(name, package, "read", "found by reading upstream's source; nothing was run")
     try:
         seen = probe()
-    except Exception as error:  # whatever upstream raises, here it means only that this probe cannot tell
+    except Exception as error:  # any error of upstream's means only that this probe cannot decide
         return ProbeResult(name, package, "unknown", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return ProbeResult(name, package, "present" if seen else "absent", seen or "")
 
@@ -329,7 +332,7 @@ def _importable(module: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed wheels, for the report's head."""
+    """Look up the versions of the installed wheels."""
     found = {}
     for name in INSTALLED_AS:
         try:
@@ -340,7 +343,7 @@ def versions() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: nothing present is reached by the configuration (or none was given); 1: it is affected; 2: bad usage."""
+    """Print the report. Exit status: 1 if the given configuration is affected, else 0; 2 for a mistake."""
     parser = arguments.Parser(
         prog="rlspec doctor",
         description="Run the known defects of the installed megatron-core, SGLang and slime, and say which are there.",
@@ -349,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
     parser.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
     parser.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
-    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; - for standard output")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--worker", choices=MODULES, help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -363,19 +366,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.check_output(options.json)
     config = load(options.config) if options.config else None
-    findings = examine(options.names or None, options.path)
+    results = examine(options.names or None, options.path)
     if config is not None:
-        findings = affected(findings, config)
+        results = affected(results, config)
     if options.json == "-":
-        print(json.dumps([asdict(f) for f in findings], indent=2))
+        print(json.dumps([asdict(f) for f in results], indent=2))
     else:
-        _show(findings, config, patches.found(options.path))
+        _show(results, config, patches.found(options.path))
         if options.json:
-            files.write_output(options.json, json.dumps([asdict(f) for f in findings], indent=2) + "\n")
-    return int(any(f.hits for f in findings))
+            files.write_output(options.json, json.dumps([asdict(f) for f in results], indent=2) + "\n")
+    return int(any(f.hits for f in results))
 
 
-def _show(findings: Sequence[ProbeResult], config: Config | None, patched: Mapping[str, str]) -> None:
+def _show(results: Sequence[ProbeResult], config: Config | None, patched: Mapping[str, str]) -> None:
     """One paragraph a defect: its name whole on a line of its own, so that it can be copied back as an argument."""
     from rich.console import Console
     from rich.padding import Padding
@@ -386,7 +389,7 @@ def _show(findings: Sequence[ProbeResult], config: Config | None, patched: Mappi
     console = Console(highlight=False)
     for name, version in versions().items():
         console.print(Text(f"{name} {version}"))
-    for f in findings:
+    for f in results:
         remedy = by_name[f.name].remedy
         console.print()
         console.print(Text.assemble((f.name, "bold"), "  ", (f.state, style[f.state])), no_wrap=True, overflow="ignore")
@@ -399,7 +402,7 @@ def _show(findings: Sequence[ProbeResult], config: Config | None, patched: Mappi
     for name, now in patched.items():
         console.print(Text(f"patches/{name}: {now}"), soft_wrap=True)
     if config is not None:
-        hit = ", ".join(f.name for f in findings if f.hits)
+        hit = ", ".join(f.name for f in results if f.hits)
         console.print(Text(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}"), soft_wrap=True)
 
 

@@ -19,12 +19,12 @@ EMBEDDED = load(None, {"rollout.engine": "embedded", "spec.mode": "fixed"})
 ATTACHED = load(None, {"rollout.urls": "http://127.0.0.1:30000"})
 
 
-def findings(state: str) -> list[ProbeResult]:
+def results(state: str) -> list[ProbeResult]:
     return [ProbeResult(d.name, d.package, state, "seen") for d in doctor.DEFECTS]
 
 
 def hits(state: str, config: Config) -> dict[str, str]:
-    return {f.name: f.hits for f in doctor.affected(findings(state), config) if f.hits}
+    return {f.name: f.hits for f in doctor.affected(results(state), config) if f.hits}
 
 
 def test_only_present_defects_within_reach_hit():

@@ -1,7 +1,7 @@
-"""Apply, take back and check the patches in `patches/<project>/<version>/`, all of a version or none.
+"""Apply, reverse and check the patches in `patches/<project>/<version>/`, all of a version or none.
 
-A patch's `index` lines name the blobs it was made from. A file that is neither that blob nor the patched one is another
-base, and refused, however well the hunks would fit.
+A patch's `index` lines name the blobs that it was made from. A file that is neither that blob nor the patched one belongs
+to another version, and is refused even if the hunks would apply.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_rlspec.contracts import locate
 
 State = Literal["clean", "applied"]
 SHIPPED = Path(__file__).parent.parent.parent / "patches"  # in a checkout of this repository
-# A module that lies in each project, and how far above it the project's root is.
+# Project -> one of its modules, and how many folders above that module the project's root is.
 PROJECTS = {"slime": ("slime.__init__", 1), "megatron-lm": ("megatron.core.__init__", 2)}
 _FILE = re.compile(r"^diff --git a/(\S+) b/\S+\nindex ([0-9a-f]+)\.\.([0-9a-f]+)", re.M)
 
 
 class PatchError(RuntimeError):
-    """One line: which file is not what the patch expects."""
+    """A tree that a patch does not fit. One line: which file, what was found, what was expected."""
 
 
 def state(root: Path, patch: Path) -> State:
-    """Whether `patch` can be applied to the tree at `root` or has been. Raises PatchError if neither."""
+    """Say whether `patch` can be applied to the tree at `root`, or has been. Raises PatchError if neither."""
     states: set[State] = set()
     for name, before, after in _FILE.findall(patch.read_text()):
         if not (root / name).is_file():
@@ -47,7 +47,7 @@ def state(root: Path, patch: Path) -> State:
 
 
 def found(path: Sequence[str] = ()) -> dict[str, str]:
-    """Of each patch in this repository, whether it is applied to the project that Python finds (`path` first)."""
+    """Say of each patch here whether it is applied to the project that Python finds (in `path` first)."""
     out = {}
     for patch in sorted(SHIPPED.glob("*/*/*.patch")):
         module, above = PROJECTS[patch.parent.parent.name]
@@ -63,7 +63,7 @@ def found(path: Sequence[str] = ()) -> dict[str, str]:
 
 
 def change(root: Path, patches: Sequence[Path], reverse: bool = False) -> list[Path]:
-    """Apply (or take back) what is not yet; returns those changed. Either all succeed or the tree is left as it was."""
+    """Apply or reverse the patches that need it, all or none, and return them. Raises PatchError."""
     wanted: State = "applied" if reverse else "clean"
     todo = [patch for patch in patches if state(root, patch) == wanted]
     if todo:
@@ -79,7 +79,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, or all applied under --check; 1: not applied; 2: another base."""
+    """Run the command. Exit status: 0 for success; 1 if --check finds one not applied; 2 for another version."""
     parser = argparse.ArgumentParser(prog="apply_patches.py", description=__doc__)
     parser.add_argument("patches", type=Path, help="a folder such as patches/slime/624b824a8")
     parser.add_argument("root", type=Path, help="the project's checkout")

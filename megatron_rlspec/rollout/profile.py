@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Sequence[str]) -> None:
-    """What is not ours goes to `rlspec serve`; but not what looks like an option of ours, or where none is started."""
+    """Unknown options go to `rlspec serve`. Refuse those close to an option of ours, and all if no engine is started."""
     own = [option for action in parser._actions for option in action.option_strings]
     for word in serve:
         name = word.partition("=")[0]
@@ -97,7 +97,7 @@ def _check_picture(path: Path) -> None:
 
 
 def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
-    """Start or attach engines, sweep, write, and whatever else was asked; returns the table written."""
+    """Start or attach engines, measure, write the table and return it. Raises SweepError, EngineError and others."""
     provenance = Provenance(
         model=args.model_name or Path(args.model or "".join(args.url[:1])).resolve().name,
         hardware=args.hardware or hardware(),
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
 
 
 def hardware() -> str:
-    """The name a table is bound to: the GPU's, or the processor's with its cores."""
+    """Return the hardware name for a table: the GPU's, or the processor's with its number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -160,12 +160,12 @@ def hardware() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     except OSError:
-        pass  # not Linux: the platform's own word for the processor
+        pass  # not Linux: the name that Python's platform module gives
     return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
 def summary(table: CostTable, tp: int) -> str:
-    """Medians at the longest measured context, a row per batch, and what the table says of itself."""
+    """Format medians at the longest measured context, a row per batch, and the quality of the table."""
     table = table.at(tp)
     configs, length = table.configs(), table.lengths()[-1]
     lines = [f"ms per round at {length:.0f} tokens of context each (tp={tp})"]
@@ -180,14 +180,16 @@ def summary(table: CostTable, tp: int) -> str:
         f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
     )
     if spread > NOISY:
-        lines.append(f"a spread above {NOISY:.0%} tells of a busy machine: measure again when nothing else runs on it")
+        lines.append(
+            f"a spread above {NOISY:.0%} means that the machine was busy: measure again when nothing else runs on it"
+        )
     return "\n".join(lines)
 
 
 def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
-    """Predicted against measured again at points off the grid."""
+    """Format measured and predicted costs at points off the grid."""
     if not again:
-        return "no point off the grid fits into this engine: nothing validated"
+        return "no point off the grid fits into this engine, so nothing was validated"
     lines = [f"{'batch':>8}{'context':>9}{'config':>8}{'measured':>10}{'predicted':>10}{'error':>8}"]
     errors = []
     for cell, predicted in again:
@@ -200,7 +202,10 @@ def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
 
 
 def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
-    """Speedup over plain decoding per configuration and batch, a panel per context length (ReSpec, Figure 7)."""
+    """Draw the speedup over plain decoding by configuration and batch, a panel per context length (ReSpec, Figure 7).
+
+    Raises CostTableError and FileError.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -241,7 +246,7 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
-    """One bench per engine; each configuration is measured on the first that runs it."""
+    """Make one bench per engine; each configuration is measured on the first engine that runs it."""
     if args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
     elif args.model:
@@ -273,7 +278,7 @@ def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -
 
 
 def _earlier(args: argparse.Namespace, provenance: Provenance) -> CostTable | None:
-    """A finished table of the same engine at other TPs, to which this sweep adds."""
+    """Return a finished table of the same engine at other TPs, to which this sweep adds. Raises SweepError."""
     if not args.out.exists() or args.fresh:
         return None
     table = CostTable.load(args.out)

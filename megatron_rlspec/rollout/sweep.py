@@ -1,4 +1,4 @@
-"""Measuring decode rounds on running engines: one point of a cost table, a grid of them, and where to look closer."""
+"""Measure decode rounds on running engines: a point of a cost table, a grid of points, and where to refine it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_rlspec.engine import EngineDescription
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
-SEGMENT = 12  # tokens that each request emits under one configuration before the next takes its turn
-CYCLES = 3  # turns of each configuration in one generation
-TRIES = 4  # generations at a point until every configuration showed enough rounds
+SEGMENT = 12  # tokens that each request emits under one configuration before the next one is used
+CYCLES = 3  # segments of each configuration in one generation
+TRIES = 4  # generations at a point, at most, until every configuration has enough rounds
 Point = tuple[int, int]  # running requests, prompt tokens of each
 
 
-class Engine(Protocol):
-    """The part of `SGLangEngine` that measuring needs."""
+class MeasuredEngine(Protocol):
+    """The part of `SGLangEngine` that measurements need."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]: ...
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 class SweepError(RuntimeError):
-    """The engines cannot be measured as asked. One line."""
+    """A sweep that the engines cannot do. One line: what is wrong, what was expected."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Measured:
 
 
 class Bench:
-    """One engine and the configurations it can run, measured in turns within one generation.
+    """One engine, and its configurations, which alternate within one generation.
 
-    A schedule over the batch's growing context lets every configuration take its turn several times, so that a slow
-    minute of the machine slows all of them alike. The first round of each turn is kept apart: it holds the switch.
+    A schedule over the growing context of the batch changes the configuration every few tokens. A slow minute of the
+    machine thus slows all of them alike. The first round after a change is recorded apart: it includes the switch.
     """
 
-    def __init__(self, engine: Engine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0) -> None:
+    def __init__(self, engine: MeasuredEngine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0) -> None:
         self.engine, self.configs = engine, list(configs)
         self._vocabulary, self._rng = vocabulary, np.random.default_rng(seed)
         self._serial = itertools.count()
@@ -75,7 +75,7 @@ class Bench:
         return batch <= self._most_requests and batch * (length + new_tokens + 16) <= self._most_tokens
 
     def measure(self, point: Point, new_tokens: int, samples: int) -> Measured:
-        """Rounds at this point, from prompts of random tokens that no cache holds."""
+        """Measure rounds at this point, with prompts of random tokens that no cache holds. Raises SweepError."""
         batch, length = point
         found = Measured()
         if self._told:
@@ -92,7 +92,7 @@ class Bench:
         return found
 
     def prefill(self, tokens: int, repeats: int = 5) -> list[float]:
-        """ms from request to first token, HTTP included."""
+        """Measure ms from request to first token, HTTP included, `repeats` times."""
         took = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -112,14 +112,14 @@ class Bench:
         return [Request(f"profile-{serial}-{i:04d}.", Prompt(i, p), seed=serial) for i, p in enumerate(prompts)]
 
 
-def configs_of(engine: Engine) -> list[SpecConfig]:
-    """What this engine can be told to run; one started without a drafter decodes plainly whatever it is told."""
+def configs_of(engine: MeasuredEngine) -> list[SpecConfig]:
+    """Return the configurations that an engine can be set to; one without a drafter has OFF only."""
     said = engine.describe()
     return [SpecConfig(*config) for config in said["configs"]] if said["speculative"] else [OFF]
 
 
 class Sweep:
-    """A growing cost table over points, every configuration at every point."""
+    """A cost table in the making: every configuration at every point measured so far."""
 
     def __init__(
         self,
@@ -133,14 +133,16 @@ class Sweep:
         self.benches, self.provenance, self.tp, self.samples = list(benches), provenance, tp, samples
         configs = sorted(config for bench in benches for config in bench.configs)
         if OFF not in configs:
-            raise SweepError("no engine here decodes without a drafter, so nothing would say what off costs")
+            raise SweepError("no engine here decodes without a drafter, so the cost of OFF would be unknown")
         if len(configs) != len(set(configs)):
             raise SweepError(f"two engines run the same configuration: {', '.join(map(str, configs))}")
         self.new_tokens = max(len(b.configs) for b in benches) * SEGMENT * CYCLES
         self.cells: dict[Point, list[RoundCost]] = {}
         self.prefill: list[PrefillCost] = []
         self.switches: list[float] = []  # extra ms of a change between configurations that both draft
-        self.catch_ups: list[tuple[int, float]] = []  # tokens that the drafter missed while off, extra ms to read them
+        self.catch_ups: list[
+            tuple[int, float]
+        ] = []  # tokens that the drafter did not read while off, extra ms to read them
         if known is not None:
             self._resume(known, configs)
 
@@ -148,7 +150,7 @@ class Sweep:
         return all(bench.fits(point, self.new_tokens) for bench in self.benches)
 
     def measure(self, point: Point) -> list[RoundCost]:
-        """Every configuration at this point, in the table's terms: context is the middle of what was generated."""
+        """Measure every configuration at a point; its context is that at the middle of the generation."""
         batch, length = point
         cells = []
         for bench in self.benches:
@@ -185,10 +187,10 @@ class Sweep:
         )
 
     def closer(self, tolerance: float) -> list[Point]:
-        """Points to measure next, the most doubtful first: where a batch's cost leaves the line of its neighbours.
+        """Return points to measure next, the largest deviation first: batches whose cost is off their neighbours' line.
 
-        What is left of such a bend once its neighbours are halved is about a quarter; that quarter is compared, less
-        what noise alone would show.
+        With a point between each pair of neighbours about a quarter of the deviation remains. That quarter, less what
+        noise alone explains, is compared with `tolerance`.
         """
         cost = {(c.config, point): c.ms for point, cells in self.cells.items() for c in cells}
         noise = {
@@ -214,13 +216,13 @@ class Sweep:
         return sorted(doubts, key=lambda point: (-doubts[point], point))
 
     def validate(self, points: Sequence[Point]) -> list[tuple[RoundCost, float]]:
-        """(measured again, predicted ms) at points off the grid, every configuration."""
+        """Measure every configuration at points off the grid; return (measured, predicted ms)."""
         table = self.table()
         cells = [cell for point in points for cell in self.measure(point)]
         return [(c, table.ms(c.config, c.batch, c.context_tokens, self.tp)) for c in cells]
 
     def off_grid(self, count: int, seed: int = 0) -> list[Point]:
-        """Random points inside the measured rectangle, none of them measured."""
+        """Draw random points inside the measured rectangle that were not measured."""
         rng = np.random.default_rng(seed)
         batches, lengths = ([p[axis] for p in self.cells] for axis in (0, 1))
         points: set[Point] = set()
@@ -234,7 +236,7 @@ class Sweep:
         return sorted(points)
 
     def _resume(self, known: CostTable, configs: Sequence[SpecConfig]) -> None:
-        """Take up the points of an interrupted sweep of the same engine."""
+        """Take over the points of an interrupted sweep of the same engine. Raises SweepError."""
         if list(known.configs(self.tp)) != list(configs):
             raise SweepError(
                 f"the interrupted sweep measured {', '.join(map(str, known.configs(self.tp)))}, not "
@@ -249,9 +251,10 @@ class Sweep:
 
 
 def _slope(points: Sequence[tuple[int, float]], fixed: float) -> float:
-    """ms per token of (tokens, ms), whatever a pass costs at any size; not negative.
+    """Fit ms per token to points (tokens, ms) with an unknown constant; the result is not negative.
 
-    The median over pairs of sizes (Theil and Sen), each size its median; of one size alone, ms beyond `fixed`.
+    It is the median slope over pairs of sizes (Theil and Sen), each size represented by its median. With a single size
+    the constant is `fixed`.
     """
     by_size: dict[int, list[float]] = {}
     for tokens, ms in points:
@@ -273,9 +276,9 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda *_: None,
     keep: Callable[[CostTable], None] = lambda _: None,
 ) -> str:
-    """Measure the coarse grid, then where it bends, until it is smooth or `seconds` are over; says which.
+    """Measure the coarse grid, then refine it until it is smooth or `seconds` are over; return which of the two.
 
-    `keep` receives the table after every point: an interrupted sweep loses at most one.
+    `keep` receives the table after every point, so that an interrupted sweep loses at most one. Raises SweepError.
     """
     start, slowest = time.monotonic(), 0.0
     coarse = [(b, n) for n in sorted(lengths) for b in sorted(batches)]

@@ -1,4 +1,4 @@
-"""The rows of a cost table: what was measured, where and how. Standard library only."""
+"""The rows of a cost table, and their checks. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_rlspec.types import SpecConfig
 
 
 class CostTableError(ValueError):
-    """A table that must not be used. One line: what is wrong, what was expected, where."""
+    """A cost table that cannot be used. One line: what is wrong, what was expected, where."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the figures come from. `simulated` is true for anything that no engine ran."""
+    """Where the figures come from. `simulated`: no engine ran, a model computed them."""
 
     model: str
     hardware: str
@@ -29,10 +29,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """One measured point: a whole decode round of `batch` requests that hold `context_tokens` tokens together.
+    """One measured point: a whole decode round of `batch` requests with `context_tokens` tokens in all.
 
-    `ms` is a median over `samples` rounds and `spread_ms` half their interquartile range. `config.num_draft_tokens` is
-    the axis of verified tokens per request; `OFF` is plain decoding. `parts` splits the round where the engine tells.
+    `ms` is the median over `samples` rounds, `spread_ms` half their interquartile range. `config.num_draft_tokens` is
+    the number of verified tokens per request; `OFF` is plain decoding. `parts`: ms of the round's parts by name, if the
+    engine reports them.
     """
 
     tp: int
@@ -47,7 +48,7 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """`ms` to extend a batch by `tokens` new tokens in all; also what a drafter's catch-up after `OFF` is made of."""
+    """`ms` to extend a batch by `tokens` new tokens in all."""
 
     tp: int
     batch: int
@@ -59,7 +60,7 @@ class PrefillCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What moving data between two engines costs."""
+    """The bandwidth and latency between two engines."""
 
     source: str
     target: str
@@ -69,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Repair:
-    """A measured cost that fell where it cannot fall, and what it was replaced by."""
+    """A measured cost below that of less work, and the value that replaces it."""
 
     cell: RoundCost
     ms: float
@@ -97,7 +98,7 @@ Row = TypeVar("Row", Provenance, RoundCost, PrefillCost, Link)
 
 
 def cell(row: object, source: str) -> RoundCost:
-    """The measured point of one JSON object of `rounds`. Raises CostTableError, which names `source` and the field."""
+    """Read one JSON object of `rounds`. Raises CostTableError, which names `source` and the field."""
     values = _object(row, source)
     lost = [name for name in _AXES if name not in values]
     if lost:
@@ -117,19 +118,19 @@ def cell(row: object, source: str) -> RoundCost:
 
 
 def record(kind: type[Row], row: object, source: str) -> Row:
-    """An object of `kind` from a JSON object, every field checked. Raises CostTableError, as `cell`."""
+    """Make an object of `kind` from a JSON object and check every field. Raises CostTableError, as `cell`."""
     return _made(kind, _object(row, source), source)
 
 
 def number(name: str, value: object, source: str) -> float:
-    """A finite JSON number from 0 to 1e9. Raises CostTableError, as `cell`."""
+    """Return a finite JSON number from 0 to 1e9. Raises CostTableError, as `cell`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_NUMBER:
         raise CostTableError(f"{source}: {name}={short(value)}, expected a number from 0 to {_MOST_NUMBER:g}")
     return float(value)
 
 
 def short(value: object) -> str:
-    """A value for a message, on one line and not long."""
+    """Format a value for a message, on one line and at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -146,7 +147,7 @@ def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
 
 
 def _field(name: str, wanted: str, value: Any, source: str) -> Any:
-    """A value of a dataclass field, whose annotation is `wanted`."""
+    """Check the value of a dataclass field, whose annotation is `wanted`."""
     if wanted == "int":
         return _count(name, value, source, least=1)
     if wanted == "float":

@@ -1,6 +1,6 @@
-"""The cost table: what one decode round costs, measured, over every axis that a decision may turn on.
+"""The cost table: the measured duration of a decode round, over every axis that a decision depends on.
 
-Usable alone: standard library and numpy. `rlspec profile` writes it, the solver and the online rule read it.
+It needs the standard library and numpy only. `rlspec profile` writes it; the solver and the online rule read it.
 Source of the axes: ReSpec section 5.2 (batch, steps, branches, draft tokens), RLHFSpec section 5.2 (context and
 verified tokens), PAT section 4 (tensor parallel size, context tokens).
 """
@@ -43,10 +43,10 @@ UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batc
 
 
 class CostTable:
-    """Immutable. Raises `CostTableError` on NaN, on a hole, or without a plain-decoding row.
+    """Costs of decode rounds; immutable. Raises CostTableError for NaN, a hole, or without rows of plain decoding.
 
-    `switch_ms` is the measured price of changing the configuration between two rounds, `catch_up_ms` that of each token
-    which the drafter missed while off and has to read when drafting starts again.
+    switch_ms    ms that a change of the configuration between two rounds costs, measured
+    catch_up_ms  ms per token that the drafter did not read while off and must read before it drafts again, measured
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class CostTable:
         return tuple(sorted({c.tp for c in self.rounds}))
 
     def at(self, tp: int) -> CostTable:
-        """The table of this TP alone."""
+        """Return the rows of one tensor parallel size as a table. Raises CostTableError if there are none."""
         self.check(tp=tp)
         return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
 
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
-        """What was measured at this TP, OFF first."""
+        """Return the configurations measured at this TP, OFF first."""
         tp = self._tp(tp)
         return tuple(sorted({c.config for c in self.rounds if c.tp == tp}))
 
@@ -84,24 +84,27 @@ class CostTable:
         return tuple(sorted({c.batch for c in self.rounds if c.tp == self._tp(tp)}))
 
     def lengths(self, tp: int | None = None) -> tuple[float, ...]:
-        """Measured mean contexts per request."""
+        """Return the measured mean contexts, in tokens per request."""
         return tuple(sorted({c.context_tokens / c.batch for c in self.rounds if c.tp == self._tp(tp)}))
 
     def grid(
         self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray, tp: int | None = None
     ) -> np.ndarray:
-        """ms of a round, `[configs, *broadcast(batch, context)]`; `context` counts the tokens of the whole batch."""
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]`; `context`: tokens of the whole batch."""
         return np.stack([self._surface(config, tp)(batch, context)[0] for config in configs])
 
     def ms(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> float:
         return float(self._surface(config, tp)(np.array(batch), np.array(context))[0])
 
     def extrapolates(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> bool:
-        """Whether `ms` here rests on the fitted model rather than on measured neighbours."""
+        """Say whether `ms` at this point comes from the fitted model instead of measured neighbours."""
         return bool(self._surface(config, tp)(np.array(batch), np.array(context))[1])
 
     def prefill_ms(self, tokens: float, batch: int = 1, tp: int | None = None) -> float:
-        """Linear between measured token counts of the nearest measured batch, and past them by the last slope."""
+        """Estimate ms to read `tokens` new tokens, from the nearest measured batch.
+
+        Linear between measured token counts; beyond the largest by the last slope. Raises CostTableError without rows.
+        """
         tp = self._tp(tp)
         cells = [c for c in self.prefill if c.tp == tp]
         if not cells:
@@ -116,17 +119,17 @@ class CostTable:
 
     @cached_property
     def repairs(self) -> tuple[Repair, ...]:
-        """Cells whose noise made a larger batch or a longer context cheaper; answers use the repaired value."""
+        """Cells in which noise made a larger batch or a longer context cheaper; answers use the repaired value."""
         fixed = {key: monotone(points) for key, points in self._points.items()}
         pairs = ((c, fixed[c.tp, c.config][c.batch, c.context_tokens]) for c in self.rounds)
         return tuple(Repair(c, ms) for c, ms in pairs if abs(ms / c.ms - 1) > 1e-6)
 
     def fit_error(self, tp: int | None = None) -> float:
-        """Median relative error of the fitted model on the measured points: how far to trust an extrapolation."""
+        """Return the median relative error of the fitted model on the measured points."""
         return self._models[self._tp(tp)][1]
 
     def check(self, **expected: Any) -> CostTable:
-        """Refuse a table made for something else: `check(model=…, hardware=…, dtype=…, tp=…)`. Returns itself."""
+        """Return self if it was measured for this: `check(model=…, hardware=…, dtype=…, tp=…)`; else CostTableError."""
         for name, value in expected.items():
             if name == "tp":
                 if value not in self.tps:
@@ -140,10 +143,11 @@ class CostTable:
         return self
 
     def calibrated(self, observed: Iterable[RoundStats], tp: int | None = None, prior_rounds: float = 32) -> CostTable:
-        """This table scaled, per configuration, by what an engine's own rounds took.
+        """Scale the rows of each configuration to the durations that an engine observed.
 
-        The factor is the median over the observations of observed/predicted ms, shrunk towards the factor of all
-        configurations together as if `prior_rounds` rounds had shown that: one slow engine moves no decision.
+        A configuration's factor is the median of observed/predicted ms. It is averaged with the factor of all
+        configurations together, which counts as `prior_rounds` rounds. An engine that is slow for all configurations
+        alike thus changes no decision.
         """
         tp = self._tp(tp)
         known = set(self.configs(tp))
@@ -181,7 +185,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "cost table") -> CostTable:
-        """The table that `to_json` gave. Raises CostTableError, which names `source` and the field."""
+        """Rebuild the table that `to_json` gave. Raises CostTableError, which names `source` and the field."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             raise CostTableError(
                 f"{source}: not a cost table (expected schema {SCHEMA!r}); write one with `rlspec profile`"
@@ -295,7 +299,7 @@ def _check_numbers(table: CostTable) -> None:
 
 
 def _check_holes(rounds: Sequence[RoundCost]) -> None:
-    """At each TP every configuration is measured at the same points, and plain decoding is one of them."""
+    """Raise CostTableError unless, at each TP, all configurations and OFF were measured at the same points, once."""
     measured: dict[int, dict[SpecConfig, set[tuple[int, int]]]] = {}
     for c in rounds:
         points = measured.setdefault(c.tp, {}).setdefault(c.config, set())
@@ -304,9 +308,7 @@ def _check_holes(rounds: Sequence[RoundCost]) -> None:
         points.add((c.batch, c.context_tokens))
     for tp, by_config in measured.items():
         if OFF not in by_config:
-            raise CostTableError(
-                f"tp={tp}: no plain-decoding row (num_steps=0, topk=0), so nothing says what off costs"
-            )
+            raise CostTableError(f"tp={tp}: no plain-decoding row (num_steps=0, topk=0): the cost of OFF is unknown")
         union = set().union(*by_config.values())
         for config, points in sorted(by_config.items()):
             for batch, context in sorted(union - points):
@@ -316,7 +318,7 @@ def _check_holes(rounds: Sequence[RoundCost]) -> None:
 
 
 def _rows(data: Mapping[str, Any], name: str, source: str) -> list[tuple[object, str]]:
-    """The elements of a list, each with its place for a message."""
+    """Return the elements of a list, each with its place for a message. Raises CostTableError."""
     rows = data.get(name, [])
     if not isinstance(rows, list):
         raise CostTableError(f"{source}: {name}={short(rows)}, expected a list")
@@ -334,7 +336,7 @@ def _weighted_median(pairs: Sequence[tuple[float, int]]) -> float:
 
 
 def _one_row_a_line(data: Mapping[str, Any]) -> str:
-    """JSON that people can read and compare: each record of a list on a line of its own."""
+    """Write JSON with one record of a list per line, so that files can be read and compared."""
     parts = []
     for key, value in data.items():
         rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""

@@ -77,7 +77,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def render(schedule: SpecSchedule, max_batch: int) -> str:
-    """The schedule as a table: a row per range of running requests, a column per range of total context."""
+    """Format a schedule as a table: a row per range of running requests, a column per range of total context."""
     lasts = [edge - 1 for edge in schedule.batch_edges[1:]] + [max_batch]
     names = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(schedule.batch_edges, lasts, strict=True)]
     heads = [
@@ -101,7 +101,7 @@ def _header(table: CostTable, rates: Sequence[float]) -> None:
     print("acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates))
     if table.repairs:
         worst = max(table.repairs, key=lambda r: abs(r.ms / r.cell.ms - 1))
-        print(f"{len(table.repairs)} cells repaired, where more work measured cheaper; the largest: {worst}")
+        print(f"{len(table.repairs)} cells were measured cheaper than less work, and repaired; most of all {worst}")
     print()
 
 

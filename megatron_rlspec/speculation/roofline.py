@@ -1,4 +1,4 @@
-"""A round's cost by arithmetic, for where nothing was measured: simulated tables, and the rule without a table."""
+"""A computed cost of decode rounds: for simulated tables, and for decisions without a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import SpecConfig
 
-# Vendors' figures, dense bf16: memory bandwidth in TB/s, TFLOPS.
+# Dense bf16 by the vendors' data sheets: memory bandwidth in TB/s, TFLOPS.
 HARDWARE = {
     "A40": (0.696, 150.0),
     "L40S": (0.864, 362.0),
@@ -24,15 +24,16 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """A pass takes the longer of reading (weights, context) and computing (tokens), with a soft corner between them.
+    """A pass takes the longer of reading (weights, context) and computing (tokens), with a smooth transition.
 
     weights_ms   reading the target's weights once
     token_ms     computing one token through the target
     context_ms   reading one context token's keys and values
-    drafter      a drafter pass as a share of a target pass
+    drafter      duration of a drafter pass, as a share of a target pass
     host_ms      launch and sampling, once a round
     pass_ms      launch, once a drafter pass
-    drafter_layer  the layer's share of a drafter pass; the rest is the output head
+    switch_ms    changing the configuration between two rounds
+    drafter_layer  the share of a drafter pass that its layer takes; the output head takes the rest
     """
 
     weights_ms: float
@@ -46,7 +47,7 @@ class Roofline:
 
     @property
     def catch_up_ms(self) -> float:
-        """Computing one token through the drafter's layer: only the last one's logits are wanted."""
+        """Return ms to compute one token through the drafter's layer; logits are needed for the last token only."""
         return self.drafter_layer * self.drafter * self.token_ms
 
     def __post_init__(self) -> None:
@@ -56,10 +57,11 @@ class Roofline:
 
     @classmethod
     def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = 128.0) -> Roofline:
-        """The rule without a table, in units of one plain pass at batch 1: a layer costs what a layer costs.
+        """Make the cost model that is used without a table, in units of one plain pass at batch 1.
 
-        `ridge_tokens` is how many tokens a pass computes in the time it takes to read the weights; hardware sets it
-        (H20 about 37, A100 about 150, H100 about 300, by vendors' figures). Nothing here was measured.
+        Every layer, of target or drafter, costs the same. `ridge_tokens` is the number of tokens that a pass computes
+        in the time that reading the weights takes: about 37 on an H20, 150 on an A100, 300 on an H100, by the vendors'
+        data sheets. Nothing here is measured. Raises ValueError.
         """
         if min(target_layers, drafter_layers) < 1 or ridge_tokens <= 0:
             raise ValueError(
@@ -82,7 +84,7 @@ class Roofline:
         host_ms: float = 1.5,
         pass_ms: float = 0.2,
     ) -> Roofline:
-        """`bandwidth` in TB/s, bf16 weights; the defaults have the shape of a 7B model with 8 KV heads, 36 layers."""
+        """Make the cost model of a GPU: `bandwidth` in TB/s, bf16 weights. Defaults: 7B, 8 KV heads, 36 layers."""
         per_ms = bandwidth * 1e9 * read_efficiency
         return cls(
             weights_ms=2 * parameters / per_ms,
@@ -95,12 +97,12 @@ class Roofline:
         )
 
     def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """One forward pass of the target over `tokens` new tokens with `context` tokens in the cache."""
+        """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
         read = self.weights_ms + self.context_ms * context
         return (read**4 + (self.token_ms * tokens) ** 4) ** 0.25
 
     def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """ms of a round, `[configs, *broadcast(batch, context)]`: docs/design.md, Round cost."""
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]`: docs/design.md, Round cost."""
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
         rows = []
         for config in configs:
@@ -134,10 +136,10 @@ class Roofline:
         noise: float = 0.0,
         seed: int = 0,
     ) -> CostTable:
-        """What profiling this machine would write, labelled simulated.
+        """Make the cost table that profiling such a machine might give.
 
-        `systematic` is the standard deviation of one relative error per configuration and of one per batch size
-        (clocks, kernel choices), `noise` that of every cell. Two seeds are two profiles of one machine.
+        `systematic`: standard deviation of a relative error per configuration and of one per batch size (clocks, kernel
+        choices). `noise`: that of every cell. Two seeds stand for two profiles of the same machine.
         """
         rng = np.random.default_rng(seed)
         by_config = np.exp(systematic * rng.standard_normal((len(configs), 1, 1)))

@@ -1,4 +1,4 @@
-"""The choice: argmax of expected tokens per millisecond over (num_steps, topk, num_draft_tokens), off included."""
+"""Choose (num_steps, topk, num_draft_tokens), or OFF, by the most expected tokens per millisecond."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
 class RoundCosts(Protocol):
-    """What the solver asks of a `CostTable` (one TP of it: `table.at(tp)`) or of a `Roofline`."""
+    """What the solver needs: a `CostTable` of one TP (`table.at(tp)`), or a `Roofline`."""
 
     switch_ms: float
     catch_up_ms: float
@@ -24,7 +24,7 @@ class RoundCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class Option:
+class Choice:
     """One candidate in one situation. `tokens` are per request and round; `rate` is tokens per ms of one request."""
 
     config: SpecConfig
@@ -37,13 +37,13 @@ class Option:
         return self.tokens / self.ms
 
 
-def options(
+def choices(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
-) -> list[Option]:
-    """Every candidate at this batch and total context, best first; a tie goes to the one that drafts less."""
+) -> list[Choice]:
+    """Rate every candidate at this batch and total context, best first; of equals the one that drafts less."""
     ms = cost.grid(candidates, np.array(batch), np.array(context))
     found = [
-        Option(c, expected_tokens(c, rates), float(t), cost.extrapolates(c, batch, context))
+        Choice(c, expected_tokens(c, rates), float(t), cost.extrapolates(c, batch, context))
         for c, t in zip(candidates, ms, strict=True)
     ]
     return sorted(found, key=lambda o: (-o.rate, o.config))
@@ -51,8 +51,8 @@ def options(
 
 def solve(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
-) -> Option:
-    return options(cost, rates, batch, context, candidates)[0]
+) -> Choice:
+    return choices(cost, rates, batch, context, candidates)[0]
 
 
 def compile_schedule(
@@ -63,9 +63,9 @@ def compile_schedule(
     max_batch: int = 256,
     lengths: Sequence[int] = (64, 32_768),
 ) -> SpecSchedule:
-    """The best candidate of every batch 1..max_batch over octaves of total context, neighbours alike merged.
+    """Tabulate the best candidate of every batch 1..max_batch over octaves of total context; equal neighbours merge.
 
-    `lengths` are the shortest and longest mean context per request to plan for.
+    `lengths`: the shortest and longest mean context per request to plan for.
     """
     shortest, longest = min(lengths), max(lengths)
     octaves = [2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)]
@@ -89,8 +89,8 @@ def compile_schedule(
 def explain(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
 ) -> str:
-    """Why this configuration here: each candidate's tokens, cost and what it would have needed to win."""
-    ranked = options(cost, rates, batch, context, candidates)
+    """List each candidate's tokens and cost, and the tokens that it would need to be chosen."""
+    ranked = choices(cost, rates, batch, context, candidates)
     best = ranked[0]
     off = next((o for o in ranked if o.config.off), None)
     lines = [
@@ -118,12 +118,12 @@ def sglang_adaptive_config(
     max_batch: int = 256,
     band: float = 0.1,
 ) -> dict[str, Any]:
-    """What `--speculative-adaptive-config` reads: the steps worth having at each batch size, `length` tokens each.
+    """Make a file for `--speculative-adaptive-config`: the useful steps at each batch size of `length` tokens each.
 
-    SGLang (0.5.23, `speculative/adaptive_spec_params.py`) picks among a slot's `candidate_steps` by an average of what
-    was accepted, so a slot gets the best steps for the given rates and for rates `band` lower and higher. Its step 0
-    still pays a drafter pass: make `SpecConfig(0)` a candidate where it was measured. `--speculative-num-steps` must be
-    among the steps of the result.
+    SGLang (0.5.23, `speculative/adaptive_spec_params.py`) picks among a slot's `candidate_steps` by an average of
+    accepted drafts. A slot therefore gets the best steps for the given rates, and for rates `band` lower and higher.
+    SGLang's step 0 still runs a drafter pass: include `SpecConfig(0)` if it was measured. `--speculative-num-steps`
+    must be among the steps of the result. Raises ValueError without a chain.
     """
     chains = [c for c in candidates if c.topk <= 1]
     if not any(c.num_steps > 0 for c in chains):
@@ -150,7 +150,7 @@ def vllm_batch_schedule(
     length: int = 2048,
     max_batch: int = 256,
 ) -> dict[str, Any]:
-    """vLLM's `speculative_config` entries: inclusive `[first batch, last batch, num_speculative_tokens]` ranges."""
+    """Make vLLM's `speculative_config` entries: `[first batch, last batch, num_speculative_tokens]`, ends included."""
     chains = [c for c in candidates if c.topk <= 1]
     if not chains:
         raise ValueError(f"candidates {[str(c) for c in candidates]} hold no chain: vLLM adapts topk=1 only")
@@ -167,7 +167,7 @@ def vllm_batch_schedule(
 def _best_steps(
     cost: RoundCosts, rates: Sequence[float], candidates: Sequence[SpecConfig], max_batch: int, length: int
 ) -> list[int]:
-    """num_steps of `solve` at every batch 1..max_batch of `length` tokens each."""
+    """Return num_steps of `solve` at every batch 1..max_batch of `length` tokens each."""
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)
     tokens = np.array([expected_tokens(c, rates) for c in ordered])
@@ -176,6 +176,6 @@ def _best_steps(
 
 
 def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
-    """Candidates for these step counts; 0 means plain decoding, or SGLang's step 0 where the engine has no real off."""
+    """Make candidates of these step counts. 0 is `OFF`; with `real_off=False` it is SGLang's step 0."""
     zero = OFF if real_off else SpecConfig(0)
     return tuple(zero if k == 0 else SpecConfig(k) for k in sorted(set(steps)))

@@ -1,8 +1,8 @@
 """Latency surfaces: interpolation inside a measured grid, a fitted model outside it, and the repair of noise.
 
-One surface holds the round cost of one (TP, config) over batch and context. Rows are measured batch sizes; along a row
-the cost is piecewise linear in context tokens (PAT, section 4), between rows it is linear at equal *mean* context per
-request, so that a rectangle of measured (batch, mean length) stays a rectangle of trusted answers.
+One surface holds the round cost of one (TP, config) over batch and context. Its rows are the measured batch sizes.
+Along a row the cost is piecewise linear in context tokens (PAT, section 4). Between rows it is linear at equal *mean*
+context per request, so that every point of a measured rectangle (batch, mean length) is interpolated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Points = Mapping[tuple[int, int], float]  # (batch, context tokens of the whole 
 
 
 def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """The terms of a round's cost, `[..., 7]`: what the fitted model is linear in (docs/design.md, Round cost).
+    """Compute the terms of a round's cost, `[..., 7]`; the fitted model is linear in them (docs/design.md, Round cost).
 
-    Host and weights, verified tokens, context read, the drafter's extend pass and its tokens, the further drafter
-    passes and their tokens.
+    In order: host and weights, verified tokens, context, the drafter's extend pass, its tokens, further drafter passes,
+    their tokens.
     """
     batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
     verified = batch * (config.num_draft_tokens or 1)
@@ -32,7 +32,7 @@ def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.n
 
 
 def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Least squares with coefficients >= 0 (Lawson and Hanson's active set). x `[n, m]`, y `[n]` -> `[m]`."""
+    """Solve least squares with coefficients >= 0 (Lawson and Hanson's active set): x `[n, m]`, y `[n]` -> `[m]`."""
     n_terms = x.shape[1]
     scale = np.maximum(np.abs(x).max(axis=0), 1e-30)
     x = x / scale
@@ -59,7 +59,7 @@ def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:
-    """The nondecreasing sequence nearest in (weighted) least squares: pool adjacent violators."""
+    """Find the nondecreasing sequence nearest in (weighted) least squares, by pooling adjacent violators."""
     blocks: list[list[float]] = []  # [mean, weight, count]
     for value, weight in zip(values, np.ones(len(values)) if weights is None else weights, strict=True):
         blocks.append([float(value), float(weight), 1])
@@ -73,9 +73,9 @@ def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) ->
 
 
 def monotone(points: Points) -> dict[tuple[int, int], float]:
-    """The points with noise removed that would make a larger batch or a longer context cheaper.
+    """Remove noise that would make a larger batch or a longer context cheaper.
 
-    Batches are compared at equal mean context only. The two directions are pooled in turns until neither moves.
+    Batches are compared at equal mean context only. Both directions are pooled alternately until neither changes.
     """
     fixed = dict(points)
     lines: dict[tuple[str, float], list[tuple[int, int]]] = {}
@@ -106,11 +106,11 @@ class Surface:
         self.rows = [np.array(rows[b]).T for b in sorted(rows)]  # per batch: mean lengths, ms
 
     def __call__(self, batch: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ms, extrapolated) of the broadcast shape of `batch` and `context`.
+        """Compute (ms, extrapolated), each of the broadcast shape of `batch` and `context`.
 
-        Outside the grid the nearest measured cost is scaled by the fitted model's ratio, so nothing jumps at the edge.
-        Contexts shorter than any measured cost what the shortest one does: the fitted slope, not better than its noise,
-        would otherwise decide there.
+        Outside the grid the nearest measured cost is scaled by the fitted model's ratio, so the cost is continuous at
+        the edge. A context shorter than all measured ones costs as much as the shortest of them: the fitted slope is
+        too noisy to decide there.
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
         length = context / batch
@@ -142,9 +142,10 @@ class Surface:
 
 
 def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[np.ndarray, float]:
-    """Coefficients of `features` fitted to (config, batch, context, ms), and the median relative error of the fit."""
+    """Fit coefficients of `features` to (config, batch, context, ms); return them and the median relative error."""
     rows = list(samples)
     x = np.stack([features(config, np.array(b), np.array(c)) for config, b, c, _ in rows])
     ms = np.array([r[3] for r in rows])
-    model = fit_nonnegative(x / ms[:, None], np.ones(len(rows)))  # relative errors: a 2 ms round counts as a 200 ms one
+    # Relative errors: rounds of 2 ms and of 200 ms count alike.
+    model = fit_nonnegative(x / ms[:, None], np.ones(len(rows)))
     return model, float(np.median(np.abs(x @ model / ms - 1)))

@@ -1,12 +1,12 @@
 """How many drafted tokens a round should verify, and which: RLHFSpec section 5, and one budget for the whole batch.
 
-Usable alone: standard library and numpy. A candidate's *score* is the summed log-probability that the drafter gives to
-its path. F maps scores to acceptance probabilities; the expected tokens of a round are one per sample plus F over the
-verified candidates (al(n)); the cost of the round is fitted over samples, cached tokens and verified tokens. What is
-maximised is their ratio, tokens per millisecond.
+It needs the standard library and numpy only. A candidate's *score* is the summed log-probability that the drafter
+gives to its path. F maps scores to acceptance probabilities. The expected tokens of a round, al(n), are one per sample
+plus the sum of F over the verified candidates. The cost of a round is fitted over samples, cached tokens and verified
+tokens. The number of verified candidates maximises the ratio of the two, tokens per millisecond.
 
-Choosing by the drafter's own scores is lossless only under verifiers that do not look at what the drafter believed:
-position-keyed and target-only. Under rejection it changes the distribution, and engines refuse it.
+A choice by the drafter's scores is lossless only under verifiers that do not use the drafter's probabilities:
+position-keyed and target-only. With rejection sampling it changes the distribution, and engines refuse it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Cost = Callable[[int, int, int], float]  # (samples, cached tokens of the batch,
 class AcceptanceMap:
     """F: a candidate's score -> the probability that it is accepted, monotone (RLHFSpec section 5.2 and figure 7).
 
-    Counts per bin of score, pooled until they do not decrease, interpolated between the bins' mean scores. Without
-    data a drafter is believed: F = exp(score), as if `prior` candidates of every bin had been seen. Of what was
-    observed, about the last `window` candidates count, so that what was seen before a policy update fades.
+    Rates are counted per bin of scores, pooled until they do not decrease, and interpolated between the bins' mean
+    scores. The prior is F = exp(score), with the weight of `prior` candidates in every bin. About the last `window`
+    candidates count, so that observations from before a policy update lose weight.
     """
 
     def __init__(self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 20_000.0) -> None:
-        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0, where most of the value lies
+        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0: most accepted ones
         self.edges, centre = borders[1:-1], (borders[1:] + borders[:-1]) / 2
         self.window = window
         self.prior = prior * np.stack([np.ones(bins), np.exp(centre), centre])
         self.counts = np.zeros(
             (3, bins)
-        )  # candidates seen, accepted, and their summed scores: a bin stands at its mean
+        )  # candidates seen, accepted, and their summed scores (a bin is placed at its mean)
         self._refit()
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
-        """F of the scores, any shape."""
+        """Return F of scores of any shape."""
         return np.asarray(np.interp(scores, self.at, self.rate))
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
-        """Candidates that were verified, [N] each; all of them, whether or not their parents were accepted."""
+        """Count verified candidates, [N] each: all of them, also those whose parents were rejected."""
         scores = np.maximum(np.asarray(scores, float), 2 * self.edges[0])
         where, bins = np.searchsorted(self.edges, scores), self.counts.shape[1]
         columns = (None, np.asarray(accepted, float), scores)
@@ -73,8 +73,9 @@ class AcceptanceMap:
 class VerifyCost:
     """ms of a round over (samples, cached tokens, verified tokens), fitted to measured rounds (RLHFSpec section 5.2).
 
-    Linear in samples and cached tokens, convex and piecewise linear in verified tokens: the marginal token gets dearer
-    as the hardware fills up. Answers are kept per bucket of the two token counts, each a quarter octave wide.
+    Linear in samples and cached tokens; convex and piecewise linear in verified tokens, since a further token costs
+    more as the hardware approaches its compute limit. Answers are cached per bucket of the two token counts, each a
+    quarter octave wide.
     """
 
     def __init__(self, knees: ArrayLike, weights: ArrayLike) -> None:
@@ -83,7 +84,7 @@ class VerifyCost:
 
     @classmethod
     def fit(cls, rounds: Sequence[tuple[int, int, int, float]]) -> VerifyCost:
-        """`rounds` of (samples, cached tokens, verified tokens, ms), at least four."""
+        """Fit to `rounds` of (samples, cached tokens, verified tokens, ms). Raises ValueError for fewer than four."""
         if len(rounds) < 4:
             raise ValueError(f"a cost needs at least 4 measured rounds, got {len(rounds)}")
         data = np.asarray(rounds, float)
@@ -109,9 +110,9 @@ class VerifyCost:
 
 
 class LearnedCost:
-    """A `VerifyCost` that an engine's own rounds teach: None at first, then fitted anew every `every` rounds.
+    """A `VerifyCost` fitted to an engine's own rounds: `cost` is None at first, then fitted again every `every` rounds.
 
-    The first `rounds` are kept for good: they were run with budgets of every size, which later ones are not.
+    The first `rounds` are always kept: they were run with budgets of every size, later ones with the best size only.
     """
 
     TRIED = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the limit, in turn, while nothing is known
@@ -123,7 +124,7 @@ class LearnedCost:
         self.cost: VerifyCost | None = None
 
     def trial(self, limit: int) -> int:
-        """How many candidates a sample's next round should verify for the sake of learning."""
+        """Return how many candidates the next round should verify per sample while the cost is being learned."""
         return round(self.TRIED[self._seen % len(self.TRIED)] * limit)
 
     def observe(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
@@ -136,11 +137,11 @@ class LearnedCost:
 
 
 class TreeBudget:
-    """Decides before every verification which candidates go to the target.
+    """Decide before every verification which candidates the target verifies.
 
-    An engine calls `keep`, `observe`, and at the round's end `timed`. Without a `cost` the budget learns it from there.
-    share = "sample": RLHFSpec's one draft token number n for every sample, each sample's n best candidates.
-    share = "batch": one budget for the batch, the best candidates of all samples, however they fall.
+    An engine calls `keep`, `observe`, and at the end of the round `timed`. Without a `cost` it is learned from `timed`.
+    share = "sample": RLHFSpec's one number n for all samples; each sample's n best candidates are verified.
+    share = "batch": one budget for the batch; the best candidates of all samples are verified.
     """
 
     def __init__(
@@ -179,15 +180,15 @@ class TreeBudget:
         self.acceptance.observe(scores, accepted)
 
     def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
-        """What a whole round took: `samples` of them, their cached tokens, the tokens verified, milliseconds."""
+        """Record a whole round: its samples, their cached tokens, the verified tokens, milliseconds."""
         if self._learned is not None:
             self._learned.observe(samples, context_tokens, verified, ms)
             self.cost = self._learned.cost
 
     def _search_layers(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
-        """RLHFSpec section 5.3: n grows through the tree layer by layer until tokens per ms keep falling.
+        """Find n (RLHFSpec section 5.3): it grows layer by layer until tokens per ms have fallen `patience` times.
 
-        With layers 1..l in the pool, the n best are final while each weighs at least what layer l + 1 could add.
+        With layers 1..l considered, the n best are final while each weighs at least as much as any of layer l + 1.
         """
         samples, al = len(weights), float(len(weights))
         best, best_n, falling = samples / cost(samples, context, samples), 0, 0
@@ -210,7 +211,7 @@ class TreeBudget:
         return best_n
 
     def _search_batch(self, cost: Cost, weights: np.ndarray, samples: int, context: int) -> int:
-        """How many of the batch's candidates, best first, to verify. Only the last of each cost bucket can be best."""
+        """Find how many of the batch's candidates to verify, best first. Only the last of a cost bucket can be best."""
         al = np.concatenate([[0.0], np.cumsum(weights)]) + samples
         best, best_count, falling, count = 0.0, 0, 0, 0
         while True:
@@ -225,14 +226,14 @@ class TreeBudget:
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:
-    """Mask [B, M] of each row's `count` highest scores; of equals the earlier, so that parents come first."""
+    """Mask [B, M] each row's `count` highest scores; of equals the earlier, so that parents come first."""
     keep = np.zeros(scores.shape, bool)
     np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
     return keep
 
 
 def bucket(tokens: int) -> int:
-    """The upper edge of the bucket that holds so many tokens: 1 to 8, 10, 12, 14, 16, 20, ..., quarter octaves."""
+    """Return the upper edge of a token count's bucket: 1 to 8, 10, 12, 14, 16, 20, ..., quarter octaves."""
     if tokens <= 4:
         return max(tokens, 1)
     step = 1 << max(0, (tokens - 1).bit_length() - 3)

@@ -1,8 +1,8 @@
-"""`rlspec convert --check`: do both checkpoints compute the same?
+"""`rlspec convert --check`: compare the logits of two checkpoints.
 
-Policy and drafter of the Megatron side run in Megatron's modules, those of the Hugging Face side in Transformers' own
-classes. The drafter around its block is written here after SGLang's `mimo_mtp.py`; no name table is read for that side,
-since a table that is wrong both ways would agree with itself.
+The Megatron checkpoint runs in Megatron's modules, the Hugging Face one in Transformers' own classes. Around its block
+the Hugging Face drafter is computed here, after SGLang's `mimo_mtp.py`. That side uses no name table: a table that is
+wrong in both directions would agree with itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _TOKENS = 64
 
 
 def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
-    """One line with the largest differences, relative to the logits' spread; ValueError if above `tolerance`.
+    """Compare logits; return one line with the largest differences. Raises ValueError above `tolerance`.
 
-    One of the two is a Hugging Face checkpoint, the other a Megatron one (or also Hugging Face: then it is read as
-    Megatron would read it). Both models are held in float32 at the same time.
+    Differences are relative to the standard deviation of the logits. One checkpoint is a Hugging Face one. The other is a
+    Megatron one, or also a Hugging Face one, which is then read as Megatron would read it. Both models are in memory at
+    the same time, in float32.
     """
     hf, megatron = (first, second) if (first / "config.json").exists() else (second, first)
     config, tensors = read_hf(hf)
@@ -54,7 +55,7 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
 
 @torch.no_grad()
 def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same two of the modules that train, filled from a checkpoint by canonical name; on one rank."""
+    """Compute the same in the modules that are trained, filled from a checkpoint by canonical name, on one rank."""
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
     runtime.init_distributed(options.parallel)
     family, device = family_of(config), runtime.device()
@@ -91,7 +92,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
 def transformers_logits(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Policy's [L, V] and drafter's [L - 1, V] (None without one) of a Qwen2-shaped checkpoint, tokens [L]."""
+    """Compute logits of a Qwen2-shaped checkpoint for tokens [L]: policy [L, V], drafter [L - 1, V] or None."""
     plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
     target = _dense_model(config, plain)
     own = {name: t.float() for name, t in tensors.items() if "mtp_layers" not in name}

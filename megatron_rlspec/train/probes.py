@@ -1,8 +1,8 @@
-"""Does the megatron-core on the path have this defect? Each probe runs upstream's own code on a tiny model.
+"""Probes for known defects of the installed megatron-core. Each runs upstream's own code on a tiny model.
 
-A probe returns what it saw where the defect is there, and None where it is not. It raises where it cannot tell. All of
-them run on the CPU; `cp_local_count` starts a second process. They want a process of their own (`rlspec doctor` gives
-them one): they join a process group and, without a GPU, install the CPU's stand-ins.
+A probe returns what it saw if the defect is present, None if it is absent, and raises if it cannot decide. All run on the
+CPU; `cp_local_count` starts two processes. Run them in a process of their own, as `rlspec doctor` does: they join a
+process group and, without a GPU, install the CPU replacements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VOCABULARY, HIDDEN, LENGTH = 32, 16, 8
 
 
 def roll_unpadded() -> str | None:
-    """The packed roll reads `cu_seqlens_q`, where sequences are laid out by `cu_seqlens_q_padded`."""
+    """Probe the packed roll: it uses `cu_seqlens_q`, but sequences are laid out by `cu_seqlens_q_padded`."""
     prepare()
     real, padded = [0, 3, 8, 9], [0, 4, 12, 14]
     tokens = torch.arange(1, padded[-1] + 1)[None]
@@ -46,11 +46,13 @@ def roll_unpadded() -> str | None:
         for i in range(length - 1)
     ]
     wrong = sum(int(rolled[0, t] != tokens[0, source]) for t, source in pairs)
-    return f"{wrong} of {len(pairs)} real positions received another token than their successor" if wrong else None
+    return (
+        f"{wrong} of {len(pairs)} real positions received a wrong token instead of their successor" if wrong else None
+    )
 
 
 def no_clamp() -> str | None:
-    """A rank without a loss token divides 0 by 0."""
+    """Probe a rank without a loss token: it divides 0 by 0."""
     gradients = _gradients(torch.zeros(1, LENGTH))
     bad = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     return (
@@ -59,7 +61,7 @@ def no_clamp() -> str | None:
 
 
 def moves_policy() -> str | None:
-    """The MTP loss reaches the head, the embedding and the decoder, and no option stops it."""
+    """Probe whether the MTP loss gives gradients to head, embedding and decoder, whatever the options."""
     switch = {"mtp_detach_heads": True} if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__ else {}
     norms = {name: float(g.norm()) for name, g in _gradients(torch.ones(1, LENGTH), **switch).items()}
     if not any(value for name, value in norms.items() if name.startswith("mtp.")):
@@ -72,7 +74,7 @@ def moves_policy() -> str | None:
 
 
 def labels_none() -> str | None:
-    """A forward for logits, which every RL loop needs, crashes with MTP on."""
+    """Probe a forward without labels, which every RL loop needs: with MTP it crashes."""
     try:
         with torch.no_grad():
             tiny_model()(**inputs(), labels=None)
@@ -82,7 +84,7 @@ def labels_none() -> str | None:
 
 
 def recompute_packed() -> str | None:
-    """Full recomputation hands `PackedSeqParams` to a function that stores tensors only."""
+    """Probe full recomputation: it passes `PackedSeqParams` to a function that stores tensors only."""
     model = tiny_model(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     cu = [0, 5, LENGTH]
     tokens = inputs()
@@ -94,7 +96,7 @@ def recompute_packed() -> str | None:
 
 
 def shared_step() -> str | None:
-    """After a resume all parameters share one `step` tensor, so torch's AdamW counts each parameter as a step."""
+    """Probe a resume: all parameters share one `step` tensor, so torch's AdamW counts each parameter as a step."""
     prepare()
     model = tiny_model()
     ddp = DistributedDataParallel(
@@ -123,7 +125,7 @@ def shared_step() -> str | None:
 
 
 def cp_local_count() -> str | None:
-    """Each context-parallel rank averages over its own loss tokens, so gradients depend on where they fell."""
+    """Probe context parallelism: each rank averages over its own loss tokens, so gradients depend on the split."""
     port = str(free_port(JOBS))
     command = [sys.executable, "-W", "ignore", "-m", __name__, "cp_local_count"]
     ranks = []
@@ -140,7 +142,7 @@ def cp_local_count() -> str | None:
 
 
 def _cp_error() -> float:
-    """Relative change of the MTP projection's gradient from CP 1 to CP 2, seven loss tokens against one."""
+    """Compute the relative change of the MTP projection's gradient from CP 1 to CP 2."""
     runtime.install()
     runtime.init_distributed(ParallelConfig(context=2))
     rank, cut = dist.get_rank(), 2 * LENGTH // 4
@@ -156,8 +158,8 @@ def _cp_error() -> float:
 
     gradient = _projection(_gradients(share(mask), tokens=share(tokens), packed=packed, context_parallel_size=2))
     dist.all_reduce(gradient)
-    gradient /= 2  # what data-parallel averaging over DP × CP does
-    # The same batch on one rank: the group of one, and the attention of the probe's model reads no neighbour.
+    gradient /= 2  # as data-parallel averaging over DP × CP
+    # The same batch on one rank: a group of one; the attention of the probe's model does not read other positions.
     whole = _projection(_gradients(mask, tokens=tokens, packed=packed, alone=True))
     return float((gradient - whole).norm() / whole.norm())
 
@@ -185,7 +187,7 @@ class _ValueAttention(torch.nn.Module):
 
 
 def prepare() -> None:
-    """Join a job of one rank, with the CPU's stand-ins where there is no GPU."""
+    """Join a job of one rank; without a GPU, install the CPU replacements."""
     runtime.install()
     runtime.init_distributed(ParallelConfig())
 
@@ -226,7 +228,7 @@ def _gradients(
     alone: bool = False,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the MTP loss alone, all parameters; zeros where there is none. `mask` belongs to the labels."""
+    """Compute gradients of the MTP loss alone for all parameters, zeros where none. `mask` belongs to the labels."""
     model = tiny_model(**options)
     if alone:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -240,7 +242,7 @@ def _gradients(
 
 
 def mtp_labels(tokens: torch.Tensor) -> dict[str, Any]:
-    """The arguments that make a forward compute the MTP loss: slime's patch to megatron-core added its own."""
+    """Return the arguments that make a forward compute the MTP loss; slime's patched megatron-core has its own."""
     if "mtp_kwargs" in inspect.signature(GPTModel.forward).parameters:
         return {"labels": None, "mtp_kwargs": {"mtp_labels": tokens}}
     return {"labels": tokens}

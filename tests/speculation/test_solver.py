@@ -8,9 +8,9 @@ from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.solver import (
     chains,
+    choices,
     compile_schedule,
     explain,
-    options,
     sglang_adaptive_config,
     solve,
     vllm_batch_schedule,
@@ -58,7 +58,7 @@ def test_a_machine_with_little_arithmetic_turns_speculation_off_at_large_batches
 
 
 def test_trees_are_weighed_too():
-    ranked = options(H100, [0.5] * 5, 1, 1000, TREES)
+    ranked = choices(H100, [0.5] * 5, 1, 1000, TREES)
     assert {o.config for o in ranked} == set(TREES)
     assert ranked[0].config.topk > 1  # verification is free at batch 1, so branches pay
     assert solve(H100, [0.5] * 5, 256, 256_000, TREES).config.topk <= 1
@@ -71,7 +71,7 @@ def test_the_schedule_agrees_with_the_solver(rate):
     worst = 0.0
     for batch in (1, 2, 3, 7, 20, 64, 100, 128):
         for length in (64, 300, 1000, 5000, 8192):
-            ranked = options(H100, rates, batch, batch * length, CANDIDATES)
+            ranked = choices(H100, rates, batch, batch * length, CANDIDATES)
             chosen = next(o for o in ranked if o.config == schedule.choose(batch, batch * length))
             worst = max(worst, 1 - chosen.rate / ranked[0].rate)
     assert worst < 0.02
