@@ -1,7 +1,7 @@
 """Apply, reverse and check the patches in `patches/<project>/<version>/`, all of a version or none.
 
-A patch's `index` lines name the blobs that it was made from. A file that is neither that blob nor the patched one belongs
-to another version, and is refused even if the hunks would apply.
+A patch's `index` lines name the blobs that it was made from. A file that is neither that blob nor the patched one
+belongs to another version, and is refused even if the hunks would apply.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Sequence[str]) -> None:
-    """Unknown options go to `rlspec serve`. Refuse those close to an option of ours, and all if no engine is started."""
+    """Refuse unknown options that resemble ours, and all of them if no `rlspec serve` is started to take them."""
     own = [option for action in parser._actions for option in action.option_strings]
     for word in serve:
         name = word.partition("=")[0]
@@ -180,9 +180,7 @@ def summary(table: CostTable, tp: int) -> str:
         f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
     )
     if spread > NOISY:
-        lines.append(
-            f"a spread above {NOISY:.0%} means that the machine was busy: measure again when nothing else runs on it"
-        )
+        lines.append(f"a spread above {NOISY:.0%} means a busy machine: measure again when nothing else runs on it")
     return "\n".join(lines)
 
 

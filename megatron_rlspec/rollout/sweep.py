@@ -187,7 +187,7 @@ class Sweep:
         )
 
     def closer(self, tolerance: float) -> list[Point]:
-        """Return points to measure next, the largest deviation first: batches whose cost is off their neighbours' line.
+        """Return points to measure next, largest deviation first: around batches off the line of their neighbours.
 
         With a point between each pair of neighbours about a quarter of the deviation remains. That quarter, less what
         noise alone explains, is compared with `tolerance`.

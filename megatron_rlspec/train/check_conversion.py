@@ -31,9 +31,9 @@ _TOKENS = 64
 def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
     """Compare logits; return one line with the largest differences. Raises ValueError above `tolerance`.
 
-    Differences are relative to the standard deviation of the logits. One checkpoint is a Hugging Face one. The other is a
-    Megatron one, or also a Hugging Face one, which is then read as Megatron would read it. Both models are in memory at
-    the same time, in float32.
+    Differences are relative to the standard deviation of the logits. One checkpoint is a Hugging Face one. The other is
+    a Megatron one, or also a Hugging Face one, which is then read as Megatron would read it. Both models are in memory
+    at the same time, in float32.
     """
     hf, megatron = (first, second) if (first / "config.json").exists() else (second, first)
     config, tensors = read_hf(hf)

@@ -1,7 +1,7 @@
 """Probes for known defects of the installed megatron-core. Each runs upstream's own code on a tiny model.
 
-A probe returns what it saw if the defect is present, None if it is absent, and raises if it cannot decide. All run on the
-CPU; `cp_local_count` starts two processes. Run them in a process of their own, as `rlspec doctor` does: they join a
+A probe returns what it saw if the defect is present, None if it is absent, and raises if it cannot decide. All run on
+the CPU; `cp_local_count` starts two processes. Run them in a process of their own, as `rlspec doctor` does: they join a
 process group and, without a GPU, install the CPU replacements.
 """
 
@@ -46,9 +46,7 @@ def roll_unpadded() -> str | None:
         for i in range(length - 1)
     ]
     wrong = sum(int(rolled[0, t] != tokens[0, source]) for t, source in pairs)
-    return (
-        f"{wrong} of {len(pairs)} real positions received a wrong token instead of their successor" if wrong else None
-    )
+    return f"{wrong} of {len(pairs)} real positions received a token other than their successor" if wrong else None
 
 
 def no_clamp() -> str | None:
