@@ -619,12 +619,12 @@ def test_a_command_line_ends_in_one_line_and_2(arguments, part, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_of_many_ranks_the_first_one_speaks(tmp_path):
+def test_only_rank_0_prints_the_error(tmp_path):
     ended = command("train", tmp_path, RANK="1", WORLD_SIZE="2")
     assert ended.returncode == 2 and ended.stderr == ""
 
 
-def test_mistakes_are_told_before_torch_is_imported(tmp_path):
+def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
     code = (
         "import sys, megatron_rlspec.cli as c\ntry: c.main(['train'])\nexcept SystemExit: print('torch' in sys.modules)"
     )

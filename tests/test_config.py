@@ -26,7 +26,7 @@ def test_file_and_overrides(tmp_path):
         ({"rollout.max_new_tokens": "9999"}, "rollout.max_new_tokens=9999 leaves no room"),
     ],
 )
-def test_mistakes_are_told_in_one_line(overrides, message):
+def test_mistakes_are_reported_in_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
         load(None, overrides)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -179,7 +179,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_ROWS.items())
-def test_a_bad_row_is_told_with_file_and_line(tmp_path, tokenizer, line, message):
+def test_a_bad_row_is_reported_with_file_and_line(tmp_path, tokenizer, line, message):
     path = jsonl(tmp_path / "rows.jsonl", [GOOD, "", line, GOOD])
     with pytest.raises(DataError) as told:
         read_prompts(path, DataConfig(), tokenizer, 100)
@@ -210,7 +210,7 @@ def test_a_tokenizer_without_template_is_named(tmp_path, tokenizer, directory):
         read_prompts(path, DataConfig(apply_chat_template=True), tokenizer, 100)
 
 
-def test_a_bad_response_is_told(tmp_path, tokenizer):
+def test_a_bad_response_is_reported(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1=", "response": 5}])
     with pytest.raises(DataError, match=f"{path}:1: response is a number, expected text"):
         read_demonstrations(path, DataConfig(), tokenizer, 100)
@@ -242,14 +242,14 @@ def test_bad_files_are_told(tmp_path, tokenizer):
         read_prompts(empty, DataConfig(), tokenizer, 5)
 
 
-def test_a_parquet_row_is_told_by_its_number(tmp_path, tokenizer):
+def test_a_bad_parquet_row_is_reported_with_its_number(tmp_path, tokenizer):
     rows = [GOOD, GOOD, {"prompt": None, "label": "1"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=f"{tmp_path}/rows.parquet: row 3: prompt is null"):
         read_prompts(tmp_path / "rows.parquet", DataConfig(), tokenizer, 100)
 
 
-def test_a_missing_tokenizer_is_told(tmp_path):
+def test_a_missing_tokenizer_is_reported(tmp_path):
     with pytest.raises(DataError, match=f"{tmp_path}/none: no such directory"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(DataError, match=f"{tmp_path}: no tokenizer that Transformers can load") as told:

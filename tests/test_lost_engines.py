@@ -99,7 +99,7 @@ def undisturbed(start, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("sign", "told"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "silent for 10 s")]
 )
-def test_the_other_engine_draws_what_a_lost_one_owed(start, undisturbed, tmp_path, sign, told):
+def test_the_other_engine_draws_the_samples_of_a_lost_one(start, undisturbed, tmp_path, sign, told):
     """Position-keyed, so which engine drew a sample cannot be seen in it: every step is that of an undisturbed run."""
     process = train(start, tmp_path, rollout__engines=2, **SGLANG, **NO_RESTARTS)
     during_rollout(tmp_path, 1, process)

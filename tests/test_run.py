@@ -39,7 +39,7 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
-def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
+def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}
     run(start, tmp_path / "chains", **embedded)
@@ -53,7 +53,7 @@ def test_the_embedded_engine_is_one_word(whole, start, tmp_path):
     assert chains["spec/share_k3"] == 1 and trees["spec/share_k3t2n11"] == 1
 
 
-def test_a_warm_start_on_two_ranks_is_judged_and_ends_early(start, tmp_path):
+def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path):
     """The second evaluation's accept length gains nothing to speak of: the run stops there, on both ranks."""
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}
     options |= {"sft__steps": 9, "sft__samples_per_step": 4, "sft__eval_every": 2, "sft__eval_prompts": 4}

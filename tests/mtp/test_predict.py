@@ -262,7 +262,7 @@ def test_calibrated_forecasts_beat_the_last_value(informative, gain):
     assert calibrated < (1 - gain) * last < last < raw
 
 
-def test_a_prediction_is_believed_for_what_it_told_before():
+def test_a_prediction_is_weighed_by_its_earlier_errors():
     def trusts(informative):
         rng = np.random.default_rng(2)
         calibration = Calibration(1)

@@ -166,7 +166,7 @@ def test_http():
     assert "500 Server Error" in failures[0]
 
 
-def test_nobody_listening_is_a_failure_of_the_samples():
+def test_a_reward_server_that_is_down_fails_the_samples():
     rewards, failures = score("http://127.0.0.1:9/", [sample("a")], workers=1)
     assert rewards == [0] and "ConnectionError" in failures[0]
 

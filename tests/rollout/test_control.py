@@ -26,7 +26,7 @@ def chosen(decider):
     return decider.choose(1, 100, None)[0]
 
 
-def test_what_was_held_twice_is_released_once(decider):
+def test_hold_twice_needs_one_release(decider):
     """By a canary and by a push, say: the second must not take "off" for the rule that waits."""
     control._hold(SETTINGS, None, "canary")
     control._hold(SETTINGS, None, "push")

@@ -84,7 +84,7 @@ class Requests:
 
 @pytest.mark.parametrize("most", [7, 8192])
 @pytest.mark.parametrize("every", [1, 3, 100])
-def test_what_each_request_missed_comes_back_in_order(every, most):
+def test_missed_tokens_of_each_request_are_read_in_order(every, most):
     """Requests end, join and are prefilled anew between rounds; storing and splitting in between changes nothing."""
     gap = Feeding(every=every, most=most)
     requests = Requests(gap, *"abc")
@@ -103,7 +103,7 @@ def test_what_each_request_missed_comes_back_in_order(every, most):
 
 
 @pytest.mark.parametrize("every", [1, 4, 100])
-def test_some_catch_up_and_the_others_later_in_full(every):
+def test_some_drafters_catch_up_first_and_the_others_later_in_full(every):
     """A probe of the two least behind, which accepts several tokens a round; then off again; then everybody."""
     gap = Feeding(every=every)
     requests = Requests(gap, *"abc")
@@ -138,7 +138,7 @@ def test_memory_is_bounded_by_those_still_running():
     assert kept <= 4 and len(gap._since) <= 1 + 4
 
 
-def test_who_has_not_caught_up_is_certain_of_its_first_draft():
+def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
     """Rejection sampling is exact only by the distribution that a draft was drawn from; off leaves an older one."""
     gap = Feeding()
     gap.samples_drafts = True

@@ -53,7 +53,7 @@ def test_starts_of_one_run_are_counted_over_all_its_engines():
     assert Restarts(lambda name, number: name, 0).lost("a") == 0
 
 
-def test_one_that_cannot_start_is_told_and_others_are_waited_for():
+def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
     def start(name, number):
         if name == "bad":
             raise EngineError("bad: no memory")

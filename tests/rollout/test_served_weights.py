@@ -24,7 +24,7 @@ def mark(ranks: list[TensorPart]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_add_up_to_the_whole(dim, dtype):
+def test_fingerprints_of_parts_sum_to_that_of_the_tensor(dim, dtype):
     full = torch.randn(48, 40).to(dtype)
     ranks = [held(full, dim, rank, 2) for rank in range(2)]
     assert mark(ranks) == fingerprint(full)
@@ -37,7 +37,7 @@ def test_parts_add_up_to_the_whole(dim, dtype):
     assert mark(exchanged) != fingerprint(full)
 
 
-def test_what_ranks_hold_twice_must_agree():
+def test_replicas_on_several_ranks_must_agree():
     """Norms on every rank; and key heads that two of four ranks share."""
     norm, keys = torch.randn(64), torch.randn(32, 64)
     copies = [TensorPart("norm", norm.clone(), (64,)) for _ in range(4)]
@@ -50,7 +50,7 @@ def test_what_ranks_hold_twice_must_agree():
             ranks[rank].part.view(-1)[3] /= 2
 
 
-def test_a_word_that_two_ranks_share_is_refused():
+def test_a_word_across_two_ranks_is_refused():
     with pytest.raises(ValueError, match="w: a part of 6 bytes a row; expected a multiple of 8"):
         held(torch.zeros(4, 6, dtype=torch.bfloat16), 1, 0, 2).fingerprint()
 

@@ -219,7 +219,7 @@ def rounds_of(sample: Sample) -> dict[int, int]:
     return found
 
 
-def test_some_catch_up_to_be_probed_and_all_when_drafting_starts(engines: dict[str, SGLangEngine]) -> None:
+def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict[str, SGLangEngine]) -> None:
     """While off, 8 of 12 requests' drafters catch up now and then; the others draft at random in those rounds.
 
     By this rule's costs drafting pays once contexts are long. From there on each round accepts what it accepts where
@@ -436,7 +436,7 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[
     assert not engine.describe()["held"]
 
 
-def test_a_canary_tells_a_drafter_that_bits_cannot(engines: dict[str, SGLangEngine]) -> None:
+def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict[str, SGLangEngine]) -> None:
     """Pushed as the trainer has it, and wrong there: the halves of the input projection exchanged."""
     engine = engines["adaptive"]
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
@@ -491,7 +491,7 @@ def hundred_times_faster(path: Path) -> Path:
     return path
 
 
-def test_what_a_rollout_teaches_reaches_every_engine(engines: dict[str, SGLangEngine], tmp_path: Path) -> None:
+def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngine], tmp_path: Path) -> None:
     """A few rounds that accept everything and many that accept nothing: learnt as a ratio of sums, by all engines."""
     few, many = engines["adaptive"], engines["unkeyed"]
     few.update_weights(60, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
@@ -562,7 +562,7 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
             launch(model, tmp_path / f"{name}.log", arguments=arguments).wait(60)
 
 
-def test_an_engine_with_a_key_serves_who_knows_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:
+def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:
     engine = engines["plain"]
     monkeypatch.setenv("RLSPEC_API_KEY", "right-key")
     assert SGLangEngine(engine.url).describe() == engine.describe()

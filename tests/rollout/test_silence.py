@@ -22,7 +22,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (b"", False, "generate failed: the engine closed the connection without an answer"),
     ],
 )
-def test_a_silent_engine_is_told_from_one_that_is_gone(said, stays, told):
+def test_a_silent_engine_is_distinguished_from_one_that_is_gone(said, stays, told):
     ended = threading.Event()
 
     class Handler(socketserver.BaseRequestHandler):

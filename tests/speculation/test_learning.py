@@ -78,7 +78,7 @@ def test_the_times_of_rounds_scale_the_table_if_that_is_wanted():
     assert resumed.rule() == scaled.rule()
 
 
-def test_engines_that_do_not_decide_are_told_no_forecast():
+def test_engines_without_a_rule_get_no_forecast():
     made = learning(depth=3, adaptive=False)
     found = made.expect(prediction(0.5))
     assert "predict/next_tokens_k3" in found and "spec/prior_1" not in found and not made.forecasts

@@ -38,7 +38,7 @@ def walk(steps, size, rng):
     return 0.6 + 0.25 * np.sin(np.cumsum(rng.normal(0, size, steps)))
 
 
-def test_a_forecast_that_knows_is_believed():
+def test_a_good_forecast_gets_most_of_the_weight():
     rng = np.random.default_rng(1)
     truth = walk(60, 0.5, rng)
     (belief, seen, forecast), draws = errors(truth, np.clip(truth + rng.normal(0, 0.02, 60), 0.01, 0.99))

@@ -100,7 +100,7 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
     assert 20 < probes[1] == probes[0] and 0 < probes[2] <= probes[0] and probes[3] == 0
 
 
-def test_a_probe_asks_of_few_what_they_missed_and_a_switch_of_all():
+def test_a_probe_lets_few_drafters_catch_up_and_a_switch_lets_all():
     """64 requests, of which an engine says how far behind each is. What the others draft is not counted."""
     rule, behind, rng = SpecRule(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
 
@@ -182,7 +182,7 @@ def test_one_odd_round_moves_nothing_and_no_margin_still_switches():
     assert Engine(rule(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
 
 
-def test_decisions_depend_on_nothing_but_what_was_shown():
+def test_decisions_depend_on_observed_rounds_only():
     seen = []
     for delay in (0.0, 2e-4):
         engine = Engine(rule())

@@ -56,7 +56,7 @@ def test_f_is_monotone_calibrated_and_forgets():
         assert moved(np.array([-1.0]))[0] == pytest.approx(expected, abs=0.03)
 
 
-def test_f_pools_what_decreases():
+def test_the_fit_of_f_pools_decreasing_bins():
     f, at = AcceptanceMap(bins=4, lowest=-4.0, prior=1e-9), [-3.0, -2.0, -0.5, -0.1]
     f.observe(np.repeat(at, 10), np.repeat([0.1, 0.6, 0.2, 0.9], 10))
     np.testing.assert_allclose(f(np.array(at)), [0.1, 0.4, 0.4, 0.9], atol=1e-6)

@@ -183,7 +183,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_mistakes_are_told_in_one_line(tmp_path, capsys):
+def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
     config, tensors = hf_directory(tmp_path)
     hf = str(tmp_path / "hf")
     plain = {n: t for n, t in tensors.items() if "mtp" not in n}

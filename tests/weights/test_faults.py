@@ -247,7 +247,7 @@ def test_fault_is_caught(name, fired):
     assert detector == room.found[0]
 
 
-def test_without_a_fault_nobody_complains():
+def test_without_a_fault_no_detector_fires():
     room = Room()
     report = room.push()
     for engine in room.engines:

@@ -302,7 +302,7 @@ def test_without_a_canary_a_healthy_engine_keeps_its_policy_untouched():
     assert engines["a"].schedules == ["off", "k5"]
 
 
-def test_an_engine_that_joins_is_heard_at_the_next_push_and_gets_the_runs_speculation():
+def test_an_engine_that_joins_answers_the_canary_at_the_next_push_and_gets_the_runs_speculation():
     engines = {"a": MemoryEngine()}
     health = healthy(engines, canary_share=1e-9)
     push(health, 0)

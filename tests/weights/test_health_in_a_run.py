@@ -83,7 +83,7 @@ def test_a_healthy_run_is_not_disturbed(run):
     assert run.events() == []
 
 
-def test_an_exporters_bug_turns_speculation_off_and_is_told(run):
+def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     run.push(1)
     metrics = run.push(2, half_swap)
     assert metrics["health/plain_engines"] == 1 and run.engine.schedule == SpecSchedule.fixed(OFF)
@@ -94,7 +94,7 @@ def test_an_exporters_bug_turns_speculation_off_and_is_told(run):
 
 
 @pytest.mark.parametrize("run", [{"health__on_failure": "stop"}], indirect=True)
-def test_a_run_that_shall_stop_stops_and_has_told_why(run):
+def test_on_failure_stop_ends_the_run_with_a_record(run):
     run.push(1)
     with pytest.raises(HealthError, match="on_failure is stop: embedded: canary: accept length 1"):
         run.push(2, half_swap)

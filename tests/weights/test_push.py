@@ -83,7 +83,7 @@ def test_drafter_only_sends_the_drafter_only():
     assert "layers.0" in pusher.push(2, source_of(new), scope="drafter").failed["e"]
 
 
-def test_delta_sends_what_changed_and_all_after_a_failure():
+def test_delta_sends_changed_tensors_and_all_after_a_failure():
     engine = MemoryEngine()
     pusher = Pusher({"e": engine}, delta=True)
     old = weights()
