@@ -1,6 +1,6 @@
 """Which lines of slime ran: recorded in every process of a run, and told by function.
 
-`python slime_lines.py SLIME FOLDER...` prints the table of docs/slime-conformance.md from what runs of `slime_path.py
+`python slime_lines.py SLIME FOLDER...` prints the table of docs/slime-functions.md from what runs of `slime_path.py
 --lines` have left in FOLDER/lines.
 """
 
