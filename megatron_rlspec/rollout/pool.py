@@ -1,4 +1,4 @@
-"""Several engines as one: deals requests out, collects samples, and survives the loss of engines."""
+"""Several engines as one: distribute requests, collect samples, and continue when engines fail."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """A `RolloutEngine` over several. Requests of one prompt go to one engine, whose prefix cache they share.
+    """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
-    in_flight: requests that one engine holds at a time; further groups go to whichever engine has room first. 0: all
-    are dealt out at the start, in one `generate` per engine, for engines that cannot be called from several threads.
+    in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
+               groups are distributed at the start, in one `generate` per engine
+    lost       is called with each engine that failed, from the thread that saw the failure
 
-    An engine that fails is closed and left out from then on (`failures` says why, by the engine's `id`); its unfinished
-    requests start anew on the others. When none is left, `EngineError` is raised. `lost` is called with each at once,
-    from whichever thread met the failure.
+    An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
+    unfinished requests start again on the others. When no engine is left, every method raises EngineError.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EnginePool:
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
-        """Those that have not failed."""
+        """The engines that have not failed."""
         return tuple(self._engines)
 
     def generate(
@@ -53,13 +53,15 @@ class EnginePool:
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        """One sample per request, in their order. `on_sample` is called once per request, from any thread."""
+        """Draw one sample per request, in their order. `on_sample` is called once per request, from any thread.
+
+        Raises EngineError if no engine is left, and ValueError if two requests have one id.
+        """
         if not self._engines:
             raise EngineError("no engine is left")
         if len({r.id for r in requests}) != len(requests):
             raise ValueError("two requests have the same id")
-        run = _Run(self, requests, sampling, on_sample)
-        return run.to_the_end()
+        return _Run(self, requests, sampling, on_sample).finish()
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         tensors = list(tensors) if len(self._engines) > 1 else tensors
@@ -75,14 +77,15 @@ class EnginePool:
         self.everywhere(lambda engine: engine.resume())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Engines ignore ids that they do not hold."""
+        """End these requests, or all, on every engine. Engines ignore ids that they do not hold."""
         self.everywhere(lambda engine: engine.abort(request_ids))
 
     def stats(self) -> list[RoundStats]:
-        return [s for part in self.everywhere(lambda engine: engine.stats()) for s in part]
+        by_engine = self.everywhere(lambda engine: engine.stats())
+        return [stats for of_one in by_engine for stats in of_one]
 
     def fingerprints(self) -> dict[str, int]:
-        """Those of the first engine; `EngineError` if another one holds other weights."""
+        """Return those of the first engine. Raises EngineError if another engine holds other weights."""
         first, *others = self.everywhere(lambda engine: engine.fingerprints())
         for engine, other in zip(self._engines[1:], others, strict=True):
             different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
@@ -95,7 +98,7 @@ class EnginePool:
             engine.close()
 
     def drop(self, engine: RolloutEngine, error: EngineError) -> None:
-        """Leave a failed engine out from now on. Raises `EngineError` when none is left."""
+        """Close a failed engine and leave it out from now on. Raises EngineError if none is left."""
         if engine in self._engines:
             self._engines.remove(engine)
             self.failures[id(engine)] = str(error)
@@ -106,11 +109,11 @@ class EnginePool:
             raise EngineError(f"no engine is left; the last one failed with: {error}")
 
     def add(self, engine: RolloutEngine) -> None:
-        """Between two `generate`: one more, which holds the weights that the others hold."""
+        """Add an engine that holds the same weights as the others. Not during `generate`."""
         self._engines.append(engine)
 
     def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
-        """Call every engine; the results of those that did not fail, in order."""
+        """Call every engine at once; return the results of those that did not fail, in order."""
         engines = list(self._engines)
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
             futures = [threads.submit(call, engine) for engine in engines]
@@ -124,7 +127,7 @@ class EnginePool:
 
 
 class _Run:
-    """One `generate`. The calling thread deals groups out; worker threads wait for engines."""
+    """One `generate`. The calling thread distributes groups; worker threads wait for engines."""
 
     def __init__(
         self,
@@ -150,11 +153,11 @@ class _Run:
             groups.setdefault(request.prompt.id, []).append(request)
         self.waiting.extendleft(reversed(groups.values()))
 
-    def to_the_end(self) -> list[Sample]:
+    def finish(self) -> list[Sample]:
         with ThreadPoolExecutor(max(1, len(self.waiting))) as threads:
             try:
                 while self.waiting or self.running:
-                    self._deal(threads)
+                    self._distribute(threads)
                     with self.changed:
                         self.changed.wait_for(lambda: any(f.done() for f in self.running) or self._room())
                     self._collect()
@@ -172,7 +175,7 @@ class _Run:
         limit = self.pool._in_flight
         return engine if not limit or self.load[id(engine)] < limit else None
 
-    def _deal(self, threads: ThreadPoolExecutor) -> None:
+    def _distribute(self, threads: ThreadPoolExecutor) -> None:
         parts: dict[int, list[Request]] = {}
         while self.waiting and (engine := self._least_loaded()) is not None:
             group = self.waiting.popleft()
@@ -218,7 +221,7 @@ class _Run:
                 self._enqueue([r for r in requests if r.id not in self.samples])
 
     def _abandon(self) -> None:
-        """The run failed: have the engines end what nobody waits for."""
+        """Abort the requests that still run: this `generate` has failed."""
         for engine, requests in self.running.values():
             if engine not in self.pool.engines:
                 continue

@@ -1,6 +1,6 @@
-"""Lost engines are started again: beside the run, so many times, and each time after a longer pause.
+"""Start lost engines again, in the background, a limited number of times and each time after a longer pause.
 
-An engine that is back waits here, with the weights that its process starts with, until the next push takes it in.
+An engine that answers again waits here, with the weights that its process started with, until the next push.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ PAUSES = (0.0, 5.0, 20.0)  # seconds before the first, second, third start of on
 
 
 class Restarts:
-    """At most `most` starts, over all engines. `start(name, number)` blocks until that engine answers, or raises."""
+    """At most `most` starts, over all engines.
+
+    `start(name, number)` blocks until that engine answers, or raises EngineError.
+    """
 
     def __init__(
         self, start: Callable[[str, int], RolloutEngine], most: int, pauses: tuple[float, ...] = PAUSES
     ) -> None:
-        self.start, self.most, self.pauses = start, most, pauses
+        self.start = start
+        self.most = most
+        self.pauses = pauses
         self.begun = 0
         self._threads = ThreadPoolExecutor(max(1, most), "restart")
         self._pending: dict[str, Future[RolloutEngine]] = {}
@@ -28,7 +33,7 @@ class Restarts:
         self._closed = threading.Event()
 
     def lost(self, name: str) -> int:
-        """Start this engine again, in a thread; returns the number of that start, 0 if there are no more."""
+        """Start this engine again, in a thread. Returns the number of that start; 0 if no start is left."""
         number = self._number()
         if number:
             self._pending[name] = self._threads.submit(self._bring, name, number)
@@ -36,11 +41,11 @@ class Restarts:
 
     @property
     def pending(self) -> bool:
-        """Whether an engine may still come back."""
+        """Whether an engine is being started."""
         return bool(self._pending)
 
     def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
-        """Engines that answer by now, and why others will not come; with `block`, wait until there is one that does."""
+        """Return engines that answer by now, and errors of those that cannot be started. `block`: wait for an engine."""
         found: dict[str, RolloutEngine | EngineError] = {}
         while self._pending:
             if block and all(isinstance(one, EngineError) for one in found.values()):
@@ -57,7 +62,7 @@ class Restarts:
         return found
 
     def close(self) -> None:
-        """To be called before whatever `start` waits for is ended."""
+        """Stop starting engines. Call it before ending the processes that `start` waits for."""
         self._closed.set()
         self._threads.shutdown(wait=False)
 

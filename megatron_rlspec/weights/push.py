@@ -1,11 +1,11 @@
-"""One push: tensors stream from the trainer to every engine at once, as one versioned session, and are proven there.
+"""One push: stream tensors from the trainer to every engine at once, as one versioned session, and compare there.
 
     source(scope) ──(name, tensor)──► fingerprint, finite? ──► one bounded feed per engine ──► engine.update_weights
                                             │                                                        │
                                       what is expected  ◄──────────── compare ─────────────  engine.fingerprints
 
 After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until a
-later push reaches it. Nothing here retries or decides: that is `health.py`.
+later push succeeds. `contract.py` decides what follows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ _ATTENTION = re.compile(r"^(.*\.self_attn)\.")
 
 
 class PushError(RuntimeError):
-    """The trainer's side of a push failed: the exporter gave something that no engine may be sent."""
+    """The trainer's side of a push failed: the exporter yielded a tensor that may not be sent to any engine."""
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What became of one engine. `error`: why it may not serve; `difference`: what it holds against the trainer."""
+    """One engine's part of a push.
+
+    error       why the engine may not serve; "" if the session succeeded
+    difference  between the tensors that it holds and the trainer's
+    """
 
     seconds: float
     sent_bytes: int
@@ -68,7 +72,7 @@ class PushReport:
 
     @property
     def failed(self) -> dict[str, str]:
-        """engine -> one line, for every engine that must not serve."""
+        """engine -> one line, for every engine that may not serve."""
         return {n: e.error or str(e.difference) for n, e in self.engines.items() if not e.ok}
 
     def metrics(self) -> dict[str, float]:
@@ -84,16 +88,18 @@ class PushReport:
 
 
 class Pusher:
-    """Pushes to `engines` (name -> engine), and remembers what each of them was proven to hold.
+    """Pushes to `engines` (name -> engine), and remembers the tensors that each of them was shown to hold.
 
-    `delta`: send an engine only the tensors that differ from what it was proven to hold; the comparison afterwards
-    covers all of them either way. Not for engines that insist on all tensors (the embedded one) or re-pack whole layers
-    (SGLang with AMX).
-    `feed_bytes`: how far the exporter may run ahead of the slowest engine.
+    delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
+                all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
+                AMX)
+    feed_bytes  how far the exporter may run ahead of the slowest engine
     """
 
     def __init__(self, engines: Mapping[str, RolloutEngine], *, delta: bool = False, feed_bytes: int = 1 << 30) -> None:
-        self.engines, self.delta, self.feed_bytes = dict(engines), delta, feed_bytes
+        self.engines = dict(engines)
+        self.delta = delta
+        self.feed_bytes = feed_bytes
         self.expected: dict[str, int] = {}
         self.version = -1
         self._proven: dict[str, dict[str, int]] = {}
@@ -101,15 +107,15 @@ class Pusher:
     def push(self, version: int, source: Source, scope: Scope = "all", only: Sequence[str] | None = None) -> PushReport:
         """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
 
-        A narrower scope than "all" is widened if one of the engines was not proven to hold the rest: after its start,
-        or after a failure. Raises PushError if the exporter gives a name twice, NaN or infinity; the engines that were
-        being updated then serve nothing.
+        A narrower scope than "all" becomes "all" if one of the engines was not shown to hold the rest: after its start,
+        or after a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then serve
+        nothing until a later push.
         """
         began = time.perf_counter()
         names = list(self.engines) if only is None else list(only)
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
-        proven = {name: self._proven.pop(name, {}) for name in names}  # until this push is proven, they hold nothing
+        proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
         feeds = {name: _Feed(self.feed_bytes, proven[name] if self.delta else {}) for name in names}
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}
@@ -117,7 +123,7 @@ class Pusher:
                 new, total, spent = _stream(source(scope), list(feeds.values()))
             finally:
                 for feed in feeds.values():
-                    feed.close(PushError("the exporter stopped half-way"))  # no effect on a feed that has ended
+                    feed.close(PushError("the exporter stopped early"))  # no effect on a feed that has ended
             errors = {name: update.result() for name, update in updates.items()}
             self.expected = new if scope == "all" else {**self.expected, **new}
             self.version = version
@@ -135,10 +141,9 @@ class Pusher:
         return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
 
     def verify(self, only: Sequence[str] | None = None) -> dict[str, Difference]:
-        """Compare again without pushing: after an engine slept, restarted or was touched by somebody else.
+        """Compare again without pushing, after an engine slept, was restarted or was changed from elsewhere.
 
-        Engines that differ count as not proven, so that the next push sends them everything. An engine that does not
-        answer differs in every tensor.
+        The next push sends all tensors to engines that differ. An engine that does not answer differs in every tensor.
         """
         found = {}
         for name in list(self.engines) if only is None else only:
@@ -149,28 +154,29 @@ class Pusher:
         return found
 
     def forget(self, name: str) -> None:
-        """What this engine holds is no longer known: the next push sends it everything."""
+        """Forget what this engine holds: the next push sends it all tensors."""
         self._proven.pop(name, None)
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Lists of at least one tensor and about `limit` bytes; the tensors of one attention module stay in one list.
+    """Yield lists of at least one tensor and about `limit` bytes; tensors of one attention module stay in one list.
 
     SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
     """
-    held: list[Named] = []
+    bucket: list[Named] = []
     size, last = 0, None
     for name, tensor in tensors:
         match = _ATTENTION.match(name)
         module = match and match[1]
-        if held and size >= limit and (module is None or module != last):
-            yield held
-            held, size = [], 0
-        held.append((name, tensor))
+        if bucket and size >= limit and (module is None or module != last):
+            yield bucket
+            bucket = []
+            size = 0
+        bucket.append((name, tensor))
         size += tensor.numel() * tensor.element_size()
         last = module
-    if held:
-        yield held
+    if bucket:
+        yield bucket
 
 
 @contextmanager
@@ -181,7 +187,7 @@ def exporting(export: Source) -> Iterator[Source | None]:
             if source is not None:          # rank 0
                 pusher.push(version, source)
 
-    On the other ranks the body runs with None, after rank 0's has ended; if rank 0's raised, they raise PushError.
+    On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
     """
     scopes: tuple[Scope, ...] = get_args(Scope)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -206,7 +212,7 @@ def exporting(export: Source) -> Iterator[Source | None]:
     while True:
         dist.broadcast(order, src=0)
         if int(order) == failed:
-            raise PushError("rank 0 gave the push up")
+            raise PushError("the push failed on rank 0")
         if int(order) == done:
             break
         deque(export(scopes[int(order)]), maxlen=0)
@@ -219,7 +225,7 @@ def broadcast_device() -> torch.device:
 
 
 class _Feed:
-    """A queue of tensors from the exporter to one engine, bounded in bytes, less what the engine holds already."""
+    """A queue of tensors from the exporter to one engine, bounded in bytes. Leaves out what the engine holds."""
 
     def __init__(self, limit: int, proven: Mapping[str, int]) -> None:
         self.limit, self.proven = limit, proven
@@ -228,15 +234,15 @@ class _Feed:
         self._queue: deque[Named] = deque()
         self._bytes = 0
         self._ended: BaseException | bool = False
-        self._deaf = False
+        self._reader_gone = False
         self._changed = threading.Condition()
 
     def put(self, name: str, tensor: Tensor, mark: int) -> None:
         if self.proven.get(name) == mark:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes < self.limit or self._deaf)
-            if not self._deaf:
+            self._changed.wait_for(lambda: self._bytes < self.limit or self._reader_gone)
+            if not self._reader_gone:
                 self._queue.append((name, tensor))
                 self._bytes += _bytes(tensor)
                 self._changed.notify_all()
@@ -247,10 +253,10 @@ class _Feed:
             self._ended = self._ended or error or True
             self._changed.notify_all()
 
-    def stop_listening(self) -> None:
-        """The engine reads no more: whatever is put from now on is dropped."""
+    def stop_reading(self) -> None:
+        """Drop everything that is put from now on: the engine reads no more."""
         with self._changed:
-            self._deaf = True
+            self._reader_gone = True
             self._queue.clear()
             self._changed.notify_all()
 
@@ -271,13 +277,16 @@ class _Feed:
 
 
 def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str, int], int, float]:
-    """Read the exporter to its end, whatever the engines do: other ranks take part in it. -> marks, bytes, seconds."""
+    """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
+
+    Returns fingerprints by name, bytes, and seconds of fingerprinting.
+    """
     marks: dict[str, int] = {}
     total, spent, refused = 0, 0.0, ""
     for name, tensor in tensors:
         began = time.perf_counter()
         if name in marks:
-            refused = refused or f"the exporter gave {name} twice"
+            refused = refused or f"the exporter yielded {name} twice"
         elif not _finite(tensor):
             refused = refused or f"{name} holds NaN or infinity"
         marks[name] = fingerprint(tensor)
@@ -286,7 +295,7 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
         for feed in feeds:
             feed.close(PushError(refused)) if refused else feed.put(name, tensor, marks[name])
     if not marks and not refused:
-        refused = "the exporter gave no tensor"
+        refused = "the exporter yielded no tensor"
     for feed in feeds:
         feed.close(PushError(refused) if refused else None)
     if refused:
@@ -295,7 +304,7 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
 
 
 def _update(engine: RolloutEngine, version: int, scope: Scope, feed: _Feed) -> str:
-    """Returns the error, or ""."""
+    """Run one engine's session. Returns the error, or ""."""
     began = time.perf_counter()
     try:
         engine.update_weights(version, iter(feed), scope)
@@ -305,7 +314,7 @@ def _update(engine: RolloutEngine, version: int, scope: Scope, feed: _Feed) -> s
         return str(error)
     finally:
         feed.seconds = time.perf_counter() - began
-        feed.stop_listening()
+        feed.stop_reading()
 
 
 def _verify(engine: RolloutEngine, expected: Mapping[str, int]) -> tuple[str, Difference]:

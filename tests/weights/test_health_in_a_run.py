@@ -42,6 +42,7 @@ class Run:
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
         self.rollouts = Rollouts(config, self.hf_config, None, self.run_dir)
+        self.rollouts.wait()
         self.rollouts.open(Recorder(self.run_dir), SimpleNamespace(rows=PROMPTS), {}, [])
         (self.engine,) = self.rollouts.engines.engines
 
@@ -151,6 +152,7 @@ def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path
     before, after = rollouts.learning.rule(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
     assert before["acceptance"] != rollouts.learning.adapter.acceptance.to_json()
     state = json.loads(json.dumps(rollouts.state()))
+    after.wait()
     after.open(Recorder(tmp_path / "again"), SimpleNamespace(rows=PROMPTS), state, [])
     assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()
     after.close()

@@ -254,6 +254,6 @@ def test_other_ranks_follow_as_often_as_rank_0_pushes(fail):
     assert nothing == {} and all(torch.equal(held[name], first[name] + second[name]) for name in first)
     if fail:
         assert outcome == "RuntimeError: rank 0 has had enough"
-        assert followed == "PushError: rank 0 gave the push up"
+        assert followed == "PushError: the push failed on rank 0"
     else:
         assert outcome == followed == "served"
