@@ -45,7 +45,7 @@ class Restarts:
         return bool(self._pending)
 
     def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
-        """Return engines that answer by now, and errors of those that cannot be started. `block`: wait for an engine."""
+        """Return engines that answer by now, and errors of those that cannot be started; `block`: wait for one."""
         found: dict[str, RolloutEngine | EngineError] = {}
         while self._pending:
             if block and all(isinstance(one, EngineError) for one in found.values()):

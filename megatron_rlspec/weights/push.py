@@ -108,8 +108,8 @@ class Pusher:
         """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
 
         A narrower scope than "all" becomes "all" if one of the engines was not shown to hold the rest: after its start,
-        or after a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then serve
-        nothing until a later push.
+        or after a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
+        serve nothing until a later push.
         """
         began = time.perf_counter()
         names = list(self.engines) if only is None else list(only)
@@ -286,7 +286,7 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
     for name, tensor in tensors:
         began = time.perf_counter()
         if name in marks:
-            refused = refused or f"the exporter yielded {name} twice"
+            refused = refused or f"the exporter gave {name} twice"
         elif not _finite(tensor):
             refused = refused or f"{name} holds NaN or infinity"
         marks[name] = fingerprint(tensor)
@@ -295,7 +295,7 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
         for feed in feeds:
             feed.close(PushError(refused)) if refused else feed.put(name, tensor, marks[name])
     if not marks and not refused:
-        refused = "the exporter yielded no tensor"
+        refused = "the exporter gave no tensor"
     for feed in feeds:
         feed.close(PushError(refused) if refused else None)
     if refused:
