@@ -1,4 +1,4 @@
-"""An engine that accepts a rollout, sends what it likes, and then nothing: what the client makes of it."""
+"""Addresses at which no engine answers, or one that falls silent: one line that says which."""
 
 import socketserver
 import threading
@@ -6,7 +6,9 @@ import threading
 import numpy as np
 import pytest
 
+from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Prompt, Request, Sampling
 
@@ -41,3 +43,68 @@ def test_a_silent_engine_is_distinguished_from_one_that_is_gone(said, stays, tol
         finally:
             ended.set()
             server.shutdown()
+
+
+ANSWERS = [
+    (
+        b"<html>Welcome to nginx!</html>",
+        "200 OK",
+        "not an rlspec engine: control/describe answered '<html>",
+    ),
+    (b"[]", "200 OK", "not an rlspec engine: control/describe answered '[]'"),
+    (b"{}", "200 OK", "not an rlspec engine: control/describe answered '{}'"),
+    (b"null", "200 OK", "not an rlspec engine: control/describe answered 'null'"),
+    (b"5", "200 OK", "not an rlspec engine: control/describe answered '5'"),
+    (b"\xff\x00\x01" * 50, "200 OK", "not an rlspec engine"),
+    (b"[" * 100_000, "200 OK", "not an rlspec engine"),
+    (b"", "200 OK", "not an rlspec engine"),
+    (b"<html>no such page</html>", "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
+    (b'{"detail": "Not Found"}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
+    (b'{"error": {"code": 5}}', "500 Oops", "not an rlspec engine: control/describe answered with status 500"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"), ANSWERS, ids=[told[-30:] + str(i) for i, (*_, told) in enumerate(ANSWERS)]
+)
+def test_a_page_that_is_no_engine_is_told(body, status, told, tmp_path):
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            while self.rfile.readline().strip():
+                pass
+            head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            self.wfile.write(head.encode() + body)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            _told(lambda: SGLangEngine(url).describe(), told)
+            _told(lambda: SGLangEngine(url).fingerprints(), "not an rlspec engine")
+            _told(lambda: SGLangEngine(url).generate([Request("r.", Prompt(0, np.array([1])), 0)], Sampling()), "")
+            # A run that is given this address stops before it builds a trainer or writes anything.
+            _told(lambda: StartingEngines(load(None, {"rollout.urls": url}), tmp_path), told)
+        finally:
+            server.shutdown()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://127.0.0.1:9", "cannot connect to 127.0.0.1:9: nothing listens there"),
+        ("http://no.such.host.invalid:30000", "cannot connect to no.such.host.invalid:30000: unknown host name"),
+        ("http://127.0.0.1:99999", "not an engine's address; expected http://HOST:PORT"),
+        ("127.0.0.1:30000", "not an engine's address; expected http://HOST:PORT"),
+        ("ftp://127.0.0.1", "not an engine's address; expected http://HOST:PORT"),
+    ],
+)
+def test_a_typing_error_in_an_address_is_told(url, told):
+    _told(lambda: SGLangEngine(url).describe(), told)
+
+
+def _told(act, words):
+    with pytest.raises(EngineError) as error:
+        act()
+    line = str(error.value)
+    assert words in line and "\n" not in line and len(line) < 300, line

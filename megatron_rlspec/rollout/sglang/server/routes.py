@@ -42,14 +42,13 @@ _GENERATE_BYTES = 512 * MEGABYTE  # 4096 prompts of 16,000 tokens
 logger = logging.getLogger(__name__)
 
 
-async def control(request: Request) -> JSONResponse:
-    """Run one of `schemas.COMMANDS` in the scheduler."""
-    command = request.path_params["command"]
-    schema = schemas.COMMANDS.get(command)
-    if schema is None:
-        raise Refusal(404, f"unknown command {schemas.shown(command)}; known are {', '.join(schemas.COMMANDS)}")
-    body = parse(schema, await read_body(request))
-    return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
+def _control(command: str, schema: type[schemas.Strict]) -> Handler:
+    async def control(request: Request) -> JSONResponse:
+        body = parse(schema, await read_body(request))
+        return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
+
+    control.__name__ = command
+    return control
 
 
 async def generate(request: Request) -> StreamingResponse:
@@ -144,8 +143,8 @@ async def unknown(request: Request) -> JSONResponse:
     raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(ROUTES)} below /rlspec")
 
 
-ROUTES: dict[str, tuple[Handler, type[schemas.Strict] | None]] = {
-    "control/{command}": (control, None),
+ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
+    **{f"control/{name}": (_control(name, schema), schema) for name, schema in schemas.COMMANDS.items()},
     "generate": (generate, schemas.GenerateBody),
     "abort": (abort, schemas.AbortBody),
     "pause": (pause, schemas.Nothing),
@@ -163,9 +162,8 @@ def add_routes(app: FastAPI) -> None:
     """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard.close_to_other_sites`)."""
     router = APIRouter(prefix="/rlspec")
     for path, (handler, schema) in ROUTES.items():
-        described = {} if schema is None else {"requestBody": _described(schema)}
         router.add_api_route(
-            f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=described
+            f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=_described(schema)
         )
     every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
@@ -176,4 +174,14 @@ def add_routes(app: FastAPI) -> None:
 
 
 def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": schema.model_json_schema()}}}
+    """The request's part of /openapi.json."""
+    found = schema.model_json_schema()
+    if not issubclass(schema, schemas.ScopeQuery):
+        return {"requestBody": {"content": {"application/json": {"schema": found}}}}
+    required = found.get("required", [])
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": name in required, "schema": value}
+            for name, value in found["properties"].items()
+        ]
+    }

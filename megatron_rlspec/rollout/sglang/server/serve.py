@@ -378,7 +378,16 @@ def _confirm(options: argparse.Namespace) -> None:
         from sglang.srt.utils import kill_process_tree
 
         kill_process_tree(os.getpid())
+    _treat_interrupt_as_terminate()
     print(f"rlspec serve: ready on http://{options.host}:{options.port}", flush=True)
+
+
+def _treat_interrupt_as_terminate() -> None:
+    """SGLang ends on SIGTERM; on SIGINT its HTTP server stops while its other processes run on."""
+    from sglang.srt.entrypoints import http_server
+
+    loop = http_server._global_state.tokenizer_manager.event_loop
+    loop.call_soon_threadsafe(loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,0 +1,136 @@
+"""However an engine ends, nothing of it stays: processes, shared memory, files; and all that it listens on is local."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import tiny_mimo
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+
+CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
+SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+LAUNCHER = """
+import sys, time
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={"OMP_NUM_THREADS": "1"}).wait()
+print(process.process.pid, process.directory, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_mimo.write(tmp_path_factory.mktemp("model") / "mimo", CONFIG, tiny_mimo.weights(CONFIG))
+
+
+def left(directory: Path) -> list[str]:
+    """Files, shared memory and processes of the engine with this directory."""
+    found = [str(directory)] if directory.exists() else []
+    found += map(str, Path("/dev/shm").glob(f"*{directory.name}*"))
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"process {process.pid} {process.name()}")
+        except psutil.Error:
+            continue
+    return found
+
+
+def ended(directory: Path, seconds: float = 20.0) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while left(directory) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left(directory)
+
+
+def test_it_listens_on_loopback_only_and_tells_its_key_to_no_one(model: Path, tmp_path: Path) -> None:
+    with launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT) as process:
+        process.wait()
+        mine = [psutil.Process(process.process.pid), *psutil.Process(process.process.pid).children(recursive=True)]
+        places = {c.laddr.ip for p in mine for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert places and places <= {"127.0.0.1", "::1"}, places
+        assert any(left(process.directory)) and process.directory.stat().st_mode & 0o077 == 0
+        shared = list(Path("/dev/shm").glob(f"*{process.directory.name}*"))
+        assert shared and all(file.stat().st_mode & 0o077 == 0 for file in shared)
+        key = process.api_key
+        assert len(key) > 40 and SGLangEngine.of(process).describe()["held"] == ""
+        assert requests.post(f"{process.url}/rlspec/control/describe", timeout=10).status_code == 401
+        with pytest.raises(EngineError, match="it needs a key, and was given none"):
+            SGLangEngine(process.url).describe()
+        commands = [" ".join(p.cmdline()) for p in psutil.process_iter(["cmdline"]) if p.is_running()]
+        assert not any(key in command for command in commands) and key not in (tmp_path / "log").read_text()
+        assert not [f for f in process.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
+        directory = process.directory
+    assert not left(directory)
+
+
+def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Path]:
+    """A launcher as a process of its own, the server that it started, and the server's directory."""
+    command = [sys.executable, "-c", LAUNCHER, str(model), str(log), *SERVE]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pid, directory = launcher.stdout.readline().split()
+    return launcher, psutil.Process(int(pid)), Path(directory)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server", "scheduler", "all"])
+def test_nothing_stays_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
+    launcher, server, directory = start(model, tmp_path / "log")
+    try:
+        assert any("sglang_loads" in name for name in left(directory))
+        children = server.children(recursive=True)
+        if victim in ("server", "all"):
+            server.kill()
+        if victim == "scheduler":
+            next(child for child in children if "schedul" in child.name()).kill()
+        if victim in ("launcher", "all"):
+            launcher.kill()
+        assert not ended(directory)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        assert not ended(directory)
+
+
+def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT)
+    time.sleep(3)
+    process.close()
+    assert not ended(process.directory, 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_server_started_by_hand_tidies_up(model: Path, number: signal.Signals) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
+        command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        server = subprocess.Popen(
+            [*command, "--port", "32101", *SERVE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            said = b""
+            while b"ready on" not in said:
+                line = server.stdout.readline()
+                assert line, said.decode()
+                said += line
+            [directory] = Path(folder).glob(f"{scratch.PREFIX}*")
+            assert list(Path("/dev/shm").glob(f"*{directory.name}*"))
+            server.send_signal(number)
+            server.wait(60)
+            assert not ended(directory)
+        finally:
+            server.kill()
+            server.wait()
