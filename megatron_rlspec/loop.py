@@ -1,4 +1,4 @@
-"""The RL loop, and the supervised warm start before it. Every rank runs these lines; `Session` knows who does what."""
+"""The RL loop, and the supervised warm start before it. Every rank runs these lines; `Session` does the rest."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from megatron_rlspec.session import Session
 
 
 def train(config: Config, interruption: Interruption | None = None) -> None:
-    """GRPO with a co-trained drafter: collect, learn, push, adapt."""
+    """Train by GRPO with a co-trained drafter: collect, learn, adapt, push."""
     with Session(config, config.data.path, interruption=interruption) as run:
         run.push()
         if run.done == 0:
             run.evaluate("first")
         for step in run.steps(config.train.steps):
             with run.clock("generate"):
-                groups = run.collect(step)  # rank 0's engines draw and score; every rank gets the groups
+                groups = run.collect(step)  # rank 0 draws and scores; every rank gets the groups
             with run.clock("train"):
-                batches = run.pack(groups)  # this rank's share, rolled before the context-parallel slice
+                batches = run.pack(groups)  # this rank's share; labels are shifted before it is cut
                 metrics = run.train_step(batches, objective="grpo")  # policy and drafter, one step each
             with run.clock("generate"):
-                run.settle()  # a rollout that runs ahead ends first: weights change between rollouts only
-            run.adapt()  # what the engines' policies did, and what was accepted
+                run.settle()  # wait for the rollout that runs ahead: weights change between rollouts
+            run.adapt()  # read which configurations ran and what was accepted
             with run.clock("push"):
-                run.push()  # target and drafter, one versioned session: fingerprints compared, a canary heard
+                run.push()  # both models as one version; compare fingerprints, run the canary prompts
             run.record(step, metrics, groups)
             run.checkpoint()
             if run.due(config.train.eval_every):
@@ -33,7 +33,7 @@ def train(config: Config, interruption: Interruption | None = None) -> None:
 
 
 def warm_start(config: Config, interruption: Interruption | None = None) -> None:
-    """Policy and drafter on written answers, until held-out reward and accept length are good enough to start from."""
+    """Train policy and drafter on written answers, until held-out reward and accept length are good enough for RL."""
     with Session(config, config.sft.path, supervised=True, interruption=interruption) as run:
         for step in run.steps(config.sft.steps):
             with run.clock("train"):

@@ -1,4 +1,4 @@
-"""One record a step, to JSONL and TensorBoard; loud events; wall-clock shares. Written by rank 0 only."""
+"""Write a run's records, events and sample texts to JSONL and TensorBoard, and time its parts. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Clock:
 
 
 class Recorder:
-    """`metrics.jsonl` (one object a step), `events.jsonl` (what a person must see) and TensorBoard under `run_dir`.
+    """Write `metrics.jsonl` (an object a step), `events.jsonl`, `samples.jsonl` and TensorBoard files under `run_dir`.
 
     On resume at step n, records and samples of step n and later are dropped first, so that no step is recorded twice.
     """
@@ -73,13 +73,13 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Say it on the terminal and keep it: these lines are what the report lists as events."""
+        """Print one line on stderr, and add it to `events.jsonl`, from which the report takes its list of events."""
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
         self.latest.append(f"[{kind}] {message}")
         _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]) -> None:
-        """Texts to read, cut into pieces [text, whether accepted drafts are its tokens], to `samples.jsonl`."""
+        """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
         rows = []
         for s in samples:
             row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
@@ -93,7 +93,7 @@ class Recorder:
 
 
 def pieces(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[tuple[str, bool]]:
-    """The response's text, cut where accepted drafts begin and end; put together it is the decoded response.
+    """Cut the response's text where accepted drafts begin and end. The pieces together are the decoded response.
 
     A character whose bytes are tokens on both sides of a cut goes to the later piece.
     """

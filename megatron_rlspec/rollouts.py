@@ -1,8 +1,8 @@
-"""Rank 0's side of a run: the engines, the rewards, and what speculation learns from both.
+"""Rank 0's part of a run: engines, rewards, and what speculation learns from them.
 
-Randomness comes from (seed, step, prompt, index), so that a resumed run draws what the uninterrupted one would have.
-With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights change between
-rollouts only, so which version drew which sample does not depend on timing.
+Sampling seeds are made of (seed, step, prompt, index), so that a resumed run draws what an uninterrupted one draws.
+With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights change only between
+rollouts, so the version that drew a sample does not depend on timing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron_rlspec.weights.names import family_of
 from megatron_rlspec.weights.push import Pusher, Source
 
 Failures = list[str]  # one line per sample without a reward
-EVALUATION = 1 << 30  # in the place of a step number in seeds: evaluations always draw with the same ones
+EVALUATION = 1 << 30  # stands for the step number in the seeds of evaluations, which are always the same
 
 
 class RolloutCancelledError(RuntimeError):
@@ -56,7 +56,7 @@ class RolloutCancelledError(RuntimeError):
 
 
 class Rollouts:
-    """Engines start with the object, and answer after `open`; `close` ends them, whatever happened."""
+    """Engines and reward workers of a run. They start with the object; use it after `wait` and `open`, then `close`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Rollouts:
         self.learning = Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
-        self.seconds = math.nan  # that the last rollout took, rewards included
+        self.seconds = math.nan  # of the newest rollout, rewards included
         self.thread = ThreadPoolExecutor(1, "rollout")
         self.ahead: Future[tuple[list[Group], float]] | None = None
         layers = 1 if config.drafter.repeated_layer else config.drafter.depth
@@ -92,7 +92,7 @@ class Rollouts:
         self.starting = StartingEngines(config, run_dir)
         self.restarts = Restarts(self.starting.again, rollout.restarts)
         self.restarted = 0  # engines that came back since the last record
-        self._begun: dict[str, int] = {}  # engines lost since the last telling, and which start that brought about
+        self._begun: dict[str, int] = {}  # engines lost since the last event about losses -> number of their restart
         self.cancelled = cancelled or threading.Event()
         self._drawing: list[str] = []  # ids of the requests that engines hold
         self._closed = threading.Event()
@@ -137,7 +137,7 @@ class Rollouts:
         )
 
     def _speculate(self, engine: RolloutEngine) -> None:
-        """The run's own way of drafting, after canaries and repairs; an engine that is gone by then is left out."""
+        """Set the run's speculative configuration after canaries and repairs; leave the engine out if it is gone."""
         try:
             if self.config.spec.mode == "adaptive":
                 engine.set_spec_rule(self.learning.rule())
@@ -157,17 +157,17 @@ class Rollouts:
         self.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside `pending`."""
+        """Return what a checkpoint keeps beside `pending`, as JSON."""
         return self.learning.state()
 
     def pending(self) -> list[Group]:
-        """The settled rollout that the next step will train on; weights that could draw it again are gone."""
+        """Return the rollout that was drawn ahead, for a checkpoint: the weights that drew it are gone by then."""
         return self.ahead.result()[0] if self.ahead is not None else []
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Scored groups of one step; with `rollout.staleness`, engines then go on to those of the next.
+        """Return the scored groups of one step; with `rollout.staleness`, start drawing the next step's.
 
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
         RewardsFailedError if the rewards of `reward.max_failed_steps` steps in a row all failed.
@@ -222,7 +222,10 @@ class Rollouts:
             self.recorder.event("reward", message, failed=len(failures), samples=samples)
 
     def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> tuple[list[Group], Failures]:
-        """Draw and score `samples` responses to each prompt. Ids have one width: none may be a prefix of another."""
+        """Draw and score `samples` responses to each prompt; return groups, and one line per failed reward.
+
+        Request ids have one width, because none may be a prefix of another.
+        """
         requests = [
             Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
             for row, prompt in enumerate(prompts)
@@ -259,7 +262,7 @@ class Rollouts:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """One response to each of the first held-out prompts, the same seeds every time; {} if there are none."""
+        """Draw one response to each of the first held-out prompts, always with the same seeds; {} if there are none."""
         if not self.held_out:
             return {}
         chosen = self.held_out[: prompts or self.config.train.eval_prompts]
@@ -279,9 +282,9 @@ class Rollouts:
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
     def push(self, version: int, source: Source) -> dict[str, float]:
-        """Every tensor of `source` to every engine, proven; returns what the records keep.
+        """Send every tensor of `source` to every engine, check the engines, and return metrics.
 
-        Raises HealthError; and EngineError where no engine is left, and none comes back.
+        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none comes back.
         """
         self._tell_losses()
         self._take_back()
@@ -302,11 +305,11 @@ class Rollouts:
         return report.metrics()
 
     def _expected_of_canary(self) -> float | None:
-        """Accept length by what the training forward predicted, else by what engines observed, else unknown."""
+        """Return the accept length that the trainer predicted, else the one that engines observed, else None."""
         return self.learning.accept_length(SpecConfig(self.health.settings.canary_steps))
 
     def _tell_losses(self) -> None:
-        """Engines that the pool gave up are no longer pushed to, and each is told once."""
+        """Stop pushing to engines that the pool left out, and write one event for each."""
         pushed = self.health.pusher.engines
         for name in [name for name, engine in pushed.items() if engine not in self.engines.engines]:
             reason = self.engines.failures[id(pushed.pop(name))]
@@ -315,18 +318,18 @@ class Rollouts:
             self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}{told}", engine=name)
 
     def _start_again(self, engine: RolloutEngine) -> None:
-        """One of our own that the pool gave up."""
+        """Start an engine again that the pool left out, if this run had started it."""
         name = next(name for name, pushed in self.health.pusher.engines.items() if pushed is engine)
         if name in self.starting.own:
             self._begun[name] = self.restarts.lost(name)
 
     @property
     def awaited(self) -> bool:
-        """Whether no engine is left, but one may come back."""
+        """Return whether no engine is left, but one is being started again."""
         return not self.engines.engines and self.restarts.pending
 
     def _take_back(self) -> None:
-        """Engines that answer again take part from now on. Where none is left, wait for one."""
+        """Add engines that were started again and answer. Wait for one if no other is left. Raises EngineError."""
         for name, engine in self.restarts.back(block=not self.engines.engines).items():
             if isinstance(engine, EngineError):
                 self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
@@ -339,10 +342,10 @@ class Rollouts:
             raise EngineError("no engine is left, and none could be started again")
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take in what the engines observed. They decide by themselves, every round, by the rule that they were given.
+        """Read what the engines observed, and return metrics. Engines choose configurations by themselves, every round.
 
-        `prediction` is of the next rollout's acceptance; the one made a step ago is scored by this rollout. To be
-        called before the push, whose canary runs under another configuration.
+        `prediction` is the trainer's, of the next rollout's acceptance; this rollout scores the one of a step ago. Call
+        it before the push, because the canary runs under another configuration.
         """
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
@@ -364,7 +367,7 @@ def _has_signal(group: Group) -> bool:
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What samples say of reward, length and speculation; accept length is a ratio of sums, over all rounds."""
+    """Summarise reward, length and speculation of samples; accept length is a ratio of sums over all rounds."""
     lengths = [len(s.response) for s in samples]
     return {
         "samples": float(len(samples)),
@@ -382,5 +385,5 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _seed(*parts: int) -> int:
-    """A sampling seed below 2³¹ from non-negative integers."""
+    """Return a sampling seed below 2³¹ made of non-negative integers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

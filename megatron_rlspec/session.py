@@ -1,7 +1,7 @@
-"""What one run holds: trainer and data on every rank; `Rollouts` and records on rank 0.
+"""One run: trainer and data on every rank; `Rollouts` and records on rank 0 only.
 
-The verbs of `loop.py` live here. A verb that only rank 0 can do (generate, score, decide) runs there, and its result is
-broadcast as MessagePack bytes; the others wait.
+`loop.py` calls the methods of `Session` in order, on every rank. What only rank 0 can do (generate, score, decide) runs
+there, and its result is broadcast as MessagePack bytes; the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,35 @@ class RunStopped(RuntimeError):
 
 
 class Session:
-    """A context manager: on exit engines are closed and records flushed, whatever happened."""
+    """Everything a run needs, as a context manager: its exit ends the engines and flushes the records, in any case.
+
+    Raises ConfigError, DataError or CheckpointError before anything is written if the run cannot work.
+    """
 
     def __init__(
         self, config: Config, data_path: str, supervised: bool = False, interruption: Interruption | None = None
     ) -> None:
+        """`supervised`: learn from demonstrations in `data_path` (`rlspec sft`), not from prompts (`rlspec train`)."""
+        self.config = config
         self.interruption = interruption or Interruption()
+        self.clock = Clock()
+        self.run_dir = Path(config.train.run_dir)
+        self.generates = not supervised or config.sft.eval_every > 0
+        self.done = 0  # optimizer steps so far; the version of the parameters is one more
+        self._steps = config.sft.steps if supervised else config.train.steps
+        self._last_accept_length = 0.0
+        self._bad_steps = 0  # in a row
+        self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
+        self._pushed: dict[str, float] = {}
+        self._adapted: dict[str, float] = {}
         with ExitStack() as closing:
             self._closing = closing
-            self._open(config, data_path, supervised)
+            self._open(data_path, supervised)
             self._closing = closing.pop_all()
+        self.interruption.defer()
 
-    def _open(self, config: Config, data_path: str, supervised: bool) -> None:
-        self.config, self.clock, self.run_dir = config, Clock(), Path(config.train.run_dir)
+    def _open(self, data_path: str, supervised: bool) -> None:
+        config = self.config
         self.checkpoints = Checkpoints(self.run_dir, config.train.keep)
         self.main = os.environ.get("RANK", "0") == "0"
         self._check_machine()
@@ -80,8 +96,6 @@ class Session:
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
-        self._steps = config.sft.steps if supervised else config.train.steps
-        self.generates = not supervised or config.sft.eval_every > 0
         if self.main and self.generates:  # engines start while the trainer is built
             cancelled = self.interruption.asked
             self.rollouts = Rollouts(config, self.hf_config, self.tokenizer, self.run_dir, cancelled)
@@ -89,11 +103,7 @@ class Session:
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
         if config.algorithm.kl_coef:
-            self.trainer.keep_reference()  # model.path, whatever a checkpoint makes of it
-        self.done = 0  # optimizer steps that the parameters have behind them; their version is one more
-        self._last_accept_length = 0.0
-        self._bad_steps = 0
-        self._last: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # what the newest step's record is made of
+            self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
         resumed, pending = self._resume() if config.train.resume else ({}, [])
         told = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
         self._recorded = self._saved = self.done
@@ -107,7 +117,6 @@ class Session:
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
                 self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
-        self.interruption.defer()
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
         """Let the drafter's optimizer go on where the run ended that wrote `model.path`; what is to be told of it."""
@@ -120,7 +129,7 @@ class Session:
             return f"the optimizer goes on after {int(file['updates'])} updates, with the moments in {file.path}"
 
     def _check_machine(self) -> None:
-        """Raise ConfigError for what this machine cannot do, before anything starts."""
+        """Raise ConfigError if this machine cannot run the configuration."""
         rollout, spec, gpus = self.config.rollout, self.config.spec, torch.cuda.device_count()
         if not gpus and rollout.engine == "sglang" and not rollout.urls and spec.verifier == "rejection":
             raise ConfigError(
@@ -140,27 +149,27 @@ class Session:
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Scored groups of one step, the same on every rank."""
+        """Return the scored groups of one step, the same on every rank."""
         drawn: list[Group] = []
-        while not self._lead(lambda: drawn.extend(self.rollouts.collect(step))):
+        while not self._on_rank0(lambda: drawn.extend(self.rollouts.collect(step))):
             self.push()
-        groups = self._share(drawn)
-        self._last = ({}, groups)
+        groups = self._broadcast(drawn)
+        self._newest = ({}, groups)
         return groups
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead, if there is one."""
-        self._lead(lambda: self.rollouts.settle())  # of engines that are started again, `collect` asks it anew
+        """Wait for the rollout that runs ahead, if there is one. If its engines are lost, `collect` repeats it."""
+        self._on_rank0(lambda: self.rollouts.settle())
 
-    def _lead(self, act: Callable[[], object], everybody: bool = False) -> bool:
-        """`act` on rank 0 for all, or on `everybody`. False on every rank if it must be done again, after a push.
+    def _on_rank0(self, act: Callable[[], object], all_ranks: bool = False) -> bool:
+        """Run `act` on rank 0, or on `all_ranks`, while the others wait. Collective.
 
-        That is where no engine is left, but one is being started again. Without such a one every rank stops, with a
-        checkpoint.
+        Returns False on every rank if `act` must be repeated after a push: no engine is left, but one is being started
+        again. Any other failure of the engines or rewards raises RunStopped on every rank, after a checkpoint.
         """
         reason = ""
         try:
-            if self.main or everybody:
+            if self.main or all_ranks:
                 act()
         except (EngineError, HealthError, rewards.RewardsFailedError) as error:
             reason = str(error)
@@ -168,7 +177,7 @@ class Session:
             reason = self.interruption.reason
         except PushError as error:
             if self.main:
-                raise  # the exporter's: what it gave belongs into no checkpoint
+                raise  # the export failed, so a checkpoint of the same parameters may be wrong as well
             reason = str(error)
         done, again, over = range(3)
         outcome = torch.tensor(done, device=broadcast_device())
@@ -179,8 +188,8 @@ class Session:
             self._stop(reason)
         return bool(outcome == done)
 
-    def _share(self, groups: list[Group]) -> list[Group]:
-        """Rank 0's, on every rank."""
+    def _broadcast(self, groups: list[Group]) -> list[Group]:
+        """Return rank 0's groups on every rank. Collective."""
         if dist.get_world_size() == 1:
             return groups
         device = broadcast_device()
@@ -194,11 +203,11 @@ class Session:
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def demonstrations(self) -> list[Group]:
-        """The next written answers; every rank reads the same rows."""
+        """Return the next written answers; every rank reads the same rows."""
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
     def pack(self, groups: list[Group]) -> list[PackedBatch]:
-        """This rank's micro-batches, with group-relative advantages, rolled before the context-parallel cut."""
+        """Return this rank's micro-batches, with advantages within each group and labels shifted before the cut."""
         algorithm, parallel = self.config.algorithm, self.config.parallel
         return pack(
             [sample for group in groups for sample in group.samples],
@@ -213,14 +222,15 @@ class Session:
         )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
-        """One step of policy and drafter each: `Trainer.train_step`."""
+        """Take one optimizer step of policy and drafter each; arguments and metrics are `Trainer.train_step`'s."""
         if self.trainer.reference and options["objective"] == "grpo":
             rows = self.trainer.reference_logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         metrics = self.trainer.train_step(batches, logprob_gap=self.config.health.logprob_gap, **options)
         self.done += 1
-        self._last = (metrics, self._last[1])
-        self._pushed, self._adapted = {}, {}
+        self._newest = (metrics, self._newest[1])
+        self._pushed = {}
+        self._adapted = {}
         return metrics
 
     def _advantages(self, group: Group) -> list[float]:
@@ -238,11 +248,11 @@ class Session:
     # ---- weights and schedule ---------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Target and drafter to every engine as one version, proven before the next rollout is trained on.
+        """Send target and drafter to every engine as one version, and check what the engines then hold.
 
-        Engines that were started again join here; where none is left, this waits for one.
+        Engines that were started again join here. Where no other is left, this waits for one.
         """
-        while not self._lead(self._push, everybody=True):
+        while not self._on_rank0(self._push, all_ranks=True):
             pass
 
     def _push(self) -> None:
@@ -251,8 +261,8 @@ class Session:
                 self._pushed = self.rollouts.push(self.done + 1, source)
 
     def adapt(self) -> None:
-        """Take in what the engines observed."""
-        self._lead(self._adapt)
+        """Read what the engines observed, for the next choice of speculative configurations."""
+        self._on_rank0(self._adapt)
 
     def _adapt(self) -> None:
         self._adapted = self.rollouts.adapt(self.trainer.prediction)
@@ -291,7 +301,7 @@ class Session:
     def _stop(self, reason: str) -> NoReturn:
         """Raise RunStopped, after a checkpoint and the record of a step that ends here."""
         if self.done > self._recorded:
-            self.record(self.done - 1, *self._last)
+            self.record(self.done - 1, *self._newest)
         code = self.interruption.exit_code
         if self.done == 0:
             raise RunStopped(f"{reason}; no step was trained, so there is nothing to resume", code)
@@ -347,16 +357,19 @@ class Session:
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
     def evaluate(self, name: str) -> None:
-        """The held-out prompts, if there are any."""
-        while not self._lead(lambda: self.rollouts.evaluate(name)):
+        """Draw and score the held-out prompts, if there are any; the result is an event `name`."""
+        while not self._on_rank0(lambda: self.rollouts.evaluate(name)):
             self.push()
 
     def due(self, every: int) -> bool:
-        """Whether `every` so many steps something is to be done, now; 0: never."""
+        """Return whether the present step is one of `every` so many; 0: never."""
         return every > 0 and self.done % every == 0
 
     def good_enough(self, step: int) -> bool:
-        """Every `sft.eval_every` steps: held-out reward reached `sft.stop_reward`, and accept length is flat."""
+        """Evaluate every `sft.eval_every` steps; return whether the warm start may end, the same on every rank.
+
+        It may if held-out reward is at least `sft.stop_reward` and accept length grew by less than `sft.plateau`.
+        """
         options = self.config.sft
         if not self.due(options.eval_every):
             return False
@@ -371,13 +384,13 @@ class Session:
             stop.fill_(result["reward"] >= options.stop_reward and gain < options.plateau)
 
         with self.clock("generate"):
-            while not self._lead(judge):
+            while not self._on_rank0(judge):
                 self.push()
         dist.broadcast(stop, src=0)
         return bool(stop)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Steps still to do; rank 0 shows what they bring."""
+        """Yield the numbers of the steps that are left; rank 0 shows them on the terminal."""
         if not self.main:
             yield from range(self.done, total)
             return
@@ -385,9 +398,9 @@ class Session:
             yield from range(self.done, total)
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """One line of `metrics.jsonl`; a few texts a step in `samples.jsonl`. Steps that went wrong are counted."""
+        """Write one line of `metrics.jsonl` and a few texts to `samples.jsonl`; count steps that were skipped."""
         self._recorded = step + 1
-        skipped = [who for who in ("policy", "drafter") if metrics.get(f"{who}/skipped")]
+        skipped = [side for side in ("policy", "drafter") if metrics.get(f"{side}/skipped")]
         self._bad_steps = self._bad_steps + 1 if skipped else 0
         if not self.main:
             return
