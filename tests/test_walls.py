@@ -1,4 +1,4 @@
-"""The walls of the house (docs/design.md, section 2), read from the sources and from a fresh interpreter."""
+"""Which files may import which (docs/design.md, section 2), read from the sources and from a fresh interpreter."""
 
 import ast
 import graphlib

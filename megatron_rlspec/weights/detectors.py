@@ -1,4 +1,4 @@
-"""What engines show -> findings -> one action per engine. Pure: nothing here touches an engine."""
+"""Turn observations of engines into findings, and findings into one action per engine. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULTS = HealthConfig()
 
 @dataclass(frozen=True)
 class Finding:
-    """One detector's complaint about one engine. `target`: the target itself is in doubt, not only the drafter."""
+    """What one detector found wrong with one engine. `target`: the target is in doubt, not only the drafter."""
 
     detector: Detector
     message: str
@@ -28,13 +28,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """What counts as healthy, and what follows if even a second push does not help.
+    """What counts as healthy, and what follows if a second push does not help.
 
     `on_failure`          plain: go on without speculation, or without the engine; stop: raise HealthError
     `canary_steps`        drafts per round of the canary; the engine must be able to run such a chain
     `canary_tokens`       its longest answer; many prompts with short answers cost an engine less than the reverse
-    `canary_share`        of the time since the first push; a push whose canary would cost more goes without, unless an
-                          engine is in doubt
+    `canary_share`        share of the time since the first canary that canaries may take; beyond it a push has none,
+                          unless an engine is in doubt
     `floor_share`         share of the predicted accepted drafts per round that canary and drift test must reach
     `z`                   how many standard errors below that the canary must lie to fail
     `false_alarm`         bound on the probability, per observation, that the drift test alarms above its floor
@@ -52,7 +52,7 @@ class HealthSettings:
 
 
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
-    """Every response token must carry a version in [oldest, newest]. Check before training on the samples."""
+    """Check that every response token carries a version in [oldest, newest], before training on the samples."""
     for sample in samples:
         spans = sorted(sample.policy_versions, key=lambda span: span[1])
         for version, first, end in spans:
@@ -68,9 +68,9 @@ def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Findin
 
 
 def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:
-    """Does a histogram of accepted drafts per round (index = accepted) reach its floor?
+    """Check that a histogram of accepted drafts per round (index = accepted) reaches its floor.
 
-    `predicted` is the expected accept length, tokens per round, the target's own included; None: unknown, then it is
+    `predicted` is the expected accept length, tokens per round, the target's own included; None: unknown; then it is
     enough that speculation ran. The floor is `1 + floor_share (predicted - 1)`, and the canary fails when the observed
     mean lies `z` standard errors below it.
     """
@@ -95,9 +95,9 @@ def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share
 
 
 def logprob_finding(samples: Sequence[Sample], recomputed: Sequence[np.ndarray], bound: float) -> Finding | None:
-    """The engine's log-probs of its own tokens against the trainer's, `recomputed[i]` token-aligned as in `Sample`.
+    """Compare the engine's log-probs with the trainer's, `recomputed[i]` token-aligned as in `Sample`.
 
-    Sees a target that was exported wrongly. `bound`: on the mean absolute difference over response tokens; it depends
+    Finds a target that was exported wrongly. `bound`: on the mean absolute difference over response tokens; it depends
     on dtype and kernels (float32 1e-3, bfloat16 about 0.05), so it is the caller's.
     """
     total, tokens = 0.0, 0
@@ -178,7 +178,7 @@ class DriftWatch:
 
 
 def decide(first: Sequence[Finding], second: Sequence[Finding] | None) -> Action:
-    """One engine's findings after the push, and after everything was pushed again -> what to do with it."""
+    """Decide about one engine by its findings after the push and, if there was one, after the second push."""
     if not first:
         return "speculate"
     if second is None:

@@ -4,9 +4,9 @@ With w_i the i-th 8-byte word (the last one filled up with zeros), lo and hi its
 
     fingerprint = Σ_i a(i div R) · b(i mod R) · (hi_i, lo_i xor hi_i)   modulo 2⁶⁴,   R = 65,536
 
-One changed word always shows, since a·b is odd; any other change goes unseen with a probability of about 2⁻⁶⁴, or 2⁻³²
-in the worst case, where nothing but topmost bits change. The exclusive-or is there for those: without it two flipped
-signs would cancel. The length is not part of it: what is compared has one shape on both sides.
+One changed word always changes the sum, since a·b is odd. Any other change is missed with a probability of about 2⁻⁶⁴,
+or 2⁻³² in the worst case, where only topmost bits change. The exclusive-or serves that case: without it two flipped
+signs would cancel. The length is not part of it: compared tensors have one shape on both sides.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """Names that an engine lacks, has beyond what it was sent, or holds with other bits."""
+    """Names that an engine lacks, has in addition to what it was sent, or holds with other bits."""
 
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Difference:
 
 
 def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
-    """What an engine holds against what it was sent, both as name -> fingerprint."""
+    """Compare what an engine was sent with what it holds, both as name -> fingerprint."""
     return Difference(
         missing=tuple(sorted(expected.keys() - held.keys())),
         extra=tuple(sorted(held.keys() - expected.keys())),

@@ -1,4 +1,4 @@
-"""How one Megatron tensor is made of Hugging Face tensors, and how tensor-parallel ranks cut it.
+"""How Hugging Face tensors form one Megatron tensor, and how tensor-parallel ranks cut it.
 
 A `Layout` is a pair of inverse functions on full tensors; a `Cut` is a pair of inverse functions between the full
 Megatron tensor and its shards. Both only move elements, hence are exact; the one exception says so (`ZERO_CENTERED`).

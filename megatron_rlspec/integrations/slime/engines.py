@@ -1,9 +1,9 @@
-"""slime's engines under contract after each push: `after_push(urls, sent, version, is_drafter, push_again)`.
+"""The push contract for slime's engines: `after_push(urls, sent, version, is_drafter, push_again)`.
 
-`urls` are those of plain `sglang.launch_server` processes in which the plugin is in force (`RLSPEC_SGLANG` set): it
-adds the routes that are asked here. `sent` are the fingerprints of every tensor of one push, by their names in the
-checkpoint. No slime, no Ray and no Megatron in here: `push.py` and `metrics.py` call it from slime's
-own classes. What engines are told of rollouts is in `speculation.py`.
+`urls` are those of plain `sglang.launch_server` processes with the plugin (`RLSPEC_SGLANG` set), which adds the routes
+that are used here. `sent` are the fingerprints of every tensor of one push, by their names in the checkpoint. This file
+imports no slime, no Ray and no Megatron: `push.py` and `metrics.py` call it from slime's own classes. `speculation.py`
+sets the engines' rules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SlimeEngine(SGLangEngine):
         super().__init__(url, api_key=api_key, timeout=_SECONDS)
 
     def version(self) -> str:
-        """The weight version that SGLang names. Raises EngineError."""
+        """Return the weight version that SGLang reports. Raises EngineError."""
         with requests.Session() as session:
             session.trust_env = False
             try:
@@ -52,9 +52,10 @@ class SlimeEngine(SGLangEngine):
 
 @dataclass(frozen=True)
 class PushHealth:
-    """What became of each engine, by URL.
+    """What each engine may do, by URL.
 
-    `by_delivery`: engines that cannot tell what they hold, but what their loaders were given; `unchecked`: neither.
+    by_delivery  engines that report what their loaders were given, but not what they hold
+    unchecked    engines that report neither
     """
 
     actions: Mapping[str, Action]
@@ -80,15 +81,14 @@ def after_push(
     api_key: str = "",
     quantised: bool = False,
 ) -> PushHealth:
-    """Every engine must name `version` and hold exactly what was `sent`; one that does not is pushed to once more.
+    """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more.
 
-    Where an engine cannot tell what it holds (drafters of families that `served_weights.py` has no names for,
-    `quantised` weights, which engines pack anew), the loaders of both models must have been given what was sent.
+    Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
+    `quantised` weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
 
-    `push_again` pushes everything to all engines, under the same version, and returns what it sent; None where nobody
-    can. Until it has helped, the engine's speculation is held off; if it does not help and only the drafter is in
-    doubt, it stays so until a later push does. Raises HealthError, in one line with engines and tensors, where a
-    target is in doubt: no such engine may draw what is trained on.
+    `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
+    cannot be repeated. `contract.enforce` says what follows. Raises HealthError, one line with engines and tensors, if
+    a target is in doubt: such an engine must not draw samples that are trained on.
     """
     engines = {url: SlimeEngine(url, api_key) for url in urls}
     examined = _Examination(version, is_drafter, quantised)
@@ -117,7 +117,7 @@ def after_push(
 
 @cache
 def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
-    """Whether a tensor is the drafter's. Of a family without a table nothing is known: all count as the target's."""
+    """Return a test whether a tensor is the drafter's. Without a table of the family, all count as the target's."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     try:
         return frozenset(family_of(config).drafter_names).__contains__
@@ -126,7 +126,7 @@ def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
 
 
 class _Examination:
-    """What engines say after a push, once or twice."""
+    """What engines report after a push, and after a second one."""
 
     def __init__(self, version: int, is_drafter: Callable[[str], bool], quantised: bool) -> None:
         self.version, self.is_drafter, self.quantised = version, is_drafter, quantised
@@ -155,7 +155,7 @@ class _Examination:
         return found
 
     def _difference(self, engine: SlimeEngine, sent: Marks) -> Difference | None:
-        """None where the engine tells neither what it holds nor what it was given."""
+        """None if the engine reports neither what it holds nor what it was given."""
         if not self.quantised and engine.url not in self.by_delivery:
             try:
                 return compare(sent, engine.fingerprints())
@@ -169,6 +169,6 @@ class _Examination:
             self.unchecked.add(engine.url)
             return None
         self.by_delivery.add(engine.url)
-        # Each loader is given everything and takes what is its own.
+        # Each loader is given all tensors and takes its own.
         needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
         return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})

@@ -1,7 +1,7 @@
-"""`rlspec slime -- COMMAND`: slime's own command line, with a drafter that learns and engines that speculate.
+"""`rlspec slime -- COMMAND`: run slime's own command line with a trained drafter and speculating engines.
 
-Hook paths, SGLang flags and environment are filled in and printed; what the user has set stays. Without `rlspec slime`
-in front, the same command is slime untouched. Nothing of slime is imported here: the command may run elsewhere.
+Hook paths, SGLang flags and environment are added and printed; the user's own settings stay. Without `rlspec slime` in
+front, the command runs slime unchanged. This file imports nothing of slime: the command may run on another machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rlspec.types import OFF, SpecConfig
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 METRICS = "megatron_rlspec.integrations.slime.metrics"
 DRIVERS = ("train.py", "train_async.py")
-# flag -> our function, and the args attribute under which ours finds the user's, which it calls
+# flag -> our function, and the attribute of args that holds the user's function, which ours calls
 CHAINED = {
     "--custom-megatron-init-path": (f"{HOOKS}.init", "rlspec_inner_init_path"),
     "--custom-model-provider-path": (f"{HOOKS}.model_provider", "rlspec_inner_provider_path"),
@@ -39,7 +39,7 @@ DRAFTER = ("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay",
 # (flag, the value that is refused or None for the bare flag, why)
 REFUSED = (
     ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
-    ("--use-routing-replay", None, "the MTP layer's router would take another layer's recording"),
+    ("--use-routing-replay", None, "the MTP layer's router would use another layer's recording"),
     ("--sglang-enable-dp-attention", None, "SGLang then drops adaptive speculation with a warning only"),
     ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
     ("--sglang-enable-mixed-chunk", None, MIXED_CHUNK),
@@ -65,7 +65,7 @@ def plan(
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
     drafter  our options, by their names in `[drafter]`
-    steps    what the engines may choose from; start: num_steps at first
+    steps    what the engines may choose from; start: num_steps until the first rollout has ended
     cost_table  file by which our rule chooses in the engines; without it SGLang's own rule does
     Raises ConfigError where slime's own flags contradict it.
     """
@@ -195,7 +195,7 @@ def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str
 
 
 def driver(command: Sequence[str]) -> int:
-    """Where slime's driver stands in a command; what follows are its arguments."""
+    """Return the index of slime's driver in a command; its arguments follow."""
     for i, word in enumerate(command):
         if Path(word).name in DRIVERS:
             return i
@@ -235,7 +235,7 @@ def job_environment(environment: Mapping[str, str], inherited: Mapping[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is added, then become the completed command; with --dry-run or --yaml only print or write."""
+    """Print what is added, then replace this process by the completed command; with --dry-run or --yaml only print."""
     argv = list(sys.argv[1:] if argv is None else argv)
     ours, _, command = (
         (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
@@ -259,7 +259,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
     parser.add_argument(
-        "--cost-table", default="", help="by `rlspec profile`: engines decide by it, not by a rule of thumb"
+        "--cost-table",
+        default="",
+        help="file written by `rlspec profile`: engines choose by it; without it, by counting passes",
     )
     parser.add_argument(
         "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"

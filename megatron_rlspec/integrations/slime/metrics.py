@@ -1,7 +1,7 @@
-"""Around slime's rollouts, in its RolloutManager: engines are told what was learnt, and acceptance is logged.
+"""Around slime's rollouts, in its RolloutManager: set the engines' rules, and log acceptance.
 
-Acceptance is counted from SGLang's histogram and reported as ratios of sums. slime keeps `meta_info` only as far as
-`Sample.SpecInfo.add` reads it, and reads keys that SGLang no longer sends. The manager imports this module, as its
+Acceptance is counted from SGLang's histogram and reported as ratios of sums. Of `meta_info`, slime keeps only what
+`Sample.SpecInfo.add` reads, and that reads keys that SGLang no longer sends. The manager imports this module as its
 rollout function, before the first sample is drawn.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"
 _add = Sample.SpecInfo.add
 _speculation: Speculation | None = None
-_checked_version = 0  # of the full updates through the disk, which nobody else could check
+_checked_version = 0  # of the full updates through the disk, which are checked here only
 _found: dict[str, float] = {}  # since the last log
 _prompts: list[list[int]] = []  # of the last rollout, for canaries
 CANARY_PROMPTS = 16
@@ -58,7 +58,7 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
 
 
 def prompts_of(samples: Any, most: int) -> list[list[int]]:
-    """Token ids of the first `most` different prompts of text, of slime's samples in lists however nested."""
+    """Return token ids of the first `most` different text prompts of slime's samples, in lists of any depth."""
     found: dict[tuple[int, ...], None] = {}
     waiting = [samples]
     while waiting and len(found) < most:
@@ -73,7 +73,7 @@ def prompts_of(samples: Any, most: int) -> list[list[int]]:
 
 
 def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
-    """Check what a full update through the disk left in the engines; hear what training predicts."""
+    """Check what engines hold after a full update through the disk; take training's prediction; run canaries."""
     global _checked_version, _speculation
     if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
         told = slime_state.read_sent(args)
@@ -100,14 +100,14 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
 
 
 def after(args: Namespace, urls: Sequence[str]) -> None:
-    """Learn from this rollout, tell every engine, and keep what was learnt for slime's next checkpoint."""
+    """Learn from this rollout, set every engine's rule, and keep what was learnt for slime's next checkpoint."""
     if _speculation is not None:
         _found.update(_speculation.after_rollout(urls))
         slime_state.write_rollouts(slime_state.folder(args), _speculation.learning.state())
 
 
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
-    """With what this run's checkpoint knows already; None if one of these engines cannot switch, or does not answer."""
+    """Make the run's `Speculation` from its checkpoint. None if an engine cannot switch or be reached."""
     try:
         told = [SlimeEngine(url, _key(args)).describe()["configs"] for url in urls]
     except EngineError as error:  # asked again before the next rollout; to keep engines alive is slime's part
@@ -138,7 +138,7 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
 
 
 def engine_urls(args: Namespace) -> list[str]:
-    """The engines behind slime's router; none where rollouts are read from a file."""
+    """Return the URLs of the engines behind slime's router; [] if rollouts are read from a file."""
     if not getattr(args, "sglang_router_ip", None) or getattr(args, "load_debug_rollout_data", None):
         return []
     answer = requests.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers", timeout=60)
@@ -151,7 +151,7 @@ def _key(args: Namespace) -> str:
 
 
 def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
-    """`--custom-rollout-log-function-path`: acceptance in slime's own logging; then slime's metrics as ever."""
+    """`--custom-rollout-log-function-path`: log acceptance by slime's own logging, then slime's metrics."""
     metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
     if metrics:
         logger.info("rollout %d: %s", rollout_id, metrics)
@@ -184,7 +184,7 @@ def acceptance(infos: Iterable[Any]) -> dict[str, float]:
 
 
 def add(self: Any, meta_info: Mapping[str, Any]) -> None:
-    """In place of `SpecInfo.add`: slime's counts from the keys that SGLang sends, and the histogram."""
+    """Replace `SpecInfo.add`: fill slime's counts from the keys that SGLang sends, and keep the histogram."""
     renamed = dict(meta_info)
     for theirs, ours in (
         ("spec_num_correct_drafts", "spec_accept_token_num"),

@@ -1,9 +1,9 @@
 """The health contract around slime's own weight updates, on its train ranks.
 
-`wrap()` puts `update_weights` of slime's updaters (CUDA IPC, NCCL, disk deltas) between two looks: what is sent is
-fingerprinted where the updater has it in the checkpoint's names, and afterwards rank 0 asks every engine what it holds.
-A second push is collective, like the first; so rank 0 decides, and the others follow its orders. The full disk update
-ends in slime's driver, after these ranks: its fingerprints are left beside its files, for `metrics.py`.
+`wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk deltas). Tensors are fingerprinted where the
+updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
+collective, like the first: rank 0 decides, and the others follow its orders. The full disk update ends in slime's
+driver, after these ranks have finished: its fingerprints are written beside its files, for `metrics.py`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.fingerprint import fingerprint
 
-_marks: dict[str, int] | None = None  # of the push that runs
+_marks: dict[str, int] | None = None  # of the push that runs now
 
 
 def wrap(args: Namespace) -> None:
-    """Replace `update_weights` of the updater that `args` will choose, and listen where it has tensors."""
+    """Replace `update_weights` of the updater that `args` select, and fingerprint tensors where it has them."""
     if args.update_weight_mode == "delta":
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import UpdateWeightFromDiskDelta
 
-        UpdateWeightFromDiskDelta._iter_hf_tensors = _heard_singly(UpdateWeightFromDiskDelta._iter_hf_tensors)
+        UpdateWeightFromDiskDelta._iter_hf_tensors = _noting_each(UpdateWeightFromDiskDelta._iter_hf_tensors)
         UpdateWeightFromDiskDelta.update_weights = checked(UpdateWeightFromDiskDelta.update_weights, repeatable=False)
     elif args.update_weight_transport == "disk":
-        HfWeightIteratorDirect.get_hf_weight_chunks = _heard_in_chunks(HfWeightIteratorDirect.get_hf_weight_chunks)
-        from_disk.UpdateWeightFromDisk.update_weights = _announced(from_disk.UpdateWeightFromDisk.update_weights)
+        HfWeightIteratorDirect.get_hf_weight_chunks = _noting_chunks(HfWeightIteratorDirect.get_hf_weight_chunks)
+        from_disk.UpdateWeightFromDisk.update_weights = _noting_for_driver(
+            from_disk.UpdateWeightFromDisk.update_weights
+        )
     elif args.colocate:
-        UpdateWeightFromTensor._send_hf_params = _heard(UpdateWeightFromTensor._send_hf_params)
+        UpdateWeightFromTensor._send_hf_params = _noting(UpdateWeightFromTensor._send_hf_params)
         UpdateWeightFromTensor.update_weights = checked(UpdateWeightFromTensor.update_weights)
     else:
-        UpdateWeightFromDistributed._on_chunk = _heard(UpdateWeightFromDistributed._on_chunk)
+        UpdateWeightFromDistributed._on_chunk = _noting(UpdateWeightFromDistributed._on_chunk)
         UpdateWeightFromDistributed.update_weights = checked(UpdateWeightFromDistributed.update_weights)
 
 
 def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
-    """slime's `update_weights`, followed by the contract; raises HealthError on every rank or on none.
+    """Return slime's `update_weights`, followed by the contract. It raises HealthError on every rank or on none.
 
-    `repeatable`: a second call sends the same again, which a stream of deltas does not.
+    `repeatable`: a second call sends the same tensors again. A stream of deltas does not.
     """
 
     @functools.wraps(update_weights)
@@ -65,7 +67,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
                 updater.weight_version -= 1
                 _push(update_weights, updater)
         else:
-            together = True  # whether the others wait for an order, and not in a push that failed here
+            together = True  # whether the other ranks wait for an order; False during a push
 
             def push_again() -> dict[str, int]:
                 nonlocal together
@@ -100,7 +102,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
     return wrapped
 
 
-def _announced(update_weights: Callable) -> Callable:
+def _noting_for_driver(update_weights: Callable) -> Callable:
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
         sent = _push(update_weights, updater)
@@ -111,8 +113,8 @@ def _announced(update_weights: Callable) -> Callable:
 
 
 def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
-    """One push, collective; on rank 0 the fingerprints of what all ranks sent together, on others nothing."""
-    with _listening() as marks:
+    """Push once, collectively. Returns the fingerprints of what all ranks sent on rank 0, {} on the others."""
+    with _noted() as marks:
         update_weights(updater)
     everyone: list[Any] | None = None if dist.get_rank() else [None] * dist.get_world_size()
     dist.gather_object(marks, everyone, dst=0, group=get_gloo_group())
@@ -120,7 +122,7 @@ def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
 
 
 @contextmanager
-def _listening() -> Any:
+def _noted() -> Any:
     global _marks
     _marks = {}
     try:
@@ -134,7 +136,7 @@ def _note(tensors: Iterable[tuple[str, Any]]) -> None:
         _marks.update((name, fingerprint(tensor)) for name, tensor in tensors)
 
 
-def _heard(send: Callable) -> Callable:
+def _noting(send: Callable) -> Callable:
     @functools.wraps(send)
     def wrapped(updater: Any, tensors: Any) -> Any:
         _note(tensors)
@@ -143,7 +145,7 @@ def _heard(send: Callable) -> Callable:
     return wrapped
 
 
-def _heard_in_chunks(chunks: Callable) -> Callable:
+def _noting_chunks(chunks: Callable) -> Callable:
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for tensors in chunks(*args, **kwargs):
@@ -153,7 +155,7 @@ def _heard_in_chunks(chunks: Callable) -> Callable:
     return wrapped
 
 
-def _heard_singly(tensors: Callable) -> Callable:
+def _noting_each(tensors: Callable) -> Callable:
     @functools.wraps(tensors)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for name, tensor in tensors(*args, **kwargs):
@@ -164,7 +166,7 @@ def _heard_singly(tensors: Callable) -> Callable:
 
 
 def _order(order: dict[str, Any] | None) -> dict[str, Any]:
-    """Rank 0's, on every rank."""
+    """Return rank 0's order on every rank."""
     box: list[Any] = [order]
     dist.broadcast_object_list(box, src=0, group=get_gloo_group())
     return box[0]
