@@ -1,4 +1,4 @@
-"""`rlspec convert`: what a conversion is asked, shown and, with --check, proven by logits."""
+"""`rlspec convert`: convert a checkpoint, show what would be converted, and compare logits with --check."""
 
 from __future__ import annotations
 

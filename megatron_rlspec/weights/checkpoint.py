@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: read tensor by tensor, checked before use, written whole or not at all."""
+"""Hugging Face checkpoints on disk: read tensor by tensor, check before use, write completely or not at all."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
-    """config.json, and the tensors by name, unread. Raises CheckpointError.
+    """Read config.json and open the tensors by name, unread. Raises CheckpointError.
 
     Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
     """
@@ -87,7 +87,7 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
 
 
 def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
-    """tensor -> file of an index, after looking into every file for what the index places there."""
+    """Return tensor -> file of an index, after checking that every file holds what the index places there."""
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{directory / _INDEX}: expected weight_map, an object of tensor name and file name")
@@ -114,7 +114,7 @@ def check(family: Family, tensors: LazyTensors, *, drafter: bool = True) -> None
     where = tensors.directory
     if drafter and not family.drafter_names:
         raise CheckpointError(
-            f"{where}: config.json promises no drafter (num_nextn_predict_layers); `rlspec convert --add-mtp` adds one"
+            f"{where}: no MTP layer: config.json has no num_nextn_predict_layers; `rlspec convert --add-mtp` adds one"
         )
     lost = [name for name in family.drafter_names if name not in tensors]
     if drafter and lost:
@@ -161,7 +161,7 @@ def write_hf(
 
 
 class ShardWriter:
-    """Collects tensors into numbered safetensors files. `close` returns tensor -> file, in the order of arrival."""
+    """Collect tensors into numbered safetensors files. `close` returns tensor -> file, in the order of `add`."""
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
         self.directory, self.shard_bytes = directory, shard_bytes
@@ -219,7 +219,7 @@ def finish(
 
 
 def companions(source: Path) -> list[Path]:
-    """The tokenizer and the other small files that belong to a checkpoint."""
+    """List the tokenizer and the other small files that belong to a checkpoint."""
     found = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
     return sorted(file for file in found if file.is_file())
 
@@ -266,7 +266,7 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of a small file. Raises CheckpointError."""
+    """Read the JSON object of a small file. Raises CheckpointError."""
     try:
         data = files.read_json(file)
     except files.FileError as error:

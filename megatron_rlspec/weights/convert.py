@@ -1,9 +1,8 @@
 """Hugging Face <-> Megatron checkpoints, the drafter included, tensor by tensor.
 
-Both directions, and the making of a fresh drafter, are one stream: a source maps canonical Megatron names to full
-tensors, and a sink writes them layer by layer. Memory holds one layer towards Hugging Face and one tensor towards
-Megatron. What is finished is kept if the conversion is interrupted, and the same command continues there; the target
-appears only when it is whole.
+Both directions, and making a fresh drafter, are one stream: a source maps canonical Megatron names to full tensors, and
+a sink writes them layer by layer. Memory holds one layer towards Hugging Face and one tensor towards Megatron. Finished
+files are kept if the conversion is interrupted, and the same command goes on. The target appears when it is complete.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class Conversion:
     fresh_drafter: bool
 
     def identity(self) -> dict[str, Any]:
-        """What an interrupted conversion must share with this one to be continued."""
+        """Return what an interrupted conversion must have in common with this one to be continued."""
         stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
         shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
         return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
@@ -161,7 +160,7 @@ def plan(
     add_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
 ) -> Conversion:
-    """Read what there is, and say what will be done. Raises CheckpointError or ValueError, each one line.
+    """Read the source and decide what to write. Raises CheckpointError, FileError or ValueError, each one line.
 
     `to`: default is the other kind than the source's. `hf`: Hugging Face directory with config.json and tokenizer of a
     Megatron checkpoint; default is what this converter left beside it. `spec`: the layer specs that will read a
@@ -205,7 +204,7 @@ def plan(
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
-    """Carry a plan out, or continue it. `advance(label, bytes)` is called after every group.
+    """Carry out a conversion, or continue it. `advance(label, bytes)` is called after every group.
 
     Raises CheckpointError for a damaged source, which leaves nothing behind; and OSError, after which the same
     conversion goes on (a full disk, for example).
@@ -278,7 +277,7 @@ class _HfSink:
 
 
 def _groups(family: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """One group per layer, and what stands outside layers each on its own."""
+    """Group names: one group per layer, and one for each tensor outside of layers."""
     groups: dict[str, list[str]] = {}
     for name in family.rows:
         found = _LAYER.match(name)
@@ -293,6 +292,6 @@ def _has_drafter(kind: Kind, source: Path, family: Family) -> bool:
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The files of a checkpoint, of either kind, that hold tensors."""
+    """List the files of a checkpoint, of either kind, that hold tensors."""
     directory = source if (source / "config.json").exists() else checkpoint_directory(source)
     return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

@@ -66,7 +66,7 @@ class Place:
 
 
 def place(family: Family, name: str, stacked: bool, spec: str) -> Place:
-    """Of a canonical name. `stacked`: layers form one tensor, as Megatron does for a model whose layers are alike."""
+    """Return the place of a canonical name. `stacked`: layers form one tensor, as in models whose layers are alike."""
     at: list[int] = []
     of: list[int] = []
     key = _stored_name(family, name, spec)
@@ -83,7 +83,7 @@ def place(family: Family, name: str, stacked: bool, spec: str) -> Place:
 
 
 def _stored_name(family: Family, name: str, spec: str) -> str:
-    """Local specs fuse the names of both norms of every block, and with latent attention none; others as they are."""
+    """Return the stored name. Local specs fuse the names of both norms of a block, but none with latent attention."""
     if spec == "te":
         return family.fused(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
@@ -95,7 +95,7 @@ def _stored_name(family: Family, name: str, spec: str) -> str:
 
 
 def uniform(family: Family) -> bool:
-    """Whether Megatron stacks this model's layers: not where some are dense and some are not, or attend otherwise."""
+    """Say whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
     kinds = {}
     for name in family.rows:
         if layer := _LAYER.match(name):
@@ -221,7 +221,7 @@ def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
 
 
 def checkpoint_directory(path: Path) -> Path:
-    """The directory with the index: `path` itself, or the one that its tracker file names."""
+    """Return the directory with the index: `path` itself, or the one that its tracker file names."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; expected a Megatron checkpoint")
     tracker = path / TRACKER
@@ -340,7 +340,7 @@ def _index(record: _IndexRecord) -> _Index:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index by name; anything else ends the reading."""
+    """An unpickler that knows the classes of an index by name, and raises CheckpointError for any other."""
 
     _MODULES = {
         "torch.distributed.checkpoint.metadata",
@@ -428,7 +428,7 @@ class _Entry:
 
 
 class TorchDistWriter:
-    """Writes groups of tensors, each a file of its own that appears whole or not at all; then `finish` the index."""
+    """Write groups of tensors, each to a file of its own that appears completely or not at all; then `finish`."""
 
     def __init__(self, directory: Path, family: Family) -> None:
         self.directory, self.family, self.stacked = directory, family, uniform(family)
@@ -438,7 +438,7 @@ class TorchDistWriter:
         return self._note(group).exists()
 
     def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Returns the bytes written. Tensors are consumed one by one."""
+        """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
         entries = []
         checksums = {}
         with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
@@ -458,7 +458,7 @@ class TorchDistWriter:
         return sum(entry.length for entry in entries)
 
     def finish(self, groups: int) -> None:
-        """The index over all groups, and the small files that Megatron expects beside it."""
+        """Write the index over all groups, and the small files that Megatron expects beside it."""
         parts: dict[str, Any] = {}
         where: dict[MetadataIndex, _StorageInfo] = {}
         checksums: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The room by itself: the example in docs/spec.md, in a process that may import neither torch nor an engine."""
+"""The room by itself: the example in docs/speculation.md, in a process that may import neither torch nor an engine."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ for name in ("torch", "sglang", "megatron", "transformers"):
 
 
 def test_the_example_in_the_docs_runs_without_torch_or_an_engine():
-    text = (ROOT / "docs/spec.md").read_text()
+    text = (ROOT / "docs/speculation.md").read_text()
     example = re.search(r"## Alone, in ten lines\n\n```python\n(.*?)```", text, re.DOTALL).group(1)
     assert len(example.strip().splitlines()) <= 11
     command = [sys.executable, "-c", FORBID + example]
