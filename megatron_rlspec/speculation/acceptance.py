@@ -1,8 +1,8 @@
-"""How many drafts a round will accept: per-depth conditional rates, estimated from censored histograms.
+"""How many drafts a round accepts: conditional rates per depth, estimated from censored histograms.
 
-a_d = P(depth d accepted | depth d reached). A round that drafted k steps and accepted i says: depths 1..i accepted,
-depth i + 1 refused, and, where i = k, nothing about depth k + 1 (censored). Expected tokens of a round at k steps are
-E = 1 + sum over d <= k of a_1 * ... * a_d (docs/design.md, Acceptance).
+a_d = P(depth d accepted | depth d reached). A round that drafted k steps and accepted i shows that depths 1..i were
+accepted and that depth i + 1 was refused. If i = k, it shows nothing about depth k + 1 (censored). A round of k steps
+emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.md, Acceptance).
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
 def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float = 0.4) -> float:
-    """Tokens that one request emits per round under `config`, given the chain's rates a_1.. (the last one repeats).
+    """Return the tokens that one request emits per round under `config`, given rates a_1.. (the last one repeats).
 
-    For topk > 1 the rates of further branches are modelled: each next sibling catches the share `sibling` of what the
-    ones before it missed. The tree is SGLang's (topk beams, topk² candidates a step), its `num_draft_tokens - 1`
+    For topk > 1 the rates of the other branches are modelled: each sibling accepts the share `sibling` of what the
+    siblings before it missed. The tree is SGLang's (topk beams, topk² candidates a step). Its `num_draft_tokens - 1`
     likeliest nodes are kept, and a node counts the product along its path (RLHFSpec section 5.2).
     """
     if config.num_steps == 0:
         return 1.0
     depths = [rates[min(d, len(rates) - 1)] for d in range(config.num_steps)]
     if config.topk == 1:
-        total, reach = 1.0, 1.0
+        total = reach = 1.0
         for rate in depths:
             reach *= rate
             total += reach
         return total
-    beams, nodes = np.ones(1), []
+    beams = np.ones(1)
+    nodes = []
     for rate in depths:
         missed = (1 - rate) * (1 - sibling) ** np.arange(config.topk - 1)
         branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
@@ -65,9 +66,10 @@ def pooled(histograms: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def beta_interval(successes: float, failures: float, mass: float = 0.95) -> tuple[float, float]:
-    """Central credible interval of Beta(successes, failures), integrated on a grid of the logit."""
+    """Return the central credible interval of Beta(successes, failures), integrated on a grid of the logit."""
     logit = np.linspace(-16 / min(successes, 1.0), 16 / min(failures, 1.0), 8001)  # a rate near 0 has a long tail
-    log_p, log_q = -np.logaddexp(0, -logit), -np.logaddexp(0, logit)
+    log_p = -np.logaddexp(0, -logit)
+    log_q = -np.logaddexp(0, logit)
     density = successes * log_p + failures * log_q
     cdf = np.cumsum(np.exp(density - density.max()))
     low, high = np.interp([(1 - mass) / 2, (1 + mass) / 2], cdf / cdf[-1], np.exp(log_p))
@@ -75,7 +77,7 @@ def beta_interval(successes: float, failures: float, mass: float = 0.95) -> tupl
 
 
 def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
-    """`histogram[i]`: how many requests accepted i drafts in a round that drafted `num_steps`."""
+    """Return how many requests accepted 0, 1, … drafts in a round that drafted `num_steps`. Raises ValueError."""
     histogram = [accepted.count(i) for i in range(num_steps + 1)]
     if sum(histogram) != len(accepted):
         raise ValueError(f"accepted {min(accepted)}..{max(accepted)} drafts, but the round drafted {num_steps}")
@@ -83,12 +85,17 @@ def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
 
 
 class Acceptance:
-    """Running estimate of a_1..a_depth. Deterministic in what it was shown, so equal on every tensor-parallel rank.
+    """Running estimate of a_1..a_depth. It depends on what it was shown only, so tensor-parallel ranks agree.
 
-    Evidence is forgotten with `memory_rounds` (e-folding) and capped at `memory_draws` per depth: a drifting policy is
-    followed by the clock at small batches and by the data at large ones. A depth's prior is its shallower neighbour's
-    rate times a ratio that is remembered much longer: while only k = 1 runs, what depth 3 would do moves with a_1.
+    Evidence fades with `memory_rounds` (e-folding) and is capped at `memory_draws` per depth. So the estimate follows a
+    moving policy by rounds at small batches, and by draws at large ones. The prior of a depth is the rate of the depth
+    above it times a ratio that is remembered much longer: while only k = 1 runs, the estimate of a_3 moves with a_1.
     Before any data the ratios are `prior_rate` for depth 1 and `prior_ratio` below it, worth `prior_strength` draws.
+
+    hits, draws              [depth] accepted and reached drafts, faded
+    ratio_hits, ratio_base   [depth] the same for the ratios: accepted drafts, and those expected by the depth above
+    rates                    [depth] posterior means of a_1..a_depth
+    totals                   [depth + 1] expected tokens of a round of 0..depth steps
     """
 
     def __init__(
@@ -110,20 +117,22 @@ class Acceptance:
         self.memory_draws = memory_draws
         self.prior_strength = prior_strength
         self.prior = [prior_rate] + [prior_ratio] * (depth - 1)
-        self.hits, self.draws = [0.0] * depth, [0.0] * depth
-        self.ratio_hits, self.ratio_base = (
-            [0.0] * depth,
-            [0.0] * depth,
-        )  # of long memory: accepted / expected by a_(d-1)
+        self.hits = [0.0] * depth
+        self.draws = [0.0] * depth
+        self.ratio_hits = [0.0] * depth
+        self.ratio_base = [0.0] * depth
         self._keep = float(np.exp(-1.0 / memory_rounds))
         self._refresh()
 
     def observe(self, num_steps: int, accepted: Sequence[int], elapsed: int = 1) -> None:
-        """One round at `num_steps`: accepted drafts per request. `elapsed`: rounds since the last one shown here."""
+        """Learn from one round of `num_steps`: accepted drafts per request, `elapsed` rounds after the last one."""
         self.observe_histogram(num_steps, histogram_of(num_steps, accepted), elapsed)
 
     def observe_histogram(self, num_steps: int, histogram: Sequence[float], elapsed: int = 1) -> None:
-        """`histogram[i]` requests accepted i drafts, in rounds at `num_steps`; the last entry is censored."""
+        """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts; the last is censored.
+
+        With 0 steps and an empty histogram, evidence only fades by `elapsed` rounds. Raises ValueError.
+        """
         if len(histogram) > num_steps + 1:
             raise ValueError(
                 f"histogram has {len(histogram)} entries, but num_steps={num_steps} allows {num_steps + 1}"
@@ -146,7 +155,7 @@ class Acceptance:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Posterior means a_1..a_depth, and `totals[k]`: expected tokens of a round at k = 0..depth steps."""
+        """Compute `rates` and `totals` from the evidence."""
         m = self.prior_strength
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
@@ -159,7 +168,7 @@ class Acceptance:
             self.totals.append(self.totals[-1] + reach)
 
     def intervals(self, mass: float = 0.95) -> list[tuple[float, float]]:
-        """Credible interval of each rate, given the posterior mean of the depth above it."""
+        """Return the credible interval of each rate, given the posterior mean of the depth above it."""
         bounds = []
         for rate, draws in zip(self.rates, self.draws, strict=True):
             weight = draws + self.prior_strength
@@ -167,19 +176,22 @@ class Acceptance:
         return bounds
 
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
-        """Start again from predicted rates (`mtp/predict.py`) as if `draws` drafts per depth had shown them."""
+        """Start again from predicted rates, as if `draws` drafts per depth had shown them. Raises ValueError."""
         if not rates or any(not 0 <= rate <= 1 for rate in rates):
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")
         shallower = 1.0
         for d in range(self.depth):
             rate = rates[d] if d < len(rates) else shallower * self.prior[d]
             weight = draws if d < len(rates) else 0.0
-            self.hits[d], self.draws[d] = rate * weight, weight
-            self.ratio_hits[d], self.ratio_base[d] = rate * weight, shallower * weight
+            self.hits[d] = rate * weight
+            self.draws[d] = weight
+            self.ratio_hits[d] = rate * weight
+            self.ratio_base[d] = shallower * weight
             shallower = rate
         self._refresh()
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it, for `from_json`."""
         return {
             "depth": self.depth,
             "memory_rounds": self.memory_rounds,
@@ -191,6 +203,7 @@ class Acceptance:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
+        """Read what `to_json` returned. Raises ValueError, KeyError."""
         names = ("memory_rounds", "memory_draws", "prior_strength")
         acceptance = cls(data["depth"], **{name: data[name] for name in names})
         for name in ("prior", *_STATE):
@@ -205,6 +218,7 @@ class Acceptance:
 
 
 def _cap(hits: list[float], draws: list[float], d: int, most: float) -> None:
+    """Scale both at depth d so that `draws[d]` is at most `most`."""
     if (over := draws[d] / most) > 1:
         hits[d] /= over
         draws[d] /= over

@@ -1,4 +1,4 @@
-"""The loop's side of adaptive speculation: the rule that engines start with, and what is kept of what they did."""
+"""Acceptance as rollouts have shown it, and the data of the rule that engines get before the next one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
 
 
 class Adapter:
-    """`rule()` is what an engine's `set_spec_rule` takes; `observe` follows acceptance, `expect` says what comes next.
+    """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
-    cost_table     path; empty: layers cost what layers cost (`Roofline.of_layers`), nothing measured
-    target_layers  of the model, for that rule; and `ridge_tokens`, of the machine
+    cost_table     path; empty: every layer costs the same (`Roofline.of_layers`), nothing is measured
+    target_layers  of the model, for `of_layers`
+    ridge_tokens   of the machine, for `of_layers`
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Adapter:
         catch_up_share: float = CATCH_UP_SHARE,
     ) -> None:
         if cost_table:
-            CostTable.load(Path(cost_table))  # a table that cannot be used is told before engines have started
+            CostTable.load(Path(cost_table))  # raises CostTableError before any engine starts
         self.cost = (
             {"table": cost_table}
             if cost_table
@@ -58,15 +59,15 @@ class Adapter:
         return rule
 
     def expected(self) -> dict[SpecConfig, float]:
-        """Accept length of every chain all of whose depths were seen often enough lately to expect it again."""
+        """Return tokens per round of every chain whose depths were all drafted often enough lately."""
         known = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]
         deep = known.index(False) if False in known else len(known)
         return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deep + 1)}
 
     def expect(self, forecast: Sequence[float] | None) -> dict[str, float]:
-        """Forecast rates a_1.. of the next rollout, None if there are none: what `rule()` says of acceptance.
+        """Mix the forecast rates a_1.. of the next rollout into what `rule()` says of acceptance; None: there are none.
 
-        Returns what the records keep: the forecast's share in it, and the drafts that it counts for.
+        Returns metrics: the forecast's share in the mix, the drafts that it is worth, and its rates.
         """
         self.believed = None
         self.forecast = None if forecast is None else list(forecast)
@@ -82,7 +83,7 @@ class Adapter:
         }
 
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """One rollout's rounds and the engines' own reports; returns what the records keep of them."""
+        """Learn from one rollout's rounds and the engines' reports. Returns metrics."""
         self.prior.score(stats)
         self.believed = self.forecast = None
         if known := [report["probing"] for report in reports if report.get("probing")]:

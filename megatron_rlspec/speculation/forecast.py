@@ -16,17 +16,21 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 GAINS = (0.1, 0.2, 0.4, 1.0)  # of the smoothing; 1: the last value
-TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that is believed
-PRIOR = (9.0, 3.0, 1.0)  # weight of each trust before any error was seen: to be believed, a prediction has to earn it
+TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that enters the forecast
+FIRST_WEIGHTS = (9.0, 3.0, 1.0)  # of each trust before any error is known: start by trusting observations more
 MEMORY = 0.95  # of past errors, per step
 ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
-PRIOR_STEPS = 2.0  # steps' worth of sampling noise that every smoother is held to have erred by
+NOISES = 2.0  # steps of sampling noise that are added to the errors of every smoother
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Sums over round starts: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, of which
-    `accepted[i, d]` were accepted. Add predictions of micro-batches; reduce both arrays over ranks."""
+    """Predicted sums over the starts of rounds. Add those of micro-batches; sum both arrays over ranks.
+
+    steps     [K] step counts of the rounds
+    reached   [K, D]: `reached[i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`
+    accepted  [K, D]: how many of them were accepted
+    """
 
     steps: tuple[int, ...]
     reached: np.ndarray
@@ -34,7 +38,7 @@ class Prediction:
 
     @classmethod
     def of_sums(cls, steps: Sequence[int], reached: Sequence[float], accepted: Sequence[float]) -> Prediction:
-        """From the two arrays flattened, as they come back from a reduction over ranks."""
+        """Build one from the two arrays flattened, as a reduction over ranks returns them."""
         shape = (len(steps), max(steps))
         return cls(tuple(steps), np.array(reached).reshape(shape), np.array(accepted).reshape(shape))
 
@@ -44,7 +48,7 @@ class Prediction:
         return Prediction(self.steps, self.reached + other.reached, self.accepted + other.accepted)
 
     def rates(self, num_steps: int | None = None) -> list[float]:
-        """a_1..a_num_steps (of the deepest, if omitted); 0 where nothing was reached."""
+        """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
         row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
         reached, accepted = self.reached[row], self.accepted[row]
         rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
@@ -55,13 +59,13 @@ class Prediction:
 
 
 class Calibration:
-    """From the predicted to the calibrated rates of the next rollout, learnt online; keeps the score.
+    """Turns predicted rates into calibrated ones, learns from each rollout how, and reports its errors.
 
-    The forward that predicts ran before the update it predicts across, so it is biased, slowly varying, and it sees one
-    rollout's texts, whose noise it carries. In log-odds, per depth: level = smoothed observed rates, before = predicted
-    ones smoothed alike; the forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias
-    tracked, trust 0 ignores it, and gain 1 with trust 0 is the last value. Every gain and trust runs; their forecasts
-    are averaged with weights that fall with their squared errors in tokens per round (Bayesian model averaging).
+    A prediction is biased, since its forward ran before the update, and carries the noise of one rollout's texts. The
+    bias varies slowly. In log-odds, per depth: level = smoothed observed rates, before = smoothed predicted rates; the
+    forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias tracked, trust 0 ignores it,
+    and gain 1 with trust 0 is the last value. All gains and trusts run side by side. Their forecasts are averaged with
+    weights that fall with their squared errors in tokens per round (Bayesian model averaging).
     """
 
     def __init__(self, depth: int) -> None:
@@ -70,28 +74,29 @@ class Calibration:
         self.level = np.zeros((len(GAINS), depth))
         self.before = np.zeros((len(GAINS), depth))
         self.steps = np.zeros(depth)  # rollouts that reached the depth
-        self.loss = np.zeros((len(GAINS), len(TRUST)))  # squared errors, forgotten with MEMORY
+        self.loss = np.zeros((len(GAINS), len(TRUST)))  # squared errors; they fade with MEMORY
         self.noise = 0.0  # variance of observed tokens per round from the draws alone, the latest
-        self.scored = 0.0  # errors in `loss`, forgotten alike
+        self.scored = 0.0  # errors in `loss`; they fade alike
         self.last: list[float] | None = None  # rates that the previous rollout showed
 
     def apply(self, rates: Sequence[float]) -> list[float]:
+        """Return the calibrated rates a_1.. of predicted ones."""
         corrected = _sigmoid(np.einsum("gt,gtd->d", self.weights(), self._log_odds(rates)))
         return [float(rate) for rate in corrected]
 
     def weights(self) -> np.ndarray:
-        """What each gain and trust counts in the forecast, `[gains, trusts]`, summing to 1."""
-        loss = self.loss + PRIOR_STEPS * self.noise
-        variance = loss.min() / (self.scored + PRIOR_STEPS)
-        weights = np.array(PRIOR) * (np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else 1.0)
+        """Return the weight of each gain and trust in the forecast, `[gains, trusts]`, summing to 1."""
+        loss = self.loss + NOISES * self.noise
+        variance = loss.min() / (self.scored + NOISES)
+        weights = np.array(FIRST_WEIGHTS) * (np.exp((loss.min() - loss) / (2 * variance)) if variance > 0 else 1.0)
         weights = np.broadcast_to(weights, loss.shape)
         return np.asarray(weights / weights.sum())
 
     def update(self, prediction: Prediction, observed: Mapping[int, ArrayLike]) -> dict[str, float]:
-        """Score `prediction` by the rollout it was made for, then learn from it; returns metrics for the record.
+        """Compare `prediction` with the rollout it was made for, then learn from it. Returns metrics.
 
         `observed[k][i]` requests accepted i drafts in rounds of k steps. Step counts not predicted are left out.
-        `last_value_error` is what assuming the previous rollout's rates would have cost.
+        `last_value_error` is the error of assuming the previous rollout's rates.
         """
         known = {k: np.asarray(h, float) for k, h in observed.items() if k in prediction.steps and np.sum(h) > 0}
         if not known:
@@ -116,8 +121,9 @@ class Calibration:
         return metrics
 
     def _log_odds(self, rates: Sequence[float]) -> np.ndarray:
-        """`[gains, trusts, depths]`: every smoother's forecast; depths never observed stay as predicted."""
-        predicted, depth = _logit(np.array(rates)), len(self.steps)
+        """The forecast of every smoother, `[gains, trusts, depths]`; depths never observed stay as predicted."""
+        predicted = _logit(np.array(rates))
+        depth = len(self.steps)
         change = predicted[:depth] - self.before[:, : len(rates)]
         shift = (self.level - self.before)[:, None, : len(rates)] + (np.array(TRUST)[:, None] - 1) * change[:, None]
         shift = np.where(self.steps[: len(rates)] > 0, shift, 0.0)
@@ -136,7 +142,7 @@ class Calibration:
         return sum(rounds[k] * mean[k] for k in rounds) / sum(rounds.values())
 
     def _learn(self, known: Mapping[int, np.ndarray], raw: Mapping[int, Sequence[float]]) -> None:
-        """Depth by depth: the step counts that reach it, each against its own prediction, weighted by their draws."""
+        """Move every smoother, depth by depth, by the step counts that reach it, weighted by their draws."""
         last: list[float] = []
         for d in range(max(known)):
             draws = {k: float(h[d:].sum()) for k, h in known.items() if k > d}
@@ -158,11 +164,13 @@ class Calibration:
         self.last = last or self.last
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it, for `from_json`."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
         return {**arrays, "noise": self.noise, "scored": self.scored, "last": self.last}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+        """Read what `to_json` returned. Raises ValueError."""
         calibration = cls(len(data["steps"]))
         for name in _ARRAYS:
             value = np.array(data[name], float)
@@ -178,14 +186,14 @@ _ARRAYS = ("level", "before", "steps", "loss")
 
 
 class Forecast:
-    """A prediction waiting for the rollout it was made for, and the calibration that follows their differences."""
+    """The prediction of the rollout that comes next, and the calibration learnt from those that have ended."""
 
     def __init__(self, depth: int) -> None:
         self.calibration = Calibration(depth)
         self.pending: Prediction | None = None
 
     def score(self, stats: Iterable[RoundStats]) -> dict[str, float]:
-        """The pending prediction against the rounds of the rollout that has just ended, as `predict/…` metrics."""
+        """Compare the pending prediction with the rounds of the rollout that has ended. Returns `predict/…` metrics."""
         observed: dict[int, np.ndarray] = {}
         for s in stats:
             if k := s.config.num_steps:
@@ -196,7 +204,7 @@ class Forecast:
         return {f"predict/{name}": x for name, x in self.calibration.update(self.pending, observed).items()}
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Wait for the rollout that `prediction` is of; its calibrated tokens per round, by step count."""
+        """Keep the prediction of the next rollout. Returns its calibrated tokens per round, by step count."""
         self.pending = prediction
         if prediction is None:
             return {}
@@ -204,10 +212,11 @@ class Forecast:
         return {f"predict/next_tokens_k{k}": expected_tokens(SpecConfig(k), r) for k, r in rates.items()}
 
     def rates(self) -> list[float] | None:
-        """Calibrated a_1.. of the rollout that is waited for, at the deepest predicted step count."""
+        """Return calibrated a_1.. of the next rollout, at the deepest predicted step count, if one is predicted."""
         return None if self.pending is None else self.calibration.apply(self.pending.rates())
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it, for `from_json`."""
         waiting = self.pending
         return {
             "calibration": self.calibration.to_json(),
@@ -216,6 +225,7 @@ class Forecast:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Forecast:
+        """Read what `to_json` returned. Raises ValueError."""
         forecast = cls(1)
         forecast.calibration = Calibration.from_json(data["calibration"])
         if data["pending"]:

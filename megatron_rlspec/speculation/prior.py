@@ -1,8 +1,8 @@
-"""What engines believe of acceptance before the first round of a rollout: what was seen lately, or what is forecast.
+"""The acceptance that a rollout starts from: a mix of what was seen lately and of the forecast.
 
-Both are tried on every rollout that has ended. Their errors in tokens per round decide what each counts in the next
-belief (Bayesian model averaging), and how many drafts the belief is worth: as many as leave an error of that size.
-A forecast that knows nothing therefore costs no more than the noise in which it hides.
+After each rollout both are compared with what it accepted. Their errors in tokens per round set the weight of each in
+the next mix (Bayesian model averaging). They also set how many drafts the mix is worth: as many as leave an error of
+that size. A forecast without information therefore costs no more than the noise of the observations.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 SEEN, FORECAST = range(2)
-PRIOR = (3.0, 1.0)  # weight of each before any error is known
+FIRST_WEIGHTS = (3.0, 1.0)  # of each before any error is known
 MEMORY = 0.9  # of past errors, per rollout
-NOISES = 2.0  # rollouts' worth of sampling noise that both are held to have erred by
-DRAWS = (20.0, 2000.0)  # least and most drafts that a belief is worth
+NOISES = 2.0  # rollouts of sampling noise that are added to the errors of both
+DRAWS = (20.0, 2000.0)  # least and most drafts that a mix is worth
 FIRST_DRAWS = 200.0  # until an error is known
 
 
 class Prior:
-    """`believe` before a rollout, `score` after it."""
+    """Mixes what was seen and what is forecast: `believe` before a rollout, `score` after it."""
 
     def __init__(self) -> None:
-        self.loss = [0.0, 0.0]  # squared errors in tokens per round, forgotten with MEMORY
-        self.scored = 0.0  # rollouts in `loss`, forgotten alike
-        self.noise = 0.0  # variance of a rollout's tokens per round from its draws alone, the latest
-        self.spread = 0.0  # of tokens in one round, the latest
-        self.pending: list[list[float]] | None = None  # rates that each expects
+        self.loss = [0.0, 0.0]  # squared errors in tokens per round; they fade with MEMORY
+        self.scored = 0.0  # rollouts in `loss`; they fade alike
+        self.noise = 0.0  # variance of the last rollout's mean tokens per round, from sampling alone
+        self.spread = 0.0  # variance of the tokens of one round in it
+        self.pending: list[list[float]] | None = None  # rates that each expects of the next rollout
 
     def believe(self, seen: Sequence[float], forecast: Sequence[float], known: bool) -> tuple[list[float], float]:
-        """(rates, drafts that they are worth). `known`: `seen` was seen at all, and is no guess itself."""
+        """Return the mixed rates a_1.., and the drafts that they are worth. `known`: `seen` was observed."""
         self.pending = [list(seen), list(forecast)] if known else None
         share = self.share() if known else 1.0
         rates = [_mix(a, b, share) for a, b in zip(seen, forecast, strict=False)]
@@ -44,17 +44,17 @@ class Prior:
         return rates, min(max(self.spread / max(error, 1e-12), DRAWS[0]), DRAWS[1])
 
     def share(self) -> float:
-        """What the forecast counts, in log-odds of the rates."""
+        """Return the weight of the forecast in the log-odds of the rates, 0 to 1."""
         loss = [x + NOISES * self.noise for x in self.loss]
         variance = min(loss) / (self.scored + NOISES)
         weights = [
             prior * (math.exp((min(loss) - x) / (2 * variance)) if variance > 0 else 1.0)
-            for prior, x in zip(PRIOR, loss, strict=True)
+            for prior, x in zip(FIRST_WEIGHTS, loss, strict=True)
         ]
         return weights[FORECAST] / sum(weights)
 
     def score(self, stats: Sequence[RoundStats]) -> None:
-        """The rollout for which both were asked has run these rounds."""
+        """Compare both with the rounds of the rollout for which `believe` was called."""
         drafted = [s for s in stats if s.config.num_steps and sum(s.accepted)]
         rounds = sum(sum(s.accepted) for s in drafted)
         if self.pending is None or rounds < 2:
@@ -70,10 +70,12 @@ class Prior:
         self.pending = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return all of it, for `from_json`."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prior:
+        """Read what `to_json` returned. Raises ValueError."""
         prior = cls()
         if set(data) != set(vars(prior)):
             raise ValueError(f"prior state: fields {sorted(data)}, expected {sorted(vars(prior))}")
@@ -82,5 +84,6 @@ class Prior:
 
 
 def _mix(a: float, b: float, share: float) -> float:
+    """The rate between a and b, at `share` of the way to b in log-odds."""
     x, y = (math.log(p / (1 - p)) for p in (min(max(rate, 1e-4), 1 - 1e-4) for rate in (a, b)))
     return 1 / (1 + math.exp(-((1 - share) * x + share * y)))
