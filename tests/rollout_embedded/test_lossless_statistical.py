@@ -18,7 +18,7 @@ from test_lossless_exact import first_blocks, whole_samples
 
 from megatron_rlspec.rollout.embedded import verify
 from megatron_rlspec.rollout.embedded.cache import Cache
-from megatron_rlspec.rollout.embedded.rounds import Rounds
+from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.types import Sampling, SpecConfig
 
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def one_token_too_many(patch):
 
 def stale_target_keys_after_a_rejected_branch(patch):
     """From the second round on, the pending token keeps the keys that the rejected draft left in its slot."""
-    plan, verify_, verifying = Cache.plan, Rounds._verify, []
+    plan, verify_, verifying = Cache.plan, RoundRunner._verify, []
 
     def patched_verify(self, *args, **kwargs):
         verifying.append(True)
@@ -143,7 +143,7 @@ def stale_target_keys_after_a_rejected_branch(patch):
         write[columns[:, 0] > len(PROMPT) - 1, 0] = self.total - 1  # a slot that nobody holds
         return made._replace(write=write.view(-1))
 
-    patch.setattr(Rounds, "_verify", patched_verify)
+    patch.setattr(RoundRunner, "_verify", patched_verify)
     patch.setattr(Cache, "plan", patched_plan)
 
 

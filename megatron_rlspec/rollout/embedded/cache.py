@@ -1,4 +1,4 @@
-"""KV slots, one per token: who holds which, and the tensors behind them.
+"""KV slots, one per token: which row or prefix holds which, and their tensors.
 
 A slot holds, for one token at position p, the target's keys and values of that token, the target's hidden state h_p,
 and the drafter's keys and values of the pair (h_{p-1}, x_p), which stands at rotary position p - 1. So everything
@@ -84,7 +84,7 @@ class Cache:
         return row
 
     def back(self, row: int, columns: int, spare: int = 16) -> bool:
-        """See that columns [0, columns) of the row have slots, and a few more while there are plenty."""
+        """Give columns [0, columns) of a row slots, and `spare` more if there are enough. Returns whether it could."""
         lack = columns - int(self.held[row])
         if lack <= 0:
             return True
@@ -113,7 +113,7 @@ class Cache:
         self.length[row] = length + count
 
     def close(self, row: int) -> None:
-        """Give back a row and whatever it alone holds."""
+        """Give back a row and the slots that only it holds."""
         prefix = self.prefix[row]
         first = len(prefix.tokens)
         self.give(self.slots[row, first : self.held[row]])
@@ -126,7 +126,7 @@ class Cache:
         self.free_rows.append(row)
 
     def audit(self) -> None:
-        """Every slot is free or held by exactly one row or prefix."""
+        """Check that every slot is free or held by exactly one row or prefix. Raises EngineError."""
         held = [p.slots for p in self.prefixes.values()]
         for row, prefix in enumerate(self.prefix):
             if prefix is not None:
@@ -139,7 +139,7 @@ class Cache:
             )
 
     def clear(self) -> None:
-        """Forget the contents: what broken weights left behind must not reach a masked key as NaN × 0."""
+        """Zero the contents: NaN that broken weights left behind would pass through a masked key as NaN × 0."""
         for tensor in (self.hidden, *self.kv):
             tensor.zero_()
 

@@ -21,7 +21,7 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, Rounds, scratch
+from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, RoundRunner, scratch
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
@@ -44,7 +44,7 @@ _CLOSED = "closed"
 
 @dataclass(eq=False)
 class Run:
-    """A request on its way to a `Sample`."""
+    """A request that runs or waits, until its `Sample` is made."""
 
     request: Request
     sampling: Sampling
@@ -60,7 +60,7 @@ class Run:
     sample: Sample | None = None
 
     def commit(self, new: Committed, version: int, limit: int) -> Status | None:
-        """Append what a round drew, up to a stop or the response's limit; the status if that ends the sample."""
+        """Append what a round drew, up to a stop or the response's limit. Returns the status if the sample ends."""
         status: Status | None = None
         first = len(self.response)
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
@@ -139,7 +139,7 @@ class EmbeddedEngine:
         self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
         columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
-        self.rounds = Rounds(self.cache, verifier, budget, prefill_chunk)
+        self.rounds = RoundRunner(self.cache, verifier, budget, prefill_chunk)
         self.max_length, self.max_draft_tokens = max_length, max_draft_tokens
         self.max_running_requests = max_running_requests
         self.running: list[Run] = []
@@ -173,7 +173,7 @@ class EmbeddedEngine:
             while open_runs:
                 with self._lock:
                     self._serve()
-                time.sleep(0)  # locks are not fair: let whoever waits between two rounds in
+                time.sleep(0)  # locks are not fair: let other threads take this one between two rounds
                 done = [run for run in open_runs if run.sample is not None]
                 open_runs = [run for run in open_runs if run.sample is None]
                 if on_sample is not None:
@@ -327,7 +327,7 @@ class EmbeddedEngine:
         known.add(request.id)
 
     def _serve(self) -> None:
-        """One step, or what stands in its way. The caller holds the lock."""
+        """Run one step, unless the engine is broken or paused. The caller holds the lock. Raises EngineError."""
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
         self._agree()
@@ -401,7 +401,7 @@ class EmbeddedEngine:
         entry[3] = [a + b for a, b in zip(entry[3], accepted, strict=True)]
 
     def _back(self, runs: list[Run], columns: np.ndarray) -> list[Run]:
-        """Slots up to `columns [B]` for every run, putting back the youngest while they lack; the runs that remain."""
+        """Get slots up to `columns [B]` for every run; put back the youngest while slots lack. Returns the others."""
         for run, upto in zip(runs, columns.tolist(), strict=True):
             while run.row >= 0 and not self.cache.back(run.row, upto):
                 youngest = self.running.pop()
@@ -410,7 +410,7 @@ class EmbeddedEngine:
         return [run for run in runs if run.row >= 0]
 
     def _agree(self) -> None:
-        """Let a pause begin, and under tensor parallelism let all ranks abort the same runs at the same round."""
+        """Begin a pause that was asked for. Tensor-parallel ranks abort the same runs at the same round."""
         runs = [*self.running, *self.waiting]
         pausing = self._pausing and not self._paused
         if self.model.comm.size > 1 and not self._paused:
@@ -425,7 +425,7 @@ class EmbeddedEngine:
             self._lock.notify_all()
 
     def _retract(self) -> None:
-        """Put every running sample back to the head of the queue; its keys are recomputed later."""
+        """Put every running sample back to the head of the queue; its KV cache is recomputed later."""
         for run in self.running:
             self._vacate(run)
         self.waiting[:0], self.running = self.running, []

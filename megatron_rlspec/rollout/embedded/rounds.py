@@ -1,4 +1,4 @@
-"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Knows rows, not requests."""
+"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Requests are known to `engine.py` only."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 import torch
 
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.cache import Cache, Prefix
 from megatron_rlspec.speculation.tree import top
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):
-    """Which drafted candidates to verify; `speculation/tree.py` has the policies."""
+    """Chooses which drafted candidates are verified; `speculation/tree.py` has two of them."""
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
-        """Mask [B, M], closed under parents and at most `limit` a row, of candidates with these scores and depths."""
+        """Return the mask [B, M] of the candidates to verify: at most `limit` a row, each with its parents."""
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
-        """Verified nodes' scores and whether each was accepted, both [N]."""
+        """Learn from verified nodes: their scores, and whether each was accepted, both [N]."""
 
     def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
-        """What the whole round took."""
+        """Learn the ms of a whole round that sent `verified` tokens through the target."""
 
 
 class Committed(NamedTuple):
@@ -34,41 +34,55 @@ class Committed(NamedTuple):
     accepted: int
 
 
-class Rounds:
-    """The engine's arithmetic: `prefill` and `round` advance rows of `cache` in place."""
+class RoundRunner:
+    """Runs prefills and decode rounds, which advance rows of `cache` in place."""
 
     def __init__(self, cache: Cache, verifier: Verifier, budget: Budget | None, prefill_chunk: int) -> None:
-        self.cache, self.model = cache, cache.model
-        self.verifier, self.budget, self.prefill_chunk = verifier, budget, prefill_chunk
+        self.cache = cache
+        self.model = cache.model
+        self.verifier = verifier
+        self.budget = budget
+        self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
-        self.temperature, self.top_p, self.top_k = np.zeros(rows), np.ones(rows), np.zeros(rows, np.int64)
+        self.temperature = np.zeros(rows)
+        self.top_p = np.ones(rows)
+        self.top_k = np.zeros(rows, np.int64)
         self.seeds = np.zeros((rows, 5), np.int64)  # the request's own, then the streams of `verify`
         self.draws = np.zeros(rows, np.int64)  # noise keys used up by the verifiers that are not position-keyed
         self.verified = 0  # tokens that rounds have sent through the target so far
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set how a row is sampled; `draws` continues the noise of a sample that was put back."""
-        self.temperature[row], self.top_p[row], self.top_k[row] = sampling.temperature, sampling.top_p, sampling.top_k
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
 
     def ready(self, row: int) -> bool:
-        """Whether all but the pending token of the row have been through the target."""
+        """Return whether all but the pending token of the row have been through the target."""
         prefix = self.cache.prefix[row]
         return prefix.computed == len(prefix.tokens) and self.cache.computed[row] == self.cache.length[row] - 1
 
     def prefill(self, rows: list[int]) -> None:
         """Run the target over at most `prefill_chunk` tokens that these rows still lack, shared prefixes once."""
-        cache, room, spans, prefixes = self.cache, self.prefill_chunk, [], set()
+        cache = self.cache
+        room = self.prefill_chunk
+        spans: list[tuple[int, int, int, Prefix | None]] = []
+        prefixes = set()
         for row in rows:
             prefix = cache.prefix[row]
             if prefix.computed < len(prefix.tokens):
                 if prefix.key in prefixes:
                     continue
                 prefixes.add(prefix.key)
-                first, last, owner = prefix.computed, len(prefix.tokens), prefix
+                first = prefix.computed
+                last = len(prefix.tokens)
+                owner = prefix
             else:
-                first, last, owner = int(cache.computed[row]), int(cache.length[row]) - 1, None
+                first = int(cache.computed[row])
+                last = int(cache.length[row]) - 1
+                owner = None
             last = min(last, first + room)
             if first < last:
                 spans.append((row, first, last, owner))
@@ -87,11 +101,11 @@ class Rounds:
                 cache.computed[row] = upto
 
     def can_draft(self, rows: np.ndarray) -> np.ndarray:
-        """[B]: false before a row's second token, where there is no hidden state to draft from."""
+        """Return [B], false before a row's second token, where there is no hidden state to draft from."""
         return self.cache.length[rows] > 1
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
-        """[B]: the columns that a round of `config` needs slots for."""
+        """Return [B], the columns that a round of `config` needs slots for."""
         return self.cache.length[rows] - 1 + scratch(config)
 
     def round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
@@ -129,7 +143,8 @@ class Rounds:
         self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig
     ) -> tuple[draft.Tree, torch.Tensor | None]:
         """The tree to verify and, under rejection, what the drafts were drawn from: q [B, num_steps, V]."""
-        cache, model = self.cache, self.model
+        cache = self.cache
+        model = self.model
         length = cache.length[rows]
         pending = cache.tokens[rows, length - 1]
         if config.off:
@@ -137,7 +152,9 @@ class Rounds:
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
             return draft.roots(pending), None
-        start, chain, q = self._to(length), config.topk == 1, []
+        start = self._to(length)
+        chain = config.topk == 1
+        q: list[torch.Tensor] = []
 
         def expand(
             parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
@@ -153,7 +170,8 @@ class Rounds:
         def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
             logp, knobs = self._logprobs(logits[:, 0], rows)
             q.append(verify.support(logp, *knobs))
-            seeds, keys = self._to(self.seeds[rows, verify.DRAFT]), self._to(self.draws[rows] + level - 1)
+            seeds = self._to(self.seeds[rows, verify.DRAFT])
+            keys = self._to(self.draws[rows] + level - 1)
             token = verify.draw(q[-1].log(), seeds, keys)[:, None]
             return logp.gather(1, token)[:, None], token[:, None]
 
@@ -162,16 +180,19 @@ class Rounds:
         if chain and self.budget is None:
             keep = np.ones(candidates.tokens.shape, bool)
         else:
-            scores, limit = candidates.scores.float().cpu().numpy(), config.num_draft_tokens - 1
+            scores = candidates.scores.float().cpu().numpy()
+            limit = config.num_draft_tokens - 1
             context = int(length.sum())
             keep = self.budget.keep(scores, candidates.depth, context, limit) if self.budget else top(scores, limit)
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
-        """Bring the drafter's keys up to the pending tokens, over any gap; its output [B, H] there."""
-        cache, chunk = self.cache, self.prefill_chunk
-        for row in {cache.prefix[row].key: row for row in rows}.values():  # what a group shares is passed over once
-            prefix, one = cache.prefix[row], np.array([row])
+        """Fill the drafter's cache up to the pending tokens, over any gap. Returns its output [B, H] there."""
+        cache = self.cache
+        chunk = self.prefill_chunk
+        for row in {cache.prefix[row].key: row for row in rows}.values():  # a shared prefix once
+            prefix = cache.prefix[row]
+            one = np.array([row])
             while prefix.drafted < len(prefix.tokens):
                 last = min(prefix.drafted + chunk, len(prefix.tokens))
                 self._pairs(one, np.array([prefix.drafted]), np.array([last]))
@@ -180,7 +201,8 @@ class Rounds:
             first = cache.drafted[rows[long]]
             self._pairs(rows[long], first, first + chunk)
             cache.drafted[rows[long]] += chunk
-        first, last = cache.drafted[rows], cache.length[rows]
+        first = cache.drafted[rows]
+        last = cache.length[rows]
         out = self._pairs(rows, first, last, read)
         cache.drafted[rows] = last
         return out[self._to(np.cumsum(last - first) - 1)]
@@ -188,7 +210,7 @@ class Rounds:
     def _pairs(
         self, rows: np.ndarray, first: np.ndarray, last: np.ndarray, read: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The drafter over the pairs (h of column c - 1, token of column c), c in [first, last): [N, H]."""
+        """Run the drafter over the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
         cache = self.cache
         columns, valid = _columns(first, last)
         plan = cache.plan(
@@ -201,8 +223,9 @@ class Rounds:
     def _verify(
         self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, q: torch.Tensor | None, chain: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One target pass over the trees: the token to commit at every node [B, T], and its log-probability."""
-        cache, (b, t) = self.cache, tree.tokens.shape
+        """Run the target over the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
+        cache = self.cache
+        b, t = tree.tokens.shape
         start = cache.length[rows] - 1
         where = {}
         if not chain:
@@ -224,7 +247,8 @@ class Rounds:
             seeds = self._to(self.seeds[rows[of], 0 if keyed else verify.TARGET])
             chosen = verify.sample(logp, *knobs, seeds, self._to(keys[tree.valid]))
         self.draws[rows] += t
-        targets, logprobs = np.full((b, t), -1, np.int64), np.zeros((b, t), np.float32)
+        targets = np.full((b, t), -1, np.int64)
+        logprobs = np.zeros((b, t), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
         logprobs[tree.valid] = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
         return targets, logprobs
@@ -242,7 +266,7 @@ class Rounds:
 
 
 def scratch(config: SpecConfig) -> int:
-    """Columns from the pending token on that one round writes: nodes of the target, or of the drafter's expansion."""
+    """Return the columns that a round writes from the pending token on: the larger of target and drafter nodes."""
     return max(config.num_draft_tokens, 1 + config.topk * max(config.num_steps - 1, 0))
 
 

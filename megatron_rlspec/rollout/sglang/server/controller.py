@@ -1,7 +1,7 @@
-"""SGLang's adaptive controller, replaced: our decision before every decode round, and rounds without drafter passes.
+"""Replaces SGLang's adaptive controller: our decision before every decode round, and rounds without drafter passes.
 
-Imports SGLang, which only its scheduler processes do early enough; `plugin.py` imports this file there. The base class
-gets no name of its own here: SGLang's hooks replace every module-level name of a class that they replace.
+This file imports SGLang; `plugin.py` imports it in SGLang's own processes only. The base class has no module-level name
+here, because SGLang's hooks rebind all module-level names of a class that they replace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     """SGLang's AdaptiveController with our decision. Its own rule still lists the candidates and sizes the graphs."""
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(worker, *args, **kwargs)  # SGLang's own rule, or where it is configured, by version
+        super().__init__(worker, *args, **kwargs)  # `args`: SGLang's own rule or its file, by version
         decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
         self._config = SpecConfig(worker.speculative_num_steps)
         self._gap = DrafterGap(worker)
@@ -48,7 +48,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._decided = False
 
     def _decide(self, batch_size: int) -> None:
-        reqs, gap = self._batch.reqs, self._gap
+        reqs = self._batch.reqs
+        gap = self._gap
         if reqs:
             self._context = sum(r.seqlen for r in reqs)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
@@ -58,7 +59,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._activate(self._config.num_steps)
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Ours decides nothing here: under overlap the worker may already run another configuration."""
+        """Pass the counts to SGLang's rule if that decides. Ours learns elsewhere (`control.py`), as rounds overlap."""
         if decisions.decider.stock:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
@@ -81,7 +82,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
         if batch.reqs and (self._config.off or self._drafting is not None):
             # CUDA graphs write into the same buffers every round.
-            hidden, tokens = result.logits_output.hidden_states.clone(), batch.spec_info.draft_token.clone()
+            hidden = result.logits_output.hidden_states.clone()
+            tokens = batch.spec_info.draft_token.clone()
             if self._config.off:
                 self._leave_out(batch, result, hidden, tokens)
                 return
@@ -89,7 +91,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
-        """The drafter skips this round; what it would have read is kept."""
+        """Skip the drafter in this round, and keep what it would have read."""
         self._gap.record(batch.reqs, hidden, tokens)
         if self._stub is None or len(self._stub[0]) != len(batch.reqs):
             self.worker._stub_skipped_draft_extend(batch, result)

@@ -36,7 +36,7 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
 
     def start(self, candidate_steps: Sequence[int], start: int) -> None:
-        """Step 0 stands for two configurations: with the drafter kept up to date, and off."""
+        """Set the candidates. Step 0 stands for two: the drafter reads along and drafts nothing, or it is off."""
         self.candidates = [OFF] * (0 in candidate_steps) + [SpecConfig(n) for n in candidate_steps]
         if self._settings:
             self.replace(self._settings)
@@ -44,9 +44,9 @@ class Decider:
             self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
 
     def replace(self, data: Mapping[str, Any]) -> None:
-        """`SpecRule.from_json` data; without `candidates` it may choose from all that the engine has.
+        """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
-        `{"stock": true}` lets SGLang's own adaptive rule decide instead, to compare with.
+        `{"stock": true}` lets SGLang's own adaptive rule decide, for comparisons. Raises ValueError, CostTableError.
         """
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
@@ -58,22 +58,24 @@ class Decider:
             self._check({config for row in rule.schedule.configs for config in row})
         if self.rule is not None:
             rule.inherit(self.rule)
-        self.rule, self.stock = rule, None
+        self.rule = rule
+        self.stock = None
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None) -> tuple[SpecConfig, int]:
-        """The next round's configuration, and how many requests' drafters have to catch up before it."""
+        """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.stock:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
         return self.rule.choose(batch, context_tokens, missed), self.rule.catch_up
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
+        """Decide by `schedule` until the next rule. Raises ValueError."""
         self._check({config for row in schedule.configs for config in row})
         if self.rule is not None:
             self.rule.update(schedule=schedule)
             self.stock = None
 
     def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
-        """All candidates, but step 0 only if its cost is known: `OFF` does the same for less."""
+        """All candidates, but step 0 only if its cost is known: `OFF` emits the same tokens for less."""
         if table is None:
             return self.candidates
         measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)
@@ -81,7 +83,7 @@ class Decider:
         return [c for c in self.candidates if c != SpecConfig(0) or c in known]
 
     def _stock_rule(self) -> Any:
-        """With the steps per batch size that SGLang has built in."""
+        """SGLang's own adaptive rule, with its built-in steps per batch size."""
         from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
         rule = AdaptiveSpeculativeParams(initial_steps=max(c.num_steps for c in self.candidates or [OFF]))

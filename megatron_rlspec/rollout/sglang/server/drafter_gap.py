@@ -1,9 +1,10 @@
-"""A real off: rounds without any drafter pass, and one pass that catches up when drafting starts again.
+"""Rounds without any drafter pass, and a pass that fills the drafter's cache when drafting starts again.
 
-At SGLang's step 0 the drafter still extends its cache every round. While off we keep what that pass would have read,
-the target's hidden state h_t and the token x_t of every new position, and feed the whole gap in one extend on
-re-enabling (ReSpec, section 5.2). To try drafts it is enough that a few requests catch up. The others draft at random
-meanwhile, which costs no correctness: whatever is drafted, the target decides. What they go on missing is kept, too.
+At SGLang's step 0 the drafter still extends its cache every round. While speculation is off we keep what that pass
+would have read: the target's hidden state h_t and the token x_t of every new position. When drafting starts again, the
+drafter reads all of it in one extend (ReSpec, section 5.2). To try drafts it is enough that a few requests catch up.
+The others draft at random in those rounds; their texts are right all the same, since the target decides on every draft.
+What they miss is kept, too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron_rlspec.rollout.sglang.server import versions
 
 
 @dataclass
-class _Round:
+class _SkippedRound:
     """What the drafter would have read in one round: `width` rows of each request, the first `counts` of them valid."""
 
-    at: int
+    at: int  # `DrafterGap._total` before the round
     rids: list[str]
     hidden: torch.Tensor  # [B * width, H]
     tokens: torch.Tensor  # [B * width]
@@ -36,22 +37,24 @@ _Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DrafterGap:
-    """What the drafter of one `EAGLEWorkerV2` has not seen, by request.
+    """What the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    Every `every` rounds what was kept moves to host memory, without the requests that have ended: at most one hidden
-    state per token in the KV cache, a few per cent of what the cache itself holds. A pass feeds at most `most` tokens.
+    Every `every` rounds the kept rows of running requests move to host memory, and those of ended ones are dropped.
+    That is at most one hidden state per token in the KV cache, a few per cent of the cache. A pass feeds at most `most`
+    tokens.
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
-        self.every, self.most = every, most
+        self.every = every
+        self.most = most
         self._unshared: dict[str, Any] = {}  # requests whose generated tokens stay out of the prefix tree
         self._reset()
 
     def _reset(self) -> None:
         self._total = 0  # tokens that a request running all along may have missed
         self._since: dict[str, int] = {}  # `_total` when a request's drafter was up to date; 0: from the start
-        self._rounds: list[_Round] = []
+        self._rounds: list[_SkippedRound] = []
         self._stored: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._share(list(self._unshared))
 
@@ -67,12 +70,12 @@ class DrafterGap:
         counts: torch.Tensor | None = None,
         current: Collection[int] = (),
     ) -> None:
-        """What a round passed: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) were accepted.
+        """Keep what a round passed: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) were accepted.
 
-        The tensors are kept as they are. `current`: indices of the requests whose drafter read it.
+        The tensors are not copied. `current`: indices of the requests whose drafter has read them.
         """
         width = len(tokens) // len(reqs)
-        self._rounds.append(_Round(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
+        self._rounds.append(_SkippedRound(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
         self._total += width
         for i in current:
             self._since[reqs[i].rid] = self._total
@@ -81,7 +84,7 @@ class DrafterGap:
             self._store([req.rid for req in reqs])
 
     def forget(self, reqs: Sequence[Any]) -> None:
-        """A prefill rebuilds the drafter's cache from the prompt on."""
+        """Note that these requests' drafter cache is complete, as after a prefill."""
         for req in reqs:
             self._since[req.rid] = self._total
             self._stored.pop(req.rid, None)
@@ -98,27 +101,26 @@ class DrafterGap:
                 self._unshared[req.rid] = req
 
     def _share(self, rids: Sequence[str]) -> None:
-        """The drafter's cache is whole again for these requests."""
+        """Let what these requests generated enter the tree: the drafter's cache is complete again."""
         for rid in rids:
             if req := self._unshared.pop(rid, None):
                 req.skip_radix_cache_insert = False
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
-        """Tokens, summed over the n requests that have missed least; drafts that were refused count as well."""
-        since, total = self._since, self._total
-        behind = [total - since.get(req.rid, 0) for req in reqs]
+        """Return the tokens that the n least behind requests have missed together, refused drafts included."""
+        behind = [self._total - self._since.get(req.rid, 0) for req in reqs]
         return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
-        """Feed what the n least behind of this decode batch missed, and put the drafts' first step into `spec_info`.
+        """Feed what the n least behind requests of this batch missed, and put their first drafts into `spec_info`.
 
-        Returns their indices, or None if nobody is behind any more.
+        Returns their indices, or None if no request is behind any more.
         """
         reqs = batch.reqs
-        since, total = self._since, self._total
-        order = sorted(range(len(reqs)), key=lambda i: total - since.get(reqs[i].rid, 0))
+        lags = [self._total - self._since.get(req.rid, 0) for req in reqs]
+        order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted(order[:n])
-        behind = [i for i in chosen if total > since.get(reqs[i].rid, 0)]
+        behind = [i for i in chosen if lags[i] > 0]
         kept = self._take([reqs[i].rid for i in behind])
         if self._samples_drafts():
             _be_certain(batch, sorted(set(chosen) - set(behind)))
@@ -133,7 +135,7 @@ class DrafterGap:
         return versions.installed().samples_drafts(self.worker)
 
     def _take(self, rids: Sequence[str]) -> _Kept:
-        """What each of these requests missed, in order; without those that missed nothing."""
+        """What each of these requests missed, in order. Requests that missed nothing are left out."""
         latest = self._latest(rids)
         taken: _Kept = {}
         for rid in rids:
@@ -143,9 +145,11 @@ class DrafterGap:
         return taken
 
     def _latest(self, rids: Sequence[str]) -> _Kept:
-        """The same, of what was not stored yet."""
+        """The same, of the rounds that are not in host memory yet."""
         rows: dict[str, list[int]] = {rid: [] for rid in rids}  # of what is selected below
-        hidden, tokens, size = [], [], 0
+        hidden: list[torch.Tensor] = []
+        tokens: list[torch.Tensor] = []
+        size = 0
         for kept in self._rounds:
             counts = [kept.width] * len(kept.rids) if kept.counts is None else kept.counts.tolist()
             selected: list[int] = []
@@ -175,13 +179,14 @@ class DrafterGap:
         self._rounds = []
 
     def _feed(self, batch: Any, missed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """missed: (index into the batch, hidden [n, H], tokens [n]) of each request; a few extends, in order."""
+        """Run as few drafter passes as `most` allows. missed: (index into the batch, hidden [n, H], tokens [n])."""
         ends = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist() if missed else []
         parts: list[_Part] = []
         room = self.most
         for i, hidden, tokens in missed:
             following = torch.cat([tokens[1:], batch.spec_info.bonus_tokens[i : i + 1].to(tokens)])
-            done, start = 0, ends[i] - len(tokens)
+            start = ends[i] - len(tokens)
+            done = 0
             while done < len(tokens):
                 stop = min(done + room, len(tokens))
                 parts.append((i, start + done, hidden[done:stop], tokens[done:stop], following[stop - 1 : stop]))
@@ -189,12 +194,13 @@ class DrafterGap:
                 done = stop
                 if room == 0:
                     self._extend(batch, parts)
-                    parts, room = [], self.most
+                    parts = []
+                    room = self.most
         if parts:
             self._extend(batch, parts)
 
     def _extend(self, batch: Any, parts: Sequence[_Part]) -> None:
-        """One prefill of the drafter over parts of requests, one each."""
+        """Run one prefill of the drafter over parts of requests, at most one part of each."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
@@ -208,16 +214,19 @@ class DrafterGap:
         owner = slots.repeat_interleave(torch.tensor(counts, device=device))
         spec = batch.spec_info
 
-        part = copy.copy(batch)  # Shallow: the scheduler's batch must not notice this forward pass.
+        part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.
         part.forward_mode = ForwardMode.EXTEND
         part.reqs = [batch.reqs[i] for i in behind]
         part.input_ids = torch.cat(tokens).to(device)
         part.out_cache_loc = batch.req_to_token_pool.req_to_token[owner, positions].to(torch.int64)
         part.req_pool_indices = slots
         part.seq_lens_cpu = torch.tensor(ends)
-        part.seq_lens, part.seq_lens_sum = part.seq_lens_cpu.to(batch.seq_lens), sum(ends)
+        part.seq_lens = part.seq_lens_cpu.to(batch.seq_lens)
+        part.seq_lens_sum = sum(ends)
         part.orig_seq_lens = part.seq_lens.to(torch.int32)
-        part.prefix_lens, part.extend_lens, part.extend_num_tokens = starts, counts, sum(counts)
+        part.prefix_lens = starts
+        part.extend_lens = counts
+        part.extend_num_tokens = sum(counts)
         part.extend_logprob_start_lens = counts
         part.return_logprob = False
         part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
@@ -240,10 +249,10 @@ class DrafterGap:
 
 
 def _be_certain(batch: Any, current: Sequence[int]) -> None:
-    """Propose the first draft of all but the `current` requests as if it were the only one: p(x) decides about x.
+    """Set q to one-hot at the first draft of all but the `current` requests, so that it is accepted with p(x).
 
-    That keeps rejection sampling exact. Rounds that were off left no distribution behind, or, where SGLang overlaps
-    rounds, one of an earlier round, which the token in its place was not drawn from.
+    Rejection sampling stays exact by that. A round that was off leaves no q behind, or, where SGLang overlaps rounds,
+    the q of an earlier round, from which the present draft was not drawn.
     """
     spec, drawn = batch.spec_info, batch.spec_info.draft_probs
     certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
@@ -254,7 +263,7 @@ def _be_certain(batch: Any, current: Sequence[int]) -> None:
 
 
 def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:
-    """`SamplingBatchInfo` of these requests, as far as drafting reads it."""
+    """The rows of `SamplingBatchInfo` at `index`, as far as drafting reads them."""
     part = copy.copy(info)
     for name, value in vars(info).items():
         if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):

@@ -1,8 +1,8 @@
-"""A round that is off, as an engine without speculation runs it: the target's decode pass and nothing else.
+"""A round without drafts, as an engine without speculation runs it: the target's decode pass and nothing else.
 
-SGLang's step 0 goes through its verify path, with a tree of one node. Where CUDA graphs run, that is the pass which was
-captured, and its host work hides behind the device. Without them the detour is paid: one more way to the KV cache in
-every layer, the walk over the tree, and its bookkeeping.
+SGLang's step 0 goes through its verify path, with a tree of one node. With CUDA graphs that pass is the captured one,
+and its host work overlaps the device. Without them the verify path costs an extra KV read per layer, the walk over the
+tree, and its bookkeeping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rlspec.rollout.sglang.server import versions
 
 
 def possible(worker: Any, batch: Any) -> bool:
-    """Whether this decode round of an `EAGLEWorkerV2` needs nothing that only its verify path provides."""
+    """Return whether this decode round of an `EAGLEWorkerV2` needs nothing that only its verify path provides."""
     runner = worker.target_worker.model_runner
     return (
         runner.decode_cuda_graph_runner is None
@@ -30,19 +30,21 @@ def possible(worker: Any, batch: Any) -> bool:
 
 
 def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(result in the verify path's terms, hidden [B, H] and token [B] of the position that each request passed)."""
+    """Run the round. Returns the result, as the verify path does, hidden [B, H] and token [B] of its position."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     tokens = batch.spec_info.bonus_tokens
-    part = object.__new__(type(batch))  # A shallow copy: the scheduler goes on with what the verify path would leave.
+    part = object.__new__(type(batch))  # A shallow copy: the batch stays as the verify path would leave it.
     vars(part).update(vars(batch))
-    part.forward_mode, part.spec_info = ForwardMode.DECODE, None
+    part.forward_mode = ForwardMode.DECODE
+    part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
     part.seq_lens = batch.seq_lens + 1
     part.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
-    part.orig_seq_lens, part.seq_lens_sum = batch.orig_seq_lens + 1, None
+    part.orig_seq_lens = batch.orig_seq_lens + 1
+    part.seq_lens_sum = None
     result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
 
     hidden = result.logits_output.hidden_states

@@ -1,12 +1,12 @@
-"""Verification of drafts by sampling: the same token that plain decoding would have drawn at that position.
+"""Verifies drafts by sampling: at every position the target draws the token that plain decoding would have drawn.
 
-Position-keyed: a token is argmax of log p + Gumbel(hash(seed, position, token)), in SGLang `multinomial_with_seed`.
-Drawing every drafted position's token like this and accepting drafts while they equal it makes the text a function of
-seed, prompt and weights alone. Target-only is the same walk with ordinary random draws.
+Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
+Drafts are accepted while they equal the token drawn at their position. So the text depends on seed, prompt and weights
+only. Target-only is the same walk with ordinary random draws.
 
-SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`); it
-computes them by argmax. The hooks send sampled requests into that branch and put sampled tokens in their place, after
-SGLang has applied penalties, biases and grammar masks.
+SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
+which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
+after SGLang has applied penalties, biases and grammar masks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
-    yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_round, "AROUND"
+    yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_pass, "AROUND"
     yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
 
 
 def filtered(
     probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
 ) -> torch.Tensor:
-    """probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order and not renormalised.
+    """Return probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order, not renormalised.
 
     top_ks, top_ps, min_ps [N]. Top-p counts the mass before a token, over the unfiltered distribution, as SGLang does.
     """
@@ -51,7 +51,7 @@ def filtered(
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
-    """Outside its deterministic mode, which also changes kernels, SGLang drops the requests' seeds: put them back."""
+    """Put the requests' seeds back, which SGLang drops outside its deterministic mode (that changes kernels, too)."""
     if info.sampling_seed is None:
         seeds = [r.sampling_params.sampling_seed for r in batch.reqs]
         filled = torch.tensor([42 if s is None else s for s in seeds], dtype=torch.int64)
@@ -60,7 +60,7 @@ def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
 
 
 def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """SGLang keys the noise by a token's rank; rank swaps between near-equal tokens would then change the text."""
+    """Key the noise by token: SGLang keys it by rank, and swapped ranks of near-equal tokens would change the text."""
     from sglang.srt.layers.sampler import multinomial_with_seed
 
     names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
@@ -73,8 +73,11 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
 
 
 @dataclass(frozen=True)
-class _Round:
-    """What the walk needs to know of the verify round in progress."""
+class _VerifyPass:
+    """The verification in progress: what sampling the target's tokens needs.
+
+    logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request.
+    """
 
     info: Any
     logits: torch.Tensor
@@ -82,42 +85,44 @@ class _Round:
     width: int
 
 
-_round: _Round | None = None
+_pass: _VerifyPass | None = None
 
 
-def _remember_round(
+def _remember_pass(
     original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    global _round
+    global _pass
     info = batch.sampling_info
     if not (batch.forward_mode.is_idle() or info.is_all_greedy):
         logits, positions = logits_output.next_token_logits, verify_input.positions
-        _round = _Round(info, logits, positions, verify_input.draft_token_num)
+        _pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num)
         info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
     try:
         return original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
-        if _round is not None:
-            info.is_all_greedy, _round = False, None
+        if _pass is not None:
+            info.is_all_greedy = False
+            _pass = None
 
 
 def _verify(original: Callable, **walk: Any) -> Any:
-    if _round is not None:
-        walk["target_predict"] = sample_targets(_round).view(walk["candidates"].shape)
+    if _pass is not None:
+        walk["target_predict"] = sample_targets(_pass).view(walk["candidates"].shape)
     return original(**walk)
 
 
-def sample_targets(round: _Round) -> torch.Tensor:
-    """The target's token after every node, [B * width], by the functions that plain decoding uses."""
+def sample_targets(verified: _VerifyPass) -> torch.Tensor:
+    """Draw the target's token after every node, [B * width], by the functions that plain decoding uses."""
     from sglang.srt.layers import sampler
 
-    info, sglang = round.info, versions.installed()
+    info = verified.info
+    sglang = versions.installed()
 
     def per_node(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.repeat_interleave(round.width, dim=0)
+        return None if values is None else values.repeat_interleave(verified.width, dim=0)
 
     seeds = per_node(info.sampling_seed)
-    probs = sglang.softmax(round.logits / per_node(info.temperatures))
+    probs = sglang.softmax(verified.logits / per_node(info.temperatures))
     if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
         tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
             probs,
@@ -126,10 +131,10 @@ def sample_targets(round: _Round) -> torch.Tensor:
             per_node(info.min_ps),
             info.need_min_p_sampling,
             seeds,
-            round.positions,
+            verified.positions,
         )
     else:
-        tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=round.positions)
+        tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=verified.positions)
     group = sglang.tensor_group()
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
