@@ -1,4 +1,4 @@
-"""Growing and cutting draft trees: pure functions of logits, the drafter's pass handed in.
+"""Grows and cuts draft trees: pure functions of logits and of a callback for the drafter's pass.
 
 Candidates are numbered level by level; `parent` is a candidate's number, -1 under the pending token. A node's `score`
 is the sum of the drafter's log-probabilities on its path (EAGLE-2; Li et al. 2024), so no child scores above its
@@ -38,7 +38,7 @@ class Tree(NamedTuple):
 
 
 def likeliest(topk: int) -> Pick:
-    """The drafter's topk likeliest tokens."""
+    """Pick the drafter's topk likeliest tokens."""
 
     def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         if topk == 1:
@@ -50,7 +50,7 @@ def likeliest(topk: int) -> Pick:
 
 
 def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick) -> Candidates:
-    """Candidates after the drafter's first output (`hidden [B, H]`, `logits [B, V]`): topk, then topk² a level.
+    """Grow candidates from the drafter's first output (`hidden [B, H]`, `logits [B, V]`): topk, then topk² a level.
 
     After each level the topk best-scored candidates are expanded, each into topk children.
     """
@@ -80,13 +80,13 @@ def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expa
 
 
 def roots(pending: np.ndarray) -> Tree:
-    """No drafts: the pending tokens [B] alone."""
+    """Return trees without drafts: the pending tokens [B] alone."""
     zeros = np.zeros((len(pending), 1), np.int64)
     return Tree(pending[:, None], zeros - 1, zeros, zeros == 0, zeros.astype(np.float32))
 
 
 def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
-    """The tree of the kept candidates, a mask [B, M] closed under parents."""
+    """Return the trees of the kept candidates, a mask [B, M] that contains the parents of each."""
     count = keep.sum(1)
     width = int(count.max(initial=0))
     order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
@@ -105,7 +105,7 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
-    """[B, T, T], true at (node, itself or what lies above it), from `parents [B, T]` of which node 0 is the root."""
+    """Return [B, T, T], true at (node, itself or an ancestor), from `parents [B, T]` with node 0 as the root."""
     b, t = parents.shape
     seen = np.broadcast_to(np.eye(t, dtype=bool), (b, t, t)).copy()
     for node in range(1, t):  # parents precede their children

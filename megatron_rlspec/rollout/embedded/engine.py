@@ -43,7 +43,7 @@ _CLOSED = "closed"
 
 
 @dataclass(eq=False)
-class Run:
+class ActiveRequest:
     """A request that runs or waits, until its `Sample` is made."""
 
     request: Request
@@ -142,8 +142,8 @@ class EmbeddedEngine:
         self.rounds = RoundRunner(self.cache, verifier, budget, prefill_chunk)
         self.max_length, self.max_draft_tokens = max_length, max_draft_tokens
         self.max_running_requests = max_running_requests
-        self.running: list[Run] = []
-        self.waiting: list[Run] = []
+        self.running: list[ActiveRequest] = []
+        self.waiting: list[ActiveRequest] = []
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._lock = threading.Condition()
         self._active, self._pausing, self._paused = 0, False, False
@@ -161,7 +161,7 @@ class EmbeddedEngine:
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
     ) -> list[Sample]:
         stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.arch.eos)
-        runs = [Run(request, sampling, stops) for request in requests]
+        runs = [ActiveRequest(request, sampling, stops) for request in requests]
         with self._lock:
             known = {run.request.id for run in (*self.running, *self.waiting)}
             for run in runs:
@@ -359,7 +359,7 @@ class EmbeddedEngine:
             run.row = row
             self.running.append(self.waiting.pop(0))
 
-    def _round(self, runs: list[Run]) -> None:
+    def _round(self, runs: list[ActiveRequest]) -> None:
         if not runs:
             return
         began = time.perf_counter()
@@ -400,7 +400,7 @@ class EmbeddedEngine:
         entry[2] += context
         entry[3] = [a + b for a, b in zip(entry[3], accepted, strict=True)]
 
-    def _back(self, runs: list[Run], columns: np.ndarray) -> list[Run]:
+    def _back(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
         """Get slots up to `columns [B]` for every run; put back the youngest while slots lack. Returns the others."""
         for run, upto in zip(runs, columns.tolist(), strict=True):
             while run.row >= 0 and not self.cache.back(run.row, upto):
@@ -430,18 +430,18 @@ class EmbeddedEngine:
             self._vacate(run)
         self.waiting[:0], self.running = self.running, []
 
-    def _vacate(self, run: Run) -> None:
+    def _vacate(self, run: ActiveRequest) -> None:
         run.draws = int(self.rounds.draws[run.row])
         self.cache.close(run.row)
         run.row = -1
 
-    def _remove(self, run: Run) -> None:
+    def _remove(self, run: ActiveRequest) -> None:
         if run.row >= 0:
             self._vacate(run)
             self.running.remove(run)
         else:
             self.waiting.remove(run)
 
-    def _end(self, run: Run, status: Status) -> None:
+    def _end(self, run: ActiveRequest, status: Status) -> None:
         self._remove(run)
         run.finish(status)

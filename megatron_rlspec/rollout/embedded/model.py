@@ -96,7 +96,7 @@ class Shard(NamedTuple):
 
 
 class Decoder:
-    """Parameters and forward passes; knows nothing of requests, sampling or speculation.
+    """Parameters and forward passes, without requests, sampling or speculation.
 
     `tensors` maps every Hugging Face name to its `Shard`. Split by heads, by intermediate columns and, in the output
     head, by vocabulary; embeddings, norms and MiMo's `input_proj` are replicated.
@@ -136,14 +136,14 @@ class Decoder:
         self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # the rotated half comes with its sign
 
     def target(self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]) -> torch.Tensor:
-        """tokens [N] -> hidden states [N, H] after the final norm."""
+        """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm."""
         x = F.embedding(tokens, self.embedding)
         for layer, kv in zip(self.layers, cache, strict=False):
             x = self._block(layer, x, plan, kv)
         return self._rms(x, self.norm)
 
     def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """(hidden [N, H] of the previous position, tokens [N]) -> the drafter's output [N, H] after its final norm.
+        """Run the drafter over hidden [N, H] of the position before and tokens [N]. Returns [N, H] after the final norm.
 
         MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
         """
@@ -152,7 +152,7 @@ class Decoder:
         return self._rms(self._block(self.mtp, F.linear(pair, self.input_proj), plan, kv), self.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V], in float32 at least."""
+        """Return logits [N, V] of hidden states [N, H], in float32 at least."""
         full = self.comm.concat(F.linear(hidden, self.head), -1)
         return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
@@ -170,7 +170,7 @@ class Decoder:
         return tuple(size * self.comm.size if i == dim else size for i, size in enumerate(view.shape))
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor); under tensor parallelism every rank must iterate."""
+        """Yield (name, full tensor); under tensor parallelism every rank must iterate."""
         for name, (view, dim) in self.tensors.items():
             yield name, view if dim is None else self.comm.concat(view, dim)
 
@@ -186,7 +186,7 @@ class Decoder:
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
     def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """query [N, A, D] -> [N, A * D]. Query heads of one key head become rows, so keys are read once for all."""
+        """Return the attention [N, A * D] of query [N, A, D]. Query heads of one key head share a read of its keys."""
         k, d = self.kv_heads, self.arch.head_dim
         b, rows, length = plan.mask.shape[0], plan.mask.shape[2], plan.mask.shape[3]
         group = self.heads // k
@@ -199,7 +199,7 @@ class Decoder:
         return out if plan.place is None else out.index_select(0, plan.place)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x + y @ weightᵀ, the product summed over ranks: the first rank brings x along."""
+        """Return x + y @ weightᵀ, with the product summed over ranks; the first rank adds x."""
         return self.comm.sum(torch.addmm(x, y, weight.t(), beta=int(self.comm.rank == 0)))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Decoder:
         )
 
     def _new(self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None) -> torch.Tensor:
-        """One parameter made of the named row blocks; a norm or bias when `columns` is None."""
+        """Make one parameter of the named row blocks; a norm or bias when `columns` is None."""
         shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for (name, _), view in zip(rows.items(), fused.split(list(rows.values())), strict=True):

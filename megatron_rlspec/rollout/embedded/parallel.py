@@ -1,4 +1,4 @@
-"""Tensor parallelism as the model sees it: a rank, a size, a sum and a concatenation."""
+"""Tensor parallelism for the model: a rank, a size, a sum and a concatenation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class Solo:
-    """One rank: nothing to exchange."""
+    """One rank, which exchanges nothing."""
 
     rank, size = 0, 1
 
@@ -19,7 +19,7 @@ class Solo:
 
 
 class TensorParallel:
-    """The ranks of one `torch.distributed` group. Every rank ends a call with the same bits."""
+    """The ranks of one `torch.distributed` group. A call returns the same bits on every rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group

@@ -1,4 +1,4 @@
-"""Which tokens a verify pass commits: three verifiers as pure functions of logits, drafts and keyed noise.
+"""Chooses the tokens that a verify pass commits: three verifiers as pure functions of logits, drafts and keyed noise.
 
 * position_keyed: the target's token at a position is argmax(log p + Gumbel noise), the noise hashed from (seed,
   position, token); a draft is accepted while it equals that token. The text is a function of seed, prompt and weights.
@@ -23,7 +23,7 @@ _CHUNK = 1 << 16  # elements hashed at once: the passes over them stay within th
 
 
 def streams(seed: int) -> np.ndarray:
-    """int64 [5]: the seed itself, then seeds of the four independent streams, by the finaliser of splitmix64."""
+    """Return int64 [5]: the seed, then the seeds of four independent streams, by the finaliser of splitmix64."""
     x = np.uint64(seed % (1 << 64)) + np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
     y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,7 +54,7 @@ def _absorb(h: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
 
 
 def murmur3(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Hashes [N, width] of (seeds [N] int64, positions [N], column), as int32 bit patterns; arithmetic wraps."""
+    """Return hashes [N, width] of (seeds [N] int64, positions [N], column), as int32 bit patterns; arithmetic wraps."""
     words = [(x & 0xFFFFFFFF).where(x & 0x80000000 == 0, (x & 0xFFFFFFFF) - (1 << 32)).to(torch.int32)
              for x in (seeds, seeds >> 32, positions)]  # fmt: skip
     h = torch.zeros_like(words[0])
@@ -68,13 +68,13 @@ def murmur3(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.T
 
 
 def uniform(seeds: torch.Tensor, keys: torch.Tensor, width: int) -> torch.Tensor:
-    """float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
+    """Return float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
     h = murmur3(seeds, keys, width).to(torch.float64)
     return h.add_((h < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
 
 
 def draw(logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """One column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick."""
+    """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick."""
     rows = max(1, _CHUNK // logprobs.shape[1])
     picks = []
     for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
@@ -87,17 +87,17 @@ def draw(logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> tor
 
 
 def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """bool [N], true with `probability [N]`."""
+    """Draw bool [N], true with `probability [N]`."""
     return (uniform(seeds, keys, 1)[:, 0] < probability) | (probability >= 1)
 
 
 def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits / T) [N, V]; rows with T = 0 are taken at T = 1."""
+    """Return log softmax(logits / T) [N, V]; rows with T = 0 are taken at T = 1."""
     return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
 
 
 def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """`logp [N, V]` with -inf outside top-k and top-p, not normalised again.
+    """Return `logp [N, V]` with -inf outside top-k and top-p, not normalised again.
 
     A token stays if fewer than top_k are likelier, and if what is likelier weighs at most top_p. Where top_p = 1 and
     top_k <= 0, everything stays.
@@ -113,7 +113,7 @@ def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
 
 
 def support(logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
+    """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
     out, greedy = filtered(logp, top_p, top_k).softmax(-1), temperature == 0
     if greedy.any():
         best = logp[greedy].argmax(-1, keepdim=True)
@@ -129,7 +129,7 @@ def sample(
     seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """The target's token [N] at every node, from `logp [N, V]` of `logprobs`; every other argument is [N]."""
+    """Draw the target's token [N] at every node, from `logp [N, V]` of `logprobs`; every other argument is [N]."""
     greedy = temperature == 0
     if greedy.all():
         return logp.argmax(-1)
@@ -168,7 +168,7 @@ def reject(
     residual_seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Rejection sampling on chains: the tokens [B, k + 1] to commit, -1 behind the one that replaces a rejected draft.
+    """Verify chains by rejection. Returns tokens [B, k + 1] to commit, -1 after the one that replaces a rejected draft.
 
     `drafts [B, k]` were drawn from `q [B, k, V]`; `p [B, k + 1, V]` is the target after filtering; seeds are [B] and
     `keys [B, k + 1]` fresh in every round.
