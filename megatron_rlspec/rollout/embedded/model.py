@@ -143,7 +143,7 @@ class Decoder:
         return self._rms(x, self.norm)
 
     def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """Run the drafter over hidden [N, H] of the position before and tokens [N]. Returns [N, H] after the final norm.
+        """Run the drafter over hidden [N, H] one position before and tokens [N]. Returns [N, H] after the final norm.
 
         MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
         """
