@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.rollout.sglang.settings import MIXED_CHUNK, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
@@ -248,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     defaults = DrafterConfig()
+    spec = SpecSection()
     for name in DRAFTER:
         default = getattr(defaults, name)
         text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
@@ -255,9 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--drafter.{name}", dest=name, type=type(default), default=default, help=f"{text} ({default})"
         )
     parser.add_argument(
-        "--candidate-steps", default="0,1,2,3,5", help="steps the engines may choose from (%(default)s)"
+        "--candidate-steps",
+        default=",".join(map(str, spec.candidate_steps)),
+        help="steps the engines may choose from (%(default)s)",
     )
-    parser.add_argument("--num-steps", type=int, default=3, help="steps at the start (%(default)s)")
+    parser.add_argument("--num-steps", type=int, default=spec.num_steps, help="steps at the start (%(default)s)")
     parser.add_argument(
         "--cost-table",
         default="",
@@ -269,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
     parser.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
     options = parser.parse_args(ours)
-    drafter = DrafterConfig(**{name: getattr(options, name) for name in DRAFTER}).model_dump()
+    drafter = load(None, {f"drafter.{name}": str(getattr(options, name)) for name in DRAFTER}).drafter.model_dump()
     steps = [int(step) for step in options.candidate_steps.split(",")]
     table = check_table(options.cost_table, steps) if options.cost_table else ""
     if options.yaml:

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.loopback import is_loopback
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.server import versions
@@ -66,24 +67,31 @@ def parser() -> argparse.ArgumentParser:
         epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
         allow_abbrev=False,
     )
+    spec = SpecSection()  # whose defaults these are, too
     p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
     p.add_argument("--port", type=int, default=30000, help="port to listen on")
     p.add_argument("--api-key", default="", help=f"key that every request must bear; better in {KEY}")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default="adaptive", help="use of the drafter")
-    p.add_argument("--num-steps", type=int, default=3, help="drafter passes per round, at the start if adaptive")
-    p.add_argument("--candidate-steps", default="0,1,2,3,5", help="what adaptive may choose from")
+    p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter")
+    p.add_argument(
+        "--num-steps", type=int, default=spec.num_steps, help="drafter passes per round, at the start if adaptive"
+    )
+    p.add_argument(
+        "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="what adaptive may choose from"
+    )
     p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
     p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
     p.add_argument(
         "--verifier",
         choices=("position_keyed", "target_only", "rejection"),
-        default="position_keyed",
+        default=spec.verifier,
         help="position_keyed: text depends on seed, prompt and weights, not on what was drafted",
     )
-    p.add_argument("--max-running-requests", type=int, default=256, help="decode batch limit")
+    p.add_argument(
+        "--max-running-requests", type=int, default=RolloutConfig().max_running_requests, help="decode batch limit"
+    )
     p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
     p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
     return p
