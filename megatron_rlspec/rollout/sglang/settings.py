@@ -11,7 +11,7 @@ from megatron_rlspec.types import Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
-MIXED_CHUNK = "rounds that mix prefill and decode lose count of what the drafter missed while off"
+MIXED_CHUNK = "batches that mix prefill and decode are not supported with speculation"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class NotAnEngineError(RefusedError):
 
 
 class SGLangEngine:
-    """`url` of a running `rlspec serve`; `process` if this client started it and shall end it; `transport` of weights.
+    """`url` of a running `rlspec serve`; `process` if this client started it and ends it; `transport` of weights.
 
     `api_key`: that of the environment variable RLSPEC_API_KEY unless given.
 
@@ -138,7 +138,7 @@ class SGLangEngine:
     def _checked(
         self, tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, list[int]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """SGLang's loaders skip some unknown names silently, and a wrong shape ends the scheduler."""
+        """Check names and shapes before a byte is sent; the server checks them again."""
         for name, tensor in tensors:
             expected = shapes.get(name)
             if expected is None:
@@ -162,7 +162,7 @@ class SGLangEngine:
         return self._field("control/spec_rule_report", "report", dict)
 
     def hold(self, reason: str) -> None:
-        """No speculation, whatever rule is set meanwhile, until `release`; `describe()["held"]` tells the reason."""
+        """Disable speculation until `release`. Rules set meanwhile are stored. `describe()["held"]` is the reason."""
         self._post("control/hold", json={"reason": reason})
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Commands to a running scheduler, and the record it keeps of its rounds.
 
-Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes on
-what is not ours. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
+Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes
+other requests on. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any
 
 from megatron_rlspec.rollout.sglang.server import decisions, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
-from megatron_rlspec.rollout.sglang.server.served_weights import fingerprints, listen, models_of, of_scheduler
+from megatron_rlspec.rollout.sglang.server.served_weights import (
+    fingerprints,
+    models_of,
+    of_scheduler,
+    record_deliveries,
+)
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -23,7 +28,7 @@ DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token,
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
 _deliveries: dict[str, dict[str, int]] = {"target": {}, "drafter": {}}
-_held: dict[str, Any] = {}  # why speculation is held off, and the rule that waits; empty while it is not
+_held: dict[str, Any] = {}  # the reason of `hold` and the rule that `release` restores; empty otherwise
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -34,7 +39,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
     if settings.deliveries:
-        yield "sglang.srt.managers.scheduler.Scheduler.__init__", _listen, "AFTER"
+        yield "sglang.srt.managers.scheduler.Scheduler.__init__", _record_deliveries, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
@@ -71,7 +76,7 @@ def _reason(error: Exception) -> str:
 
 
 def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    """What took hold in this process; the launcher refuses an engine that does not say so."""
+    """Report which parts of the plugin are in force, with the engine's sizes; the launcher checks the answer."""
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
     return {
@@ -98,11 +103,11 @@ def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
-    """Speculation off, whoever sets a rule, until `release`: then the latest rule holds again."""
+    """Disable speculation until `release()`; rules set meanwhile are stored, and the latest one is restored."""
     decider = decisions.decider
     if decider is None or decider.rule is None and not decider.stock:
         raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
-    if _held:  # what is in force is off; the rule that waits goes on waiting
+    if _held:  # already held: keep the stored rule, update the reason
         _held["reason"] = reason
     else:
         _set_aside(reason)
@@ -146,11 +151,11 @@ def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"fingerprints": fingerprints(scheduler)}
 
 
-def _listen(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def _record_deliveries(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     target, drafter = models_of(scheduler)
-    listen(target, _deliveries["target"])
+    record_deliveries(target, _deliveries["target"])
     if drafter is not None:
-        listen(drafter, _deliveries["drafter"])
+        record_deliveries(drafter, _deliveries["drafter"])
 
 
 def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
@@ -200,11 +205,11 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
 
 
 def _mark_drafts(request: Any, accepted: int) -> None:
-    """One mark per output token, 1 for a draft. Called before a round's tokens, accepted drafts and one more, come."""
+    """Append one mark per output token, 1 for a draft, before SGLang appends the tokens of a round."""
     if request.customized_info is None:
         request.customized_info = {}
     marks = request.customized_info.setdefault(DRAFTED, [])
-    marks += [0] * (len(request.output_ids) - len(marks))  # of a prefill, which no round gave
+    marks += [0] * (len(request.output_ids) - len(marks))  # tokens of a prefill, which are no drafts
     marks += [1] * accepted + [0]
 
 

@@ -1,6 +1,6 @@
 """For SGLang versions whose NCCL weight push reaches the target only: receive once, load twice.
 
-`plugin.py` has it in force. Alone, without anything else of ours, it is a plugin where the environment variable
+`plugin.py` registers it. Without the rest of the plugin it is registered where the environment variable
 `RLSPEC_SGLANG_DRAFTER_PUSH` is set and SGLang has no weight-update session with a selector (from 0.5.23 on it has, and
 loads the drafter itself).
 """
@@ -28,9 +28,9 @@ def register() -> None:
 
 
 def load_twice(original: Callable, manager: Any, request: Any) -> Any:
-    """Around the manager's update: what the target's model loads, the drafter's loads too.
+    """Wrap the manager's update: give the drafter's model the tensors that the target's model loads.
 
-    A tensor that the drafter cannot load fails the update, as one that the target cannot load does.
+    A tensor that the drafter cannot load makes the update fail.
     """
     drafter = drafter_model(manager.draft_worker)
     if drafter is None:
@@ -48,7 +48,7 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
         result = original(manager, request)
     finally:
         del target.load_weights
-        if own is not None:  # somebody else listens, too
+        if own is not None:  # another hook had replaced it
             target.load_weights = own
     if result.success:
         drafter.load_weights(received)

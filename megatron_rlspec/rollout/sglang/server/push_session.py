@@ -1,8 +1,9 @@
-"""Weight-update sessions for a trainer that knows of none, as slime, which was made for SGLang 0.5.15.
+"""Open a weight-update session for a trainer that does not open one: slime, which was made for SGLang 0.5.15.
 
 From 0.5.23 on, tensors outside a session are refused, and over a process group refused before they are received: the
 trainer would wait in its broadcast for ever. Such a trainer pauses the engine, sends, and lets it continue, so its
-session opens at the first tensors and closes when it lets generation continue. Sessions that others open are theirs.
+session opens at the first tensors and closes when it lets generation continue. Sessions that the trainer opens itself
+are left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 
 
 class PushSession:
-    """Of one scheduler process; every tensor-parallel rank gets the same requests, and so opens and closes with it.
+    """The session of one scheduler process; each tensor-parallel rank opens and closes its own at the same requests.
 
     `begin`, `end`: SGLang's messages for a session over target and drafter.
     """
@@ -30,13 +31,13 @@ class PushSession:
         yield f"{SCHEDULER}.continue_generation", self.close, "BEFORE"
 
     def open(self, manager: Any, request: Any) -> None:
-        """Tensors come: see that a session is open."""
+        """Open a session before the first tensors, unless one is open."""
         if manager._session is None:
             manager.begin_weight_update(self.begin)
             self.opened = True
 
     def close(self, scheduler: Any, request: Any) -> None:
-        """Generation is about to continue: close the session if it is ours."""
+        """Close the session before generation continues, if `open` opened it."""
         if self.opened:
             scheduler.weight_updater.end_weight_update(self.end)
             self.opened = False

@@ -1,4 +1,4 @@
-"""What happened in decode rounds, for the cost table and the acceptance estimate. Standard library only."""
+"""Records of decode rounds, for the cost table and the acceptance estimate. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class RoundLog:
         self._singly: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=8192)
 
     def interrupt(self) -> None:
-        """Something else than a decode round ran, or nothing did."""
+        """Note that something other than a decode round ran, so the next round has no start time."""
         self._last_end = None
 
     def observe(
         self, config: SpecConfig, context_tokens: int, accepted: Sequence[int], last: bool, others: int = 0
     ) -> float | None:
-        """A round ended in which the i-th request accepted accepted[i] drafts; `last` if no request goes on.
+        """Record a round in which the i-th request accepted accepted[i] drafts; `last` if no request continues.
 
-        `others` took part with drafts that say nothing. Returns its duration in ms, if it has one.
+        `others`: requests whose drafter had not caught up; their drafts are not counted.
+        Returns the round's duration in ms, or None if it has no start time.
         """
         now = time.perf_counter()
         ms = None if self._last_end is None else 1000 * (now - self._last_end)

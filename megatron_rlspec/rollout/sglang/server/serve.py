@@ -34,7 +34,7 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
-# What torchrun and cluster launchers leave behind; SGLang would take it for its own process group.
+# Set by torchrun and cluster launchers; SGLang would use them for its own process group.
 _DISTRIBUTED = {
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
@@ -57,7 +57,7 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class ServeError(ValueError):
-    """A user's mistake, told in one line."""
+    """A user's mistake; the message is one line."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -318,7 +318,7 @@ def _name_shared_memory(directory: Path) -> None:
 
 
 def _fork_children() -> None:
-    """Without CUDA nothing forbids to fork, and each spawned child would import SGLang anew: half of the start-up."""
+    """Fork SGLang's processes, safe without CUDA: a spawned one imports SGLang again, half of the start-up."""
     from sglang.srt.entrypoints import engine
 
     inner = engine._set_envs_and_config
@@ -331,7 +331,7 @@ def _fork_children() -> None:
 
 
 def _register_models(path: str) -> None:
-    """Spare SGLang the import of its 250 model files, of which it needs two."""
+    """Import the one or two model files that are needed instead of SGLang's 250."""
     # Asked for models of some other package, SGLang looks at its own only when an architecture is unknown.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
@@ -371,7 +371,7 @@ def _ask(options: argparse.Namespace, path: str) -> Any:
 
 
 def _confirm(options: argparse.Namespace) -> None:
-    """SGLang only logs a plugin that failed. An engine without our hooks would answer, but not as asked: end it."""
+    """End the engine if the plugin is not in force: SGLang only logs a plugin that failed, and goes on without it."""
     problem = ""
     try:
         answer = _ask(options, "rlspec/control/describe")

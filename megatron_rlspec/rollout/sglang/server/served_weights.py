@@ -48,7 +48,7 @@ class TensorPart:
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
     """Every rank's `[tensors]` fingerprints and first rows or columns -> those of the full tensors.
 
-    Ranks that hold the same part must agree on it; if they do not, both count, and the sum is nobody's fingerprint.
+    Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
     """
     return [
         sum(mark for _, mark in set(zip(at, of_ranks, strict=True))) % (1 << 64)
@@ -83,10 +83,10 @@ def models_of(scheduler: Any) -> tuple[torch.nn.Module, torch.nn.Module | None]:
     return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 
 
-def listen(model: torch.nn.Module, marks: dict[str, int]) -> None:
+def record_deliveries(model: torch.nn.Module, marks: dict[str, int]) -> None:
     """From now on, note in `marks` the fingerprint of every tensor that the model's loader is given, by its name.
 
-    What a loader was given is known of every architecture, and of quantised weights; what it made of it is not.
+    This works for every architecture and for quantised weights, whose stored form cannot be compared.
     """
     load = model.load_weights
 

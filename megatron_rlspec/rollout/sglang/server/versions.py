@@ -193,7 +193,7 @@ class Sglang0523:
         scheduler.send_control_output(output, request)
 
     def softmax(self, logits: Any) -> Any:
-        """As plain decoding computes it."""
+        """Compute probabilities as plain decoding does."""
         from sglang.kernels.ops.sampling import softmax
 
         return softmax(logits)
@@ -205,7 +205,7 @@ class Sglang0523:
         return get_parallel().tp_group
 
     def drafting(self, drafter: Any) -> contextlib.AbstractContextManager:
-        """In which a pass of the worker's `EagleDraftWorker` runs."""
+        """Return the context in which a pass of the worker's `EagleDraftWorker` runs."""
         from sglang.srt.speculative.spec_utils import draft_tp_context
 
         return draft_tp_context(drafter.parallel_layout)
@@ -217,7 +217,7 @@ class Sglang0523:
         return get_spec().speculative_use_rejection_sampling
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
-        """A pass of the target's worker that keeps hidden states."""
+        """Run a pass of the target's worker that keeps hidden states."""
         return worker.forward_batch_generation(batch, capture_hidden_mode=capture_hidden_mode)
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
@@ -257,13 +257,13 @@ class Sglang0523:
         )
 
     def prepare_cpu(self) -> None:
-        """Where our operators stand in for compiled ones, SGLang would take a backend that cannot speculate."""
+        """Keep SGLang from a CPU backend that cannot speculate, its choice without compiled operators."""
         from sglang.srt.arg_groups import attention_hook
 
         attention_hook._attention_backend_platform_fallbacks = lambda view: {}
 
     def hooks(self) -> Iterator[Hook]:
-        """Beyond those that all versions get."""
+        """Return the hooks of this version beyond those of `control` and `verifier`."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         from megatron_rlspec.rollout.sglang.server import protect
@@ -330,7 +330,7 @@ class Sglang0515(Sglang0523):
         )
 
     def prepare_cpu(self) -> None:
-        """Of two kernels written twice, take the form that is Triton's, not CUDA's; and drafters wait for no GPU."""
+        """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
         from sglang.srt.speculative import eagle_utils
         from sglang.srt.speculative.triton_ops import cache_locs
@@ -349,7 +349,7 @@ class Sglang0515(Sglang0523):
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """SGLang would refuse, and end, for requests that wait. Those that a pause took off the batch hold no cache."""
+    """Flush although requests wait: SGLang would end. Requests that a pause took off the batch hold no cache."""
     waiting = scheduler.waiting_queue
     if scheduler._engine_paused:
         scheduler.waiting_queue = []
