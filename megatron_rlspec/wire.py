@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from megatron_rlspec.types import Group
+
+_DTYPES = tuple(np.dtype(kind).str for kind in ("i8", "i4", "u1", "f8", "f4", "?"))
 
 
 def _encode_array(value: Any) -> Any:
@@ -19,9 +22,18 @@ def _encode_array(value: Any) -> Any:
 
 
 def _decode_array(kind: type, value: Any) -> Any:
-    if kind is np.ndarray:
-        return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-    raise TypeError(f"{kind} cannot be decoded")
+    if kind is not np.ndarray:
+        raise TypeError(f"{kind} does not travel between processes")
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data"}:
+        raise ValueError("an array must have dtype, shape and data")
+    dtype, shape, data = value["dtype"], value["shape"], value["data"]
+    if dtype not in _DTYPES or not isinstance(data, bytes) or not isinstance(shape, list):
+        raise ValueError(f"an array's dtype must be one of {', '.join(_DTYPES)}, its data bytes and its shape a list")
+    if not all(type(size) is int and 0 <= size < 1 << 40 for size in shape):
+        raise ValueError("an array's shape must hold non-negative integers")
+    if math.prod(shape) * np.dtype(dtype).itemsize != len(data) or len(shape) > 8:
+        raise ValueError(f"an array of {len(data)} bytes does not have dtype {dtype} and shape {shape[:8]}")
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
@@ -35,4 +47,7 @@ def encode_groups(groups: list[Group]) -> bytes:
 
 def decode_groups(data: bytes) -> list[Group]:
     """Return the groups. Raises msgspec.DecodeError for bytes that hold none."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"not groups of samples: {error}") from None
