@@ -39,6 +39,14 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
+def test_the_next_run_goes_on_with_the_drafters_moments(whole, start, tmp_path):
+    run(start, tmp_path, model__path=whole / "hf", train__steps=1, rollout__engine="embedded", spec__mode="fixed")
+    (told,) = (e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "drafter")
+    assert (
+        told == f"the optimizer goes on after 3 updates, with the moments in {whole}/hf/optimizer/drafter.safetensors"
+    )
+
+
 def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}

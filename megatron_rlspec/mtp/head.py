@@ -1,4 +1,4 @@
-"""The output layer cut over tensor-parallel ranks: scores of a chunk of rows, reductions over the vocabulary."""
+"""The output layer, split over tensor-parallel ranks: scores of a chunk of rows, reductions over the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class VocabParallelHead:
-    """This rank's rows of the output layer, token ids start, start + 1, ..., below `total` over all ranks.
+    """This rank's rows of the output layer: token ids start, start + 1, ...; all ranks together have `total`.
 
-    `weight [width, H]` is detached. Methods take one chunk of C rows; results are the same on every rank of `group`
-    (None: one rank holds the whole vocabulary) unless they say otherwise.
+    `weight [width, H]` is detached. Methods take one chunk of C rows. Results are the same on every rank of `group`,
+    unless a docstring says otherwise. `group` is None where one rank holds the whole vocabulary.
     """
 
     weight: torch.Tensor
@@ -27,9 +27,12 @@ class VocabParallelHead:
     def of(
         cls, weight: torch.Tensor, temperature: float, group: dist.ProcessGroup | None, vocab_size: int | None
     ) -> VocabParallelHead:
-        """`weight [V/tp, H]` of this rank; rows of ids from `vocab_size` on are padding and take no part."""
+        """Make one from this rank's `weight [V/tp, H]`; rows of ids from `vocab_size` on are padding and are dropped.
+
+        Raises ValueError for a temperature of 0 or less, and for a `vocab_size` that leaves this rank no row.
+        """
         if temperature <= 0:
-            raise ValueError(f"temperature={temperature}, but a loss needs a distribution: temperature > 0")
+            raise ValueError(f"temperature={temperature}, expected above 0")
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         held = weight.shape[0]
         total = held * size if vocab_size is None else vocab_size
@@ -43,11 +46,12 @@ class VocabParallelHead:
         return self.weight.shape[0]
 
     def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Indices of the non-zero entries of `mask [N]`. Raises ValueError if one's label is outside the vocabulary."""
+        """Return where `mask [N]` is not 0. Raises ValueError if a label there is outside the vocabulary."""
         rows = mask.nonzero().squeeze(1)
         used = labels.index_select(0, rows)
         if bool(((used < 0) | (used >= self.total)).any()):
-            first, last = int(used.min()), int(used.max())
+            first = int(used.min())
+            last = int(used.max())
             raise ValueError(f"labels lie outside the vocabulary of {self.total}: {first} to {last}")
         return rows
 
@@ -59,7 +63,7 @@ class VocabParallelHead:
         return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits over temperature minus the row's largest, `[C, width]` of this rank's tokens, in float32 or wider.
+        """Return logits over temperature minus the row's largest, `[C, width]`, in float32 or wider.
 
         The largest over all ranks becomes 0, so that differences of log-probabilities are exact however large the
         logits are. A logit of minus infinity becomes a very low finite one, whose probability is 0.
@@ -72,16 +76,17 @@ class VocabParallelHead:
         return scores.sub_(largest[:, None])
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient `[C, H]` of hidden states from that of the logits `[C, width]`, before the sum over ranks."""
+        """Return the gradient `[C, H]` of hidden states from that of the scores `[C, width]`; not summed over ranks."""
         return grad.to(self.weight.dtype) @ self.finite_weight
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the ranks' shares, in place."""
+        """Sum over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def log_sum_exp(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return log Σ exp over the whole vocabulary, `[C]`."""
         lse = scores.logsumexp(-1)
         if self.group is None:
             return lse
@@ -90,7 +95,7 @@ class VocabParallelHead:
         return top + self.sum((lse - top).exp_()).log_()
 
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
-        """Ids `[C]`; the lowest among equals, on whatever rank."""
+        """Return the ids `[C]` of the largest scores; of equal ones the lowest id, on any rank."""
         value, best = scores.max(-1)
         best += self.start
         if self.group is not None:
@@ -101,9 +106,9 @@ class VocabParallelHead:
         return best
 
     def top_k(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[C, k]` of the largest scores, largest first."""
+        """Return values and ids `[C, k]` of the largest scores, largest first. Raises ValueError if k exceeds V."""
         if k > self.total:
-            raise ValueError(f"k={k} tokens asked of a vocabulary of {self.total}")
+            raise ValueError(f"k={k} tokens were asked for; the vocabulary has {self.total}")
         values, ids = scores.topk(min(k, self.width), dim=-1)
         ids = ids + self.start
         if self.group is None:
@@ -114,31 +119,31 @@ class VocabParallelHead:
         return values, self._gather(torch.nn.functional.pad(ids, missing)).gather(1, order)
 
     def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """`x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id: `sum` completes it."""
+        """Return `x [C, width]` at `ids [C]` or `[C, k]`; 0 where another rank holds the id. `sum` completes it."""
         local, mine = self._local(ids)
         return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
 
     def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-        """Add to this rank's `x [C, width]`, in place, at those of `ids` that it holds."""
+        """Add `value` to `x [C, width]`, in place, at those of `ids` that this rank holds."""
         local, mine = self._local(ids)
         value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
     def set_at(self, x: torch.Tensor, ids: torch.Tensor, value: float) -> torch.Tensor:
-        """Write `value` into this rank's `x [C, width]`, in place, at those of `ids [C, k]` that it holds."""
+        """Write `value` into `x [C, width]`, in place, at those of `ids [C, k]` that this rank holds."""
         local, mine = self._local(ids)
         chosen = torch.zeros_like(x).scatter_add_(1, local, mine.to(x.dtype))
         return x.masked_fill_(chosen != 0, value)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's columns of `x [C, width]`, side by side: `[C, V]`, the same on all ranks."""
+        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
         if self.group is None:
             return x
         widest = self.start // dist.get_rank(self.group) if self.start else self.width
         return self._gather(torch.nn.functional.pad(x, (0, widest - self.width)))[:, : self.total]
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of `x [C, V]`."""
+        """Return this rank's columns of `x [C, V]`."""
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,17 +152,17 @@ class VocabParallelHead:
         return local.masked_fill_(~mine, 0), mine
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `[C, k]`, side by side."""
+        """Gather `[C, k]` of all ranks into `[C, ranks · k]`."""
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, 1)
 
 
 def accumulate_in(x: torch.Tensor) -> torch.dtype:
-    """The type for arithmetic on the logits of `x`."""
+    """Return the type for arithmetic on the logits of `x`: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Stands for minus infinity among logits and log-probabilities: far from overflow, and its exponential is 0."""
+    """Return a number that replaces minus infinity in logits: its exponential is 0, and sums of it do not overflow."""
     return torch.finfo(dtype).min / 4

@@ -29,11 +29,11 @@ def policy_logprobs(
     vocab_size: int | None = None,
     observe: Observer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of `labels [N]` and, if asked, the entropy, both `[N]`; differentiable in hidden and weight.
+    """Return log-probabilities of `labels [N]` and, if asked, the entropy `[N]`; differentiable in hidden and weight.
 
-    Rows where `mask [N]` is 0 give 0 and never reach the head. The backward recomputes the logits chunk by chunk.
-    `observe(rows, scores, lse)` sees each forward chunk last and may overwrite it: row numbers `[C]`, logits
-    `[C, V/tp]` as `VocabParallelHead.scores` gives them, their log-sum-exp `[C]` (see `Student.observe`).
+    Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
+    chunk. `observe(rows, scores, lse)` is called after each forward chunk and may overwrite the scores: row numbers
+    `[C]`, `VocabParallelHead.scores` `[C, V/tp]`, their log-sum-exp `[C]`. See `Student.observe`.
     """
     head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     rows = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
@@ -48,13 +48,14 @@ def policy_logprobs(
 
 
 class _LogProbs(torch.autograd.Function):
-    """log p(label) and the entropy per row; the backward computes each chunk's logits once more."""
+    """Compute log p(label) and the entropy of each row; the backward computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, options):
         head, chunk, with_entropy, observe, rows = options
         picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
-        lses, entropy = torch.zeros_like(picked), torch.zeros_like(picked)
+        lses = torch.zeros_like(picked)
+        entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             scores = head.scores(hidden[part])
@@ -72,7 +73,9 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_picked, grad_entropy):
-        hidden, weight, labels, lses, entropy = ctx.saved_tensors  # saved, so that an overwritten weight is noticed
+        hidden, weight, labels, lses, entropy = (
+            ctx.saved_tensors
+        )  # saved by autograd, which detects that a weight was overwritten
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
         # Summed over chunks in at least float32: bfloat16 would lose the small ones.

@@ -1,11 +1,11 @@
-"""The head's losses: chunked over rows, vocab-parallel, exact sums out.
+"""The drafter's losses: chunked over rows, vocab-parallel, returned as sums.
 
-Shapes: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share of it, C rows of one chunk. A row is one
-predicting position. Hidden states are replicated over `tp_group`, and so is every result. Gradients with respect to
-hidden states leave here summed over the group, so sequence parallelism gathers them with an identity backward.
+Shapes: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk. A row is one
+predicting position. Hidden states and results are replicated over `tp_group`. Gradients of hidden states are summed
+over that group here, so the gather under sequence parallelism needs no sum in its backward.
 
-Only rows with a weight reach the head, C at a time, so memory does not grow with N. Arithmetic on logits is float32
-(float64 for float64 inputs). All distributions are softmax(logits / temperature), as an engine samples them.
+Logits are computed only for rows with a weight, C at a time, so memory does not grow with N. Arithmetic on logits is
+float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as an engine samples them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class TeacherTopK(NamedTuple):
-    """A distribution cut to its k likeliest tokens: `ids [N, k]`, `logprobs [N, k]`, `log_rest [N]` of all others."""
+    """The k likeliest tokens of a distribution: `ids [N, k]`, `logprobs [N, k]`; `log_rest [N]` of all other tokens."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
@@ -50,18 +50,19 @@ def drafter_loss(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Σ token_weight · loss over rows, differentiable in `hidden [N, H]` alone, and metrics.
+    """Return Σ token_weight · loss over rows, differentiable in `hidden [N, H]` only, and metrics.
 
     With student q and teacher p the loss of a row is  ce: -log q(label);  forward_kl: KL(p ‖ q);
-    reverse_kl: KL(q ‖ p);  tv: 1 - Σ min(p, q), the rejection rate under rejection sampling. The gradient is computed
-    within the forward chunk, so the backward recomputes nothing; the head `weight [V/tp, H]` and the teacher get none.
+    reverse_kl: KL(q ‖ p);  tv: 1 - Σ min(p, q), the rejection rate under rejection sampling. `kind` may also be a
+    function of the user's (`custom.DrafterLoss`). The gradient is computed in the forward, chunk by chunk. The output
+    layer's `weight [V/tp, H]` and the teacher get no gradient.
 
     teacher_hidden [M, H]  the policy's hidden states; row i's teacher is row `teacher_index[i]` of them (i if omitted).
                            Rows of several depths given in one call share each teacher chunk.
     teacher_top_k          instead of `teacher_hidden`, `[N, k]`: the loss between distributions over k tokens and the
-                           rest as one more outcome, a lower bound of the full one; `overlap` is an upper bound then
+                           rest as one more outcome: a lower bound of the full loss; `overlap` is then an upper bound
     groups [N] int64       which entry of the metrics a row adds to (depth - 1, say), below `num_groups`
-    vocab_size             tokens before padding of the head; rows of `weight` beyond it take no part
+    vocab_size             tokens without padding; rows of `weight` beyond it are ignored
 
     Metrics are sums over rows of non-zero weight, unweighted, `[num_groups]` (scalars without `groups`): `tokens`,
     `loss`, `ce`, `match` (label = argmax q; ties to the lower id), and with a teacher `overlap` (Σ min(p, q)) and
@@ -104,7 +105,7 @@ def top_k_teacher(
     chunk: int = 1024,
     vocab_size: int | None = None,
 ) -> TeacherTopK:
-    """The k likeliest tokens of each row of `hidden [N, H]`, for a buffer or for `drafter_loss`; no gradient."""
+    """Return the k likeliest tokens of each row of `hidden [N, H]`, without gradient."""
     head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     parts = []
     for rows in hidden.detach().split(chunk):
@@ -117,11 +118,11 @@ def top_k_teacher(
 
 
 class Student:
-    """`drafter_loss` in steps, for a teacher that somebody else computes chunk by chunk.
+    """`drafter_loss` in steps, where the caller computes the teacher's logits.
 
-    To share the policy's own pass over its head, hand `student.observe` to `policy_logprobs`, then `learn_from` what
-    other ranks hold (rows received at the edges of a context-parallel shard, numbered on from the local ones), and
-    `finish`. No teacher row is then computed twice. Arguments as for `drafter_loss`.
+    Pass `student.observe` to `policy_logprobs`, so that the policy's loss and the teacher share one pass over the
+    output layer. Then call `learn_from` for teacher rows that this pass does not compute, and `finish`. Arguments are
+    those of `drafter_loss`.
     """
 
     def __init__(
@@ -143,10 +144,11 @@ class Student:
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
-        self._kind, self._chunk = kind, chunk
+        self._kind = kind
+        self._chunk = chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
         rows = self._head.rows_of(token_weight, labels)
-        # In the teacher's order, the students of any run of teacher rows are one slice.
+        # Sorted by teacher row, the students of consecutive teacher rows are one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
         self._teacher, order = teacher.sort(stable=True)
         self._rows = rows.index_select(0, order)
@@ -159,7 +161,7 @@ class Student:
         self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
         self._total = self._weight.new_zeros(())
         self._taught = kind != "ce"
-        # All names on every rank, whether or not it has a row: they are summed over ranks.
+        # Every rank has all names, also one without rows: metrics are summed over ranks.
         names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
@@ -167,12 +169,12 @@ class Student:
         self.rows: dict[str, torch.Tensor] | None = {} if keep_rows else None
 
     def learn_labels(self) -> None:
-        """Cross entropy without a teacher."""
+        """Learn all rows by cross-entropy, without a teacher."""
         for first in range(0, len(self._rows), self._chunk):
             self._learn(slice(first, first + self._chunk))
 
     def learn_top_k(self, teacher: TeacherTopK) -> None:
-        """Learn from the cut distributions `[M, k]`, indexed as teacher rows are."""
+        """Learn all rows from top-k distributions `[M, k]`, indexed as teacher rows are."""
         self._taught = True
         for first in range(0, len(self._rows), self._chunk):
             part = slice(first, first + self._chunk)
@@ -180,7 +182,7 @@ class Student:
 
     @torch.no_grad()
     def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
-        """Learn from teacher rows first, first + 1, ...: `teacher_hidden [M, H]`, of which only needed ones count."""
+        """Learn from teacher rows first, first + 1, ...: `teacher_hidden [M, H]`; others are skipped."""
         self._taught = True
         last = first + len(teacher_hidden)
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
@@ -206,9 +208,9 @@ class Student:
             self._learn(part, logp=logp.index_select(0, at))
 
     def finish(self) -> tuple[torch.Tensor, Metrics]:
-        """(Σ token_weight · loss, metrics). Raises ValueError if some row has met no teacher."""
+        """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
         if self._learned != len(self._rows):
-            raise ValueError(f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows met no teacher")
+            raise ValueError(f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows had no teacher")
         total = self._total
         if self._grad is not None:
             self._head.sum(self._grad)
@@ -219,7 +221,7 @@ class Student:
         return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
-        """What `keep_rows` kept of single rows, `[N]` by name; zeros where no row had a weight."""
+        """Return what `keep_rows` kept, `[N]` by name; zeros for rows without a weight."""
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
@@ -227,8 +229,9 @@ class Student:
 
     @torch.no_grad()
     def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
-        """Loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
-        head, labels = self._head, self._labels[part]
+        """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
+        head = self._head
+        labels = self._labels[part]
         scores = head.scores(self._hidden[part])
         lse = head.log_sum_exp(scores)
         ce = lse - head.sum(head.pick(scores, labels))
@@ -275,7 +278,7 @@ class Student:
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar whose gradient with respect to some rows of `source` is known already."""
+    """A scalar whose gradient in some rows of `source` was computed in the forward."""
 
     @staticmethod
     def forward(ctx, source, total, rows, grad):
@@ -294,11 +297,12 @@ class _Precomputed(torch.autograd.Function):
 def _divergence(
     kind: Kind, logq: torch.Tensor, logp: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Σ min(p, q) and the loss per row, and its gradient with respect to the student's logits (over temperature).
+    """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
 
-    For a loss f(q) with g = ∂f/∂q that gradient is q · (g - Σ q g).
+    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g).
     """
-    p, q = logp.exp(), logq.exp()
+    p = logp.exp()
+    q = logq.exp()
     if kind == "reverse_kl":
         g = logq - logp
         second = (q * g).sum(-1)
@@ -321,7 +325,7 @@ def _own_divergence(
     depths: torch.Tensor,
     head: VocabParallelHead,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_divergence`, for a loss of the user's: Σ min(p, q), the loss per row, its gradient in the logits."""
+    """As `_divergence`, for a loss of the user's."""
     overlap, _, _ = _divergence("tv", logq, logp, head.sum)
     with torch.enable_grad():
         draft = head.whole(logq).detach().clone().requires_grad_()
@@ -336,16 +340,16 @@ def _own_divergence(
 def _cut_divergence(
     kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: VocabParallelHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same between distributions over k tokens and "any other": the rest shares its gradient in proportion to q."""
+    """As `_divergence`, between distributions over k tokens and "any other", whose gradient is split by q."""
     floor = lowest(logq.dtype)
     rest = head.set_at(logq.clone(), top.ids, floor)
     logq_rest = head.log_sum_exp(rest)[:, None]
     cut_logq = torch.cat([head.sum(head.pick(logq, top.ids)), logq_rest], 1)
     cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype)
-    # A teacher that gives the rest nothing is held to give it almost nothing: KL(q ‖ p) would be infinite.
+    # If the teacher gives the rest probability 0, KL(q ‖ p) would be infinite: it counts as the least normal number.
     least = torch.tensor(torch.finfo(logq.dtype).tiny).log().item()
     cut_logp = torch.maximum(cut_logp, cut_logq.clamp_max(least))
     overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
-    # Each token's share of the rest, by logarithms: q itself may underflow, its share does not.
+    # Shares within the rest are computed from logarithms, because q itself may underflow.
     grad = rest.sub_(logq_rest).exp_().mul_(cut_grad[:, -1:])
     return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))

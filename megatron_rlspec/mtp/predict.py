@@ -1,13 +1,13 @@
-"""What the next rollout will accept, from the logits of the training forward that just ran.
+"""Predict the acceptance of the next rollout from the logits of the training forward.
 
-Training sees every position once; an engine sees the positions at which its rounds start, and those crowd where drafts
-fail, because an accepted draft is a start skipped. The mean over positions is therefore too high (2.41 against a true
-1.71 tokens per round where half the text accepts with 0.95 and half with 0.1, at three steps). `walk` follows each
-sequence instead: a round starts at its first position, ends after as many tokens as this very text would have had
-accepted, and the next one starts there.
+Training computes every position once. An engine drafts only where its rounds start, and rounds start more often where
+drafts fail, because an accepted draft skips a start. A mean over positions is therefore too high: 2.41 instead of 1.71
+tokens per round, if half of the text accepts with 0.95 and half with 0.1, at three steps. `walk` follows each sequence
+instead: a round starts at the first position, ends after the drafts that this text would have accepted, and the next
+round starts there.
 
-T positions in sequence order (context-parallel shards joined), D depths, K step counts. Row t, depth d speaks of the
-drafter's prediction of token t + 1 + d, as `PackedBatch.drafter_*` do.
+T: positions in sequence order, context-parallel shards joined; D: depths; K: step counts. Row t, depth d is the
+drafter's prediction of token t + 1 + d, as in `PackedBatch.drafter_*`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rlspec.types import Verifier
 def target_probabilities(
     logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
 ) -> torch.Tensor:
-    """What an engine samples from, `[N, V]`: softmax at a temperature, cut to top-k and top-p, renormalised.
+    """Return what an engine samples from, `[N, V]`: softmax at a temperature, cut to top-k and top-p, renormalised.
 
     Temperature 0 is greedy. A token stays while the mass of the likelier ones is at most `top_p`, as in SGLang.
     """
@@ -48,15 +48,15 @@ def accept_probabilities(
     verifier: Verifier = "position_keyed",
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accept, reach), both `[N]`, of rows of one depth.
+    """Return (accept, reach), both `[N]`, for rows of one depth.
 
     target        what the engine samples the predicted token from, `[N, V]` (`target_probabilities`)
     draft_logits  the drafter's, `[N, V]`; under rejection it proposes from their softmax at `temperature`, else argmax
     tokens        the token that the text has there, `[N]`
 
-    `accept` is the probability that a draft of this depth is accepted, over what the target might have said; `reach`
-    the probability that it was accepted given what it did say: what carries a round to the next depth. Both draw on
-    the target's own sampling, so their means agree; the first varies less.
+    `accept` is the probability that a draft of this depth is accepted, over all tokens that the target could sample.
+    `reach` is the same given the token that it did sample; it decides whether a round goes on to the next depth. Their
+    means agree; `accept` varies less.
     """
     if verifier in ("position_keyed", "target_only"):
         best = draft_logits.argmax(-1)
@@ -72,15 +72,18 @@ def accept_probabilities(
 def of_rows(
     rows: Mapping[str, torch.Tensor], depth: int, verifier: Verifier, *, sampled: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accept, reach), `[T, depth]`, from what `Student.rows` kept of a training step, `[depth * T]`, depth by depth.
+    """Return (accept, reach), `[T, depth]`, from `Student.kept_rows` of a training step, `[depth * T]`, depth by depth.
 
-    sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered; otherwise (greedy,
-             top-p, top-k) what was accepted is all that is known of what might have been, and the text itself tells it
+    sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
+             top-p, top-k) that distribution is not known here, and `accept` is `reach`, which the text shows
+
+    Raises ValueError for rejection without a teacher's unfiltered distribution.
     """
     if verifier == "rejection":
         if not sampled or "overlap" not in rows:
             raise ValueError("acceptance by rejection is predicted from a teacher's unfiltered distribution only")
-        accept, reach = rows["overlap"], rows["label_ratio"].clamp(max=1.0)
+        accept = rows["overlap"]
+        reach = rows["label_ratio"].clamp(max=1.0)
     else:
         reach = rows["match"]
         accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach
@@ -88,10 +91,10 @@ def of_rows(
 
 
 def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
-    """`[T, D]` to `[T, depth]`: below the deepest trained depth, its column one position on stands for the next.
+    """Extend `[T, D]` to `[T, depth]`: a depth below the trained ones takes the last column, one position further on.
 
-    Row t, depth D + j and row t + j, depth D predict the same token. Of accept, reach and mask alike: a row whose
-    shallower depths lie within one response is within it at the next one, too, if its successor is.
+    Row t, depth D + j and row t + j, depth D predict the same token. This holds for accept, reach and mask: a row whose
+    shallower depths lie within one response lies within it at the next depth if the row after it does.
     """
     columns = list(table.unbind(1))
     while len(columns) < depth:
@@ -103,9 +106,9 @@ def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
 def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]) -> Prediction:
     """Follow the rounds of each sequence at every step count; accept, reach, mask `[T, D]`, largest step at most D.
 
-    `mask[t, d]` is 1 where depth d + 1 at t predicts a token that was generated (`drafter_targets`). A stretch of
-    masked rows is one response, or one turn of it: its first position starts a round. What would be drafted past its
-    end counts for nothing.
+    `mask[t, d]` is 1 where depth d + 1 at t predicts a token that was generated (`drafter_targets`). Consecutive
+    masked rows are one response, or one turn of it; the first of them starts a round. Drafts past its end are not
+    counted.
     """
     depth = accept.shape[1]
     if not (accept.shape == reach.shape == mask.shape):
@@ -123,9 +126,10 @@ def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: S
 
 
 def _round_starts(inside: np.ndarray, carried: np.ndarray, steps: Sequence[int]) -> np.ndarray:
-    """The probability that a round starts at each position, `[T, K]`; all stretches advance together."""
+    """Return the probability that a round starts at each position, `[T, K]`; all responses are walked in parallel."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
-    first, length = edges[::2], edges[1::2] - edges[::2]
+    first = edges[::2]
+    length = edges[1::2] - edges[::2]
     order = np.argsort(-length, kind="stable")
     first, length = first[order], length[order]
     depth = carried.shape[1] - 1

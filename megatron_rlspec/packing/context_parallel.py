@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, as index tables: no process group, no device.
+"""Index tables of the tokens that each context-parallel rank holds; no process group, no device.
 
 Two layouts over a packed batch of T tokens with padded boundaries `cu_seqlens_padded`:
 
@@ -18,7 +18,7 @@ Layout = Literal["zigzag", "contiguous"]
 
 
 def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag") -> torch.Tensor:
-    """Global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
+    """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
     Raises ValueError where the boundaries do not divide: zigzag needs every padded length to be a multiple of 2·size,
     contiguous needs T to be a multiple of `size`.
@@ -50,7 +50,7 @@ def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layo
 def slice_for_cp(
     x: torch.Tensor, cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag", dim: int = -1
 ) -> torch.Tensor:
-    """The share of `rank` in `x`, whose dimension `dim` runs over all T packed tokens."""
+    """Return the share of `rank` in `x`, whose dimension `dim` runs over all T packed tokens."""
     index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
     if x.shape[dim] != size * len(index):
         raise ValueError(f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}")
@@ -60,7 +60,7 @@ def slice_for_cp(
 def join_from_cp(
     shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor, layout: Layout = "zigzag", dim: int = -1
 ) -> torch.Tensor:
-    """The inverse of `slice_for_cp`: all ranks' shares, in rank order, to the whole batch."""
+    """Join all ranks' shares, in rank order, to the whole batch: the inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
     return torch.cat(list(shards), dim).index_select(dim, order.argsort().to(shards[0].device))

@@ -1,7 +1,7 @@
 """Samples to packed micro-batches: balanced over data-parallel ranks, rolled, then cut for context parallelism.
 
-Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated: tokens
-are rolled on whole sequences before the cut, and the denominators are the step's, whatever (DP, CP, packing) is.
+Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated. Tokens
+are rolled on whole sequences before the cut. The denominators are those of the step under any (DP, CP, packing).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack(
     multiple: int = 1,
     pad_token: int = 0,
 ) -> list[PackedBatch]:
-    """This rank's micro-batches of one optimizer step: as many on every rank, padding-only ones where work runs out.
+    """Return this rank's micro-batches of one optimizer step; ranks with too few samples get batches of padding only.
 
     tokens_per_micro_batch  most laid-out tokens of one micro-batch, over all its context-parallel ranks
     multiple                a rank's share is a multiple of it (the tensor-parallel size under sequence parallelism)
@@ -55,7 +55,8 @@ def pack(
                             token: the mean over trained tokens; sample: the mean over samples of their token means
                             (0 for a sample without a trained token); constant: Σ / (samples · constant_length)
 
-    `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 is given as 1: the sum is 0 too.
+    `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 is given
+    as 1; the sum that it divides is 0.
     """
     lengths = [len(sample.tokens) for sample in samples]
     unit = 1 if cp_size == 1 else 2 * cp_size
@@ -74,11 +75,10 @@ def pack(
 
 
 def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in balanced bins of at most `budget` each, as many as a multiple of `multiple_of`.
+    """Put the indices of `lengths` into balanced bins of at most `budget`; their number is a multiple of `multiple_of`.
 
-    Longest first into the emptiest bin, with as few bins as this rule needs. Runs of `multiple_of` bins hold similar
-    loads, so that ranks which take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item
-    above the budget.
+    The longest goes first, each into the emptiest bin. Consecutive `multiple_of` bins hold similar loads, so ranks that
+    take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item above the budget.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > budget:
@@ -108,9 +108,9 @@ def unpack(
     lengths: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
-    """Label-side `[T]` values of this rank's batches to token-aligned `[L]` per sample of the step, on the CPU.
+    """Turn label-side `[T]` values of this rank's batches into token-aligned `[L]` per sample of the step, on the CPU.
 
-    Token 0 of a sample is predicted by nothing and gets 0. `group` holds the data- and context-parallel ranks; without
+    Token 0 of a sample is never predicted and gets 0. `group` holds the data- and context-parallel ranks; without
     it, samples (or tokens) on other ranks are 0.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -134,7 +134,7 @@ def _columns(
     reference_logprobs: PerToken | None,
     drafter_weights: Sequence[float] | None,
 ) -> dict[str, list[torch.Tensor]]:
-    """Token-aligned `[L]` tensors of every sample, by field."""
+    """Return token-aligned `[L]` tensors of every sample, by field."""
     behaviour = [sample.behaviour_logprobs for sample in samples]
     columns = {
         "tokens": [torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples],
@@ -239,8 +239,8 @@ def _micro_batch(
 ) -> PackedBatch:
     """Lay the chosen samples out one after the other, roll, and cut out this rank's share.
 
-    The last sequence's padding also fills the batch up to a multiple of `whole`; with no samples, one sequence of
-    nothing but padding remains, since kernels want at least one.
+    The last sequence's padding also fills the batch up to a multiple of `whole`; with no samples, one sequence
+    of padding remains, because kernels need at least one.
     """
     real = [len(columns["tokens"][i]) for i in chosen] or [0]
     padded = [laid_out[i] for i in chosen] or [0]
@@ -251,11 +251,12 @@ def _micro_batch(
 
     def lay_out(field: str) -> torch.Tensor:
         flat = torch.zeros(total, dtype=torch.int64 if field == "tokens" else torch.float32)
-        for i, start in zip(chosen, cu_padded.tolist(), strict=False):  # the last boundary starts nothing
+        for i, start in zip(chosen, cu_padded.tolist(), strict=False):  # no sequence starts at the last boundary
             flat[start : start + len(columns[field][i])] = columns[field][i]
         return flat
 
-    tokens, mask = lay_out("tokens"), lay_out("mask")
+    tokens = lay_out("tokens")
+    mask = lay_out("mask")
     sequence_ids = torch.full((total,), -1)
     for i, start, length in zip(chosen, cu_padded.tolist(), real, strict=False):
         sequence_ids[start : start + length] = i
@@ -266,7 +267,7 @@ def _micro_batch(
         return slice_for_cp(x, cu_padded, cp_rank, cp_size, layout)
 
     def trained(field: str) -> torch.Tensor:
-        """Label-side, and 0 wherever nothing is trained: there a value may be anything, not a number included."""
+        """Return values label-side, 0 where nothing is trained; there the input may even be NaN."""
         return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
 
     return PackedBatch(

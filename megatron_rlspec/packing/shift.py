@@ -1,11 +1,11 @@
-"""Left shifts over packed sequences, and what each drafter depth reads, predicts and may be trained on.
+"""Left shifts over packed sequences; inputs, labels and masks of each drafter depth.
 
 At position t the drafter's depth d (1, 2, ...) reads token t + d and predicts token t + 1 + d. With a token-aligned
-loss mask m it is trained there only if m is 1 on all of t + 1, ..., t + 1 + d and these lie in one sequence: each is a
-token that an engine would have had to generate within the same draft. m at t itself does not matter.
+loss mask m it is trained there only if m is 1 on all of t + 1, ..., t + 1 + d and these lie in one sequence, since an
+engine would have to generate each of them within the same draft. m at t itself does not matter.
 
-A batch that is whole is shifted before it is cut for context parallelism. For one that arrives cut, and for hidden
-states, `RollPlan` fetches the tokens beyond the edges of this rank's chunks, all in one exchange.
+A whole batch is shifted before it is cut for context parallelism. For a batch that is already cut, and for hidden
+states, `RollPlan` fetches the tokens beyond the edges of this rank's chunks in one exchange.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rlspec.packing.context_parallel import Layout, cp_index
 
 
 def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1, fill: float = 0) -> torch.Tensor:
-    """`out[..., t] = x[..., t + steps]` where t + steps lies in t's sequence, else `fill`; x `[..., T]`, any dtype.
+    """Return `out[..., t] = x[..., t + steps]` where t + steps is in t's sequence, else `fill`; x `[..., T]`.
 
     `cu_seqlens [n + 1]` holds the boundaries as laid out (the padded ones, where sequences are padded). Positions past
     its last entry belong to no sequence. Differentiable in `x`; nothing is read back to the host.
@@ -35,17 +35,18 @@ def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1, fill
 def drafter_targets(
     tokens: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | RollPlan, depth: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Inputs, labels and loss masks of depths 1..depth, from token-aligned `tokens [T]` and `mask [T]`.
+    """Return inputs, labels and loss masks of depths 1..depth, from token-aligned `tokens [T]` and `mask [T]`.
 
     Entry d - 1 of the three lists, all `[T]`: token t + d (read), token t + 1 + d (predicted), and 1 in the mask's type
-    where that prediction is trained. Beyond a sequence's end all three are 0. For a batch that arrived cut, give its
+    where that prediction is trained. Beyond a sequence's end all three are 0. For a batch that is already cut, give its
     `RollPlan` with `steps > depth` in place of the boundaries.
     """
     if isinstance(cu_seqlens, RollPlan):
         shifted = cu_seqlens.roll_each([tokens, mask], depth + 1)
     else:
         shifted = [[shift_packed(x, cu_seqlens, steps) for x in (tokens, mask)] for steps in range(1, depth + 2)]
-    trained, masks = shifted[0][1] != 0, []
+    trained = shifted[0][1] != 0
+    masks = []
     for _, ahead in shifted[1:]:
         trained = trained & (ahead != 0)
         masks.append(trained.to(mask.dtype))
@@ -60,7 +61,7 @@ class RollPlan:
     reads `cu_seqlens_padded [n + 1]` on the host; using the plan never synchronises with it. Every rank of `group` must
     make the same uses in the same order, and run the backward of those that are differentiated.
 
-    steps   the farthest shift that will be asked for
+    steps   the largest shift that will be used
     device  where the tensors to be shifted live; the boundaries' device if omitted
     """
 
@@ -80,12 +81,16 @@ class RollPlan:
         device = cu_seqlens_padded.device if device is None else device
         cu = cu_seqlens_padded.cpu()
         held = [cp_index(cu, peer, size, layout) for peer in range(size)]
-        self.length, self.steps, self._group = len(held[rank]), steps, group
+        self.length = len(held[rank])
+        self.steps = steps
+        self._group = group
         total = size * self.length
         ends = _ends(cu, total)
-        owner, local = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64)
+        owner = torch.empty(total, dtype=torch.int64)
+        local = torch.empty(total, dtype=torch.int64)
         for peer, index in enumerate(held):
-            owner[index], local[index] = peer, torch.arange(self.length)
+            owner[index] = peer
+            local[index] = torch.arange(self.length)
 
         wanted = [_beyond_edges(index, local, ends, owner, peer, steps) for peer, index in enumerate(held)]
         sends = [positions[owner[positions] == rank] for positions in wanted]
@@ -99,7 +104,10 @@ class RollPlan:
         # Where each shift's source lies in [local | halo], or -1 beyond the end of the sequence.
         slot = torch.where(owner == rank, local, -1)
         slot[mine] = self.length + torch.arange(len(mine))
-        self._edge, self._edge_source, self._end, self._index = [], [], [], []
+        self._edge = []
+        self._edge_source = []
+        self._end = []
+        self._index = []
         t = torch.arange(self.length)
         for step in range(1, steps + 1):
             source = held[rank] + step
@@ -146,13 +154,13 @@ class RollPlan:
         return [[self._shift(x, halo, s, d) for x, halo, d in columns] for s in range(1, self._checked(steps) + 1)]
 
     def _shift(self, x: torch.Tensor, halo: torch.Tensor, steps: int, dim: int) -> torch.Tensor:
-        """A plain roll is right but at the chunks' edges and the sequences' ends, few against T."""
+        """Roll, then correct the few positions at chunk edges and sequence ends."""
         out = x.roll(-steps, dim).index_fill_(dim, self._end[steps - 1], 0)
         return out.index_copy_(dim, self._edge[steps - 1], halo.index_select(dim, self._edge_source[steps - 1]))
 
     def _checked(self, steps: int) -> int:
         if not 1 <= steps <= self.steps:
-            raise ValueError(f"a shift by {steps} asked of a plan for 1 to {self.steps}")
+            raise ValueError(f"a shift by {steps}, but this plan shifts by 1 to {self.steps}")
         return steps
 
     def _transfer(self, tensors: list[torch.Tensor], back: bool) -> list[torch.Tensor]:

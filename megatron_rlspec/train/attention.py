@@ -1,7 +1,7 @@
 """Core attention over packed sequences in plain torch: context parallel, any float type, chain-exact for the drafter.
 
-It stands in a layer spec where Megatron's DotProductAttention (neither packed nor context parallel) or Transformer
-Engine's would. Rotary embedding is applied here too, from each token's position, once per micro-batch.
+It takes the place of Megatron's DotProductAttention (neither packed nor context parallel) or Transformer Engine's in a
+layer spec. It also applies the rotary embedding, from each token's position.
 
 The keys that a query row sees fall into parts, each one fused kernel call, joined by their log-sum-exps as in ring
 attention: the causal part (its own sequence, or its own chunk of it under context parallelism), the chunks before that,
@@ -25,17 +25,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rlspec.train.attention_plan import Causal, Plan, plan_attention
+from megatron_rlspec.train.attention_plan import AttentionPlan, Causal, plan_attention
 
 _aten = torch.ops.aten
 
 
 @dataclass
 class Chain:
-    """What the drafter's depth d > 1 attends to besides itself, and what it leaves for the next depth.
+    """Keys and values that the drafter's depth d > 1 attends to besides its own, and those that it adds.
 
     `base` is the (key, value) `[T, g, d]` of depth 1 and `links` the `[t, g, d]` of depths 2..d - 1, all rotated.
-    Depth 1 runs with `base = None`. After the layer ran, `made` holds its own pair, in the shape of its depth.
+    Depth 1 runs with `base = None`. After the layer has run, `made` is its own pair.
     """
 
     base: tuple[Tensor, Tensor] | None = None
@@ -51,9 +51,9 @@ class Chain:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """`PackedSeqParams` with what `PackedAttention` needs besides: plan, rotary factors, and the drafter's chain."""
+    """`PackedSeqParams`, and what `PackedAttention` also needs: plan, rotary factors, the drafter's chain."""
 
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     chain: Chain = field(default_factory=Chain)
@@ -77,9 +77,9 @@ def packed_sequences(
 
 
 def rotary_factors(positions: Tensor, dims: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[t, 1, dims / 2]` of the rotary angles, computed in float32 as Transformers and SGLang do.
+    """Return cos and sin `[t, 1, dims / 2]` of the rotary angles, in float32 as Transformers and SGLang compute them.
 
-    `dims` are the channels of a head that are rotated, its first ones.
+    `dims` is how many channels of a head are rotated, from the first.
     """
     exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims
     angles = positions.float()[:, None] * (1.0 / base**exponent)
@@ -145,7 +145,7 @@ class PackedAttention(MegatronModule):
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate all ranks' rows; the backward sums what each rank contributes to a row."""
+    """Concatenate all ranks' rows; the backward sums the ranks' gradients of a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -177,7 +177,9 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], slice(2 * half, None)
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = slice(2 * half, None)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
@@ -192,16 +194,19 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, *links: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, *links: Tensor) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
-        ctx.plan, ctx.scale, ctx.heads = plan, scale, k.shape[:2]
+        ctx.plan = plan
+        ctx.scale = scale
+        ctx.heads = k.shape[:2]
         batches = _gather(q, plan.causal.query_rows, k, v, plan.causal.key_rows)
         out, lse = _causal(*batches, plan.causal, scale)
         out, lse = out.view(q.shape), lse.view(q.shape[:2])
         if plan.spans or links:
             out = out.to(exact)
             for span in plan.spans:
-                rows, keys = slice(span.q, span.q + span.rows), slice(span.k, span.k + span.keys)
+                rows = slice(span.q, span.q + span.rows)
+                keys = slice(span.k, span.k + span.keys)
                 part, part_lse = _attend(*_grouped(q[rows], k[keys], v[keys]), False, scale)
                 part, part_lse = part.permute(2, 0, 1, 3).flatten(1, 2), part_lse.permute(2, 0, 1).flatten(1)
                 _join(out[rows], lse[rows], part, part_lse)
@@ -216,11 +221,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, *saved = ctx.saved_tensors
-        batches, (q, k, v, *links) = saved[:3], saved[3:] or (None, None, None)
+        batches = saved[:3]
+        (q, k, v, *links) = saved[3:] or (None, None, None)
         plan, scale, grad = ctx.plan, ctx.scale, grad.contiguous()
         dq, dk, dv = _causal_backward(grad, *batches, out, lse, plan.causal, ctx.heads, scale)
         for span in plan.spans:
-            rows, keys = slice(span.q, span.q + span.rows), slice(span.k, span.k + span.keys)
+            rows = slice(span.q, span.q + span.rows)
+            keys = slice(span.k, span.k + span.keys)
             shares = _span_backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale)
             for total, share in zip((dq[rows], dk[keys], dv[keys]), shares, strict=True):
                 total += share
@@ -257,7 +264,8 @@ def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Causal, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal parts."""
-    outs, lses = [q[:0]], [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
+    outs = [q[:0]]
+    lses = [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
     for batch in _batches(plan, q, k, v):
         out, lse = _attend(*batch, True, scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
@@ -282,7 +290,9 @@ def _causal_backward(
     grad_slots = grad.view(rows).index_select(0, plan.query_rows).index_fill_(0, plan.padding, 0)
     out_slots = out.view(rows).index_select(0, plan.query_rows)
     lse_slots = lse.view(rows[:2]).index_select(0, plan.query_rows)
-    dq, dk, dv = [q[:0]], [k[:0]], [v[:0]]
+    dq = [q[:0]]
+    dk = [k[:0]]
+    dv = [v[:0]]
     for grad_b, q_b, k_b, v_b, out_b, lse_b in _batches(plan, grad_slots, q, k, v, out_slots, lse_slots[..., None]):
         dq_b, dk_b, dv_b = _attend_backward(grad_b, q_b, k_b, v_b, out_b, lse_b[..., 0], True, scale)
         dq.append(dq_b.transpose(1, 2).flatten(0, 1))
@@ -308,7 +318,8 @@ def _span_backward(
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One span to [g, n / g, rows, d], nothing copied."""
-    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
+    groups = k.shape[1]
+    per_group = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
     k, v = (x.transpose(0, 1)[:, None].expand(groups, per_group, -1, -1) for x in (k, v))
     return q, k, v

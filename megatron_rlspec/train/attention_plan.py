@@ -1,4 +1,4 @@
-"""Which key rows each query row of a packed micro-batch sees, as index tables built once per micro-batch.
+"""Index tables of attention over a packed micro-batch: which key rows each query row attends to.
 
 Shapes as in `attention.py`: t tokens of this rank, T of all context-parallel ranks, g key/value heads of this rank.
 """
@@ -28,12 +28,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Causal:
-    """The causal parts, gathered into padded batches of similar length, key/value heads beside sequences.
+    """The causal parts, gathered into padded batches of similar length; a batch row is one sequence and one head.
 
     A slot is one (sequence, head, position) of a batch. Rows are numbered token · g + head.
 
     shapes [(batch · g, length)]; query_rows and key_rows `[slots]`; padding: the slots without a row (they read row 0);
-    slot_of `[t · g]`: where each query row went
+    slot_of `[t · g]`: the slot of each query row
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class Causal:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Index tables of one micro-batch on one rank; `order` sorts rows gathered over context-parallel ranks."""
 
     causal: Causal
@@ -52,7 +52,9 @@ class Plan:
     order: Tensor | None = None
 
 
-def plan_attention(cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device) -> Plan:
+def plan_attention(
+    cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
+) -> AttentionPlan:
     """Plan packed causal attention, zigzag layout; `cu_seqlens_padded [n + 1]` before the split, `groups` = g."""
     bounds = cu_seqlens_padded.tolist()
     chunks: list[Span] = []
@@ -71,7 +73,7 @@ def plan_attention(cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank
     order = None
     if cp_size > 1:
         order = torch.cat([cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
-    return Plan(_batched(chunks, q, groups, device), tuple(spans), order)
+    return AttentionPlan(_batched(chunks, q, groups, device), tuple(spans), order)
 
 
 def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device) -> Causal:
@@ -81,7 +83,10 @@ def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device)
             batches[-1].append(chunk)
         else:
             batches.append([chunk])
-    shapes, query, key, valid = [], [], [], []
+    shapes = []
+    query = []
+    key = []
+    valid = []
     head = torch.arange(groups)[None, :, None]
     for batch in batches:
         longest = batch[0].rows
@@ -95,7 +100,8 @@ def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device)
     if not batches:
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         return Causal((), empty, empty, empty, empty)
-    rows, used = torch.cat(query), torch.cat(valid)
+    rows = torch.cat(query)
+    used = torch.cat(valid)
     slot_of = torch.empty(tokens * groups, dtype=torch.int64)
     slot_of[rows[used]] = used.nonzero()[:, 0]
     tables = (rows, torch.cat(key), (~used).nonzero()[:, 0], slot_of)

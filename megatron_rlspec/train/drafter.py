@@ -1,13 +1,13 @@
 """The drafter: Megatron's MTP layers as a module of their own, outside the policy's parameter tree.
 
 Its inputs are the policy's detached hidden states and detached views of the policy's embedding, so no gradient and no
-buffer connects the two. Parameters are called as in a Megatron checkpoint, `mtp.layers.N.*`.
+buffer connects the two. Parameters have their names in a Megatron checkpoint, `mtp.layers.N.*`.
 
 **Chain-exact unrolling** (one repeated layer, the default; EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
 (h_s, x_{s+1}), s <= t; then depth d on (its own output of depth d - 1, x_{t+d}) at rotary position t + d - 1 over the
-same cache plus its own chain's keys of depths 2..d. Here all t run at once, and x_{t+d} is the true token: an engine's
-drafts count only as far as they were right.
+same cache plus its own chain's keys of depths 2..d. Here all t run at once, and x_{t+d} is the token of the text:
+an engine's drafts matter only where they equal it.
 
 **Separate layers** (DeepSeek-V3, arXiv 2412.19437, section 2.2) follow Megatron: layer d attends to its own inputs
 of positions s <= t, at unshifted positions.
@@ -35,9 +35,9 @@ from megatron_rlspec.train.model import at_positions
 
 
 class Drafter(MegatronModule):
-    """D drafter steps from every position at once.
+    """Run D drafter steps from every position at once.
 
-    config                the policy's; the drafter takes a copy
+    config                the policy's; the drafter keeps a copy
     depth                 D
     repeated_layer        one layer for all depths, chain-exact; else D layers
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
@@ -64,8 +64,10 @@ class Drafter(MegatronModule):
             moe_aux_loss_coeff=0.0,
         )
         super().__init__(config=own)
-        self.depth, self.repeated_layer = depth, repeated_layer
-        self.zero_first_embedding, self.rotary_base = zero_first_embedding, rotary_base
+        self.depth = depth
+        self.repeated_layer = repeated_layer
+        self.zero_first_embedding = zero_first_embedding
+        self.rotary_base = rotary_base
         self.recompute = config.recompute_granularity == "full"
         with runtime.own_random_stream(seed):
             self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own))
@@ -78,7 +80,7 @@ class Drafter(MegatronModule):
         position_ids: Tensor,
         packed: PackedSequences,
     ) -> list[Tensor]:
-        """What the head reads at depths 1..D, `[T, H]` each, after the drafter's final norm.
+        """Return the input of the output layer at depths 1..D, `[T, H]` each, after the drafter's final norm.
 
         hidden        `[T, H]`, the policy's after its final norm; detached by the caller, or not (classic mode)
         tokens        per depth `[T]`: x_{t+d} at t
@@ -86,7 +88,8 @@ class Drafter(MegatronModule):
         position_ids  `[T]`, of t
         """
         state = self._scatter(hidden[:, None])
-        chain, out = Chain(), []
+        chain = Chain()
+        out = []
         for step in range(self.depth):
             positions = position_ids + step if self.repeated_layer else position_ids
             embedded = embed(tokens[step], embedding)
@@ -105,8 +108,8 @@ class Drafter(MegatronModule):
     def _layer(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
         run = self.mtp.layers[index]._proj_and_transformer_layer
         if self.recompute and torch.is_grad_enabled():
-            # Nothing random inside, so no generator needs restoring. The chain's keys leave as a side effect, which
-            # the non-reentrant checkpoint permits: recomputation only overwrites them with the same values.
+            # Nothing inside is random, so no generator is restored. The layer stores the chain's keys as a side effect;
+            # recomputation overwrites them with the same values.
             return checkpoint(
                 run, state, embedded, packed_seq_params=packed, use_reentrant=False, preserve_rng_state=False
             )
@@ -123,8 +126,9 @@ class Drafter(MegatronModule):
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Vocabulary-parallel lookup without gradient: tokens `[T]`, this rank's `weight [V / tensor, H]` -> `[T, H]`."""
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    """Look up tokens `[T]` in a vocabulary-parallel embedding, this rank's `weight [V / tensor, H]`; no gradient."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         if size == 1:
             return F.embedding(tokens, weight)

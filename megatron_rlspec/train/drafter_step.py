@@ -68,7 +68,8 @@ class DrafterStep:
     """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`."""
 
     def __init__(self, learner: Learner, objective: DrafterObjective) -> None:
-        self.learner, self.objective = learner, objective
+        self.learner = learner
+        self.objective = objective
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -85,11 +86,14 @@ class DrafterStep:
 
         `predict`: keep what `learn` needs for the prediction of acceptance.
         """
-        goal, device, t = self.objective, outputs[0].device, len(targets.labels[0])
+        goal = self.objective
+        device = outputs[0].device
+        t = len(targets.labels[0])
         scale = [goal.depth_decay**d / targets.counts[d] for d in range(goal.depth)]
         weight = torch.cat([w * s for w, s in zip(targets.weight, scale, strict=True)])
         # Depth d at position t learns what the policy says at t + d; rows of weight 0 may point anywhere.
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        size = ps.get_context_parallel_world_size()
+        rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
         teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
         return Student(

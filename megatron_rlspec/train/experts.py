@@ -1,9 +1,9 @@
-"""Mixture of experts as GLM4-MoE has it: Megatron's options for a config.json, and the state outside the parameters.
+"""Mixture of experts of GLM4-MoE: Megatron's options for a config.json, and the routers' biases.
 
 A router with a bias chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
-arXiv 2412.19437, section 2.1.2). The bias is a buffer: it learns not by a gradient but by how many tokens each expert
-got (`model.moe_router_bias_update_rate`). Only the policy's biases move: the drafter's router keeps its own, and takes
-no balancing loss, so nothing of either can reach the other.
+arXiv 2412.19437, section 2.1.2). The bias is a buffer. No gradient changes it; the number of tokens that each
+expert got does (`model.moe_router_bias_update_rate`). Only the policy's biases change. The drafter's router keeps its
+bias and has no balancing loss, so neither model affects the other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Fields of `TransformerConfig`; none for a dense model."""
     if not hf_config.get(ROUTED):
         return {}
-    layers, dense = hf_config["num_hidden_layers"], hf_config.get("first_k_dense_replace", 0)
-    width, groups, coefficient = hf_config["moe_intermediate_size"], _groups(hf_config), config.model.moe_aux_loss_coeff
+    layers = hf_config["num_hidden_layers"]
+    dense = hf_config.get("first_k_dense_replace", 0)
+    width = hf_config["moe_intermediate_size"]
+    groups = _groups(hf_config)
+    coefficient = config.model.moe_aux_loss_coeff
     return {
         "num_moe_experts": hf_config[ROUTED],
         "moe_ffn_hidden_size": width,
@@ -48,14 +51,17 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[bool, str]]:
     """(Is it so?, what is wrong with it) for everything about experts that would otherwise be ignored."""
-    experts, parallel, model = hf_config.get(ROUTED), config.parallel, config.model
+    experts = hf_config.get(ROUTED)
+    parallel = config.parallel
+    model = config.model
     balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
     yield bool(hf_config.get("num_experts")), "a mixture of experts of another family than GLM4-MoE is not trained"
     yield parallel.expert > 1, f"parallel.expert={parallel.expert}: experts are not split over ranks yet"
     yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
     if not experts:
         return
-    width, chosen = hf_config.get("moe_intermediate_size"), hf_config.get("num_experts_per_tok", 0)
+    width = hf_config.get("moe_intermediate_size")
+    chosen = hf_config.get("num_experts_per_tok", 0)
     yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"
     yield chosen < 2, f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
     yield not hf_config.get("norm_topk_prob", True), "norm_topk_prob=false: only normalised weights are supported"
@@ -68,15 +74,16 @@ def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[boo
 
 
 def biases(module: nn.Module) -> dict[str, Tensor]:
-    """The routers' biases by name, alive."""
+    """Return the routers' biases by name: the buffers themselves, not copies."""
     return {name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")}
 
 
 def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -> float:
-    """What Megatron's balancing loss is to be multiplied by in a step over `tokens` tokens of this rank.
+    """Return the coefficient of Megatron's balancing loss for a step over `tokens` tokens of this rank.
 
     Under `calculate_per_token_loss` Megatron multiplies a micro-batch's loss by the tokens that a rank's routers see,
-    for a division by all of the step's that our losses have behind them. Collective over the policy's replicas.
+    and expects a later division by all tokens of the step. Our losses are already divided, so this coefficient is too.
+    Collective over the policy's replicas.
     """
     total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))

@@ -1,7 +1,7 @@
 """Norm and activation of the local layer specs, in plain torch, with the backward written out.
 
-Transformer Engine has kernels for these; on a CPU eager autograd would read and write every activation about twice as
-often. RMSNorm also carries the mark that sequence parallelism needs, which Megatron's WrappedTorchNorm refuses.
+Transformer Engine has kernels for these. On a CPU, autograd without them would read and write every activation about
+twice as often. RMSNorm also sets the attribute that sequence parallelism needs; Megatron's WrappedTorchNorm refuses it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
 
 def take(learner: Learner, family: Family, file: Mapping[str, Tensor]) -> None:
     """Put this rank's share of the file's moments into an optimizer that has not stepped yet."""
-    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    rank = ps.get_tensor_model_parallel_rank()
+    size = ps.get_tensor_model_parallel_world_size()
     places = dict(learner.optimized())
     learner.start_from(int(file["updates"]))
     for name, canonical in _canonical(learner.ddp.module).items():

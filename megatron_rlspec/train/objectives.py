@@ -1,6 +1,6 @@
-"""What the policy is trained on: hidden states of one micro-batch to a loss, on the last pipeline stage.
+"""The policy's objectives: hidden states of one micro-batch to a loss, on the last pipeline stage.
 
-Each objective returns the loss, divided by the step's global count already, and sums for the records.
+Each objective returns the loss, already divided by the step's global count, and sums for the records.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OutputLayer:
     def logprobs(
         self, batch: PackedBatch, hidden: Tensor, *, with_entropy: bool = False, observe: Observer | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of every trained label, and the entropy, `[T]`; 0 where nothing is trained."""
+        """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained."""
         return policy_logprobs(
             hidden,
             self.weight,
@@ -52,7 +52,7 @@ class OutputLayer:
 def sft(
     layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
 ) -> tuple[Tensor, Sums]:
-    """Cross-entropy on the trained tokens."""
+    """Compute cross-entropy on the trained tokens."""
     logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
     weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
     loss = -(logprobs * weight).sum() / batch.counts["policy"]
@@ -62,10 +62,10 @@ def sft(
 def grpo(
     layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
 ) -> tuple[Tensor, Sums]:
-    """The reinforcement-learning loss of `rl/grpo.py`, on the distribution that the engines sample from."""
+    """Compute the loss of `rl/grpo.py` on the distribution that the engines sample from."""
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
     if algorithm.old_logprobs == "recompute":
-        # A rollout is trained on in one step, so the policy that drew it is the policy here: nothing to run again.
+        # A rollout is trained on in one step, so the present policy is the one that drew it: no forward is repeated.
         batch = replace(batch, old_logprobs=logprobs.detach())
     group = ps.get_context_parallel_group()
 
@@ -89,11 +89,11 @@ def grpo(
 Objective = Callable[[OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
 OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
 PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
-WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # divided already, or a count
+WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
 
 
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
-    """Sums to what a reader wants: means over trained tokens; the drafter's per depth (`drafter/match_1`, ...)."""
+    """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...)."""
     metrics: dict[str, float] = {}
     for name, values in totals.items():
         counts = totals["drafter/tokens" if name in PER_DEPTH else "policy/tokens"] if name not in WHOLE else [1.0]

@@ -1,7 +1,7 @@
-"""Megatron's DDP and optimizers, one pair for the policy and one for the drafter: nothing is shared between them.
+"""Megatron's DDP and optimizers, one pair for the policy and one for the drafter, with nothing in common.
 
-A joint optimizer would clip both by one norm and skip both on one overflow; a joint gradient buffer changes how the
-all-reduce is cut, and with it the rounding of the policy's gradient on three ranks or more.
+One optimizer for both would clip both by one norm and skip both after one overflow. One gradient buffer for both would
+split the all-reduce differently and round the policy's gradient differently on three ranks or more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rlspec.train import experts
 
 @dataclass(frozen=True)
 class AdamW:
-    """What one side's optimizer is made of. Biases and other one-dimensional parameters are not decayed."""
+    """Options of AdamW for the policy or the drafter. One-dimensional parameters have no weight decay."""
 
     lr: float
     weight_decay: float = 0.0
@@ -54,8 +54,8 @@ class AdamW:
 class Learner:
     """A module with its own gradient buffers and its own AdamW.
 
-    `pipelined` says whether the module is cut over pipeline stages (the policy) or whole on this one (the drafter):
-    gradient norm and finalisation reach as far as the module does. Only the ranks that hold a part construct one.
+    `pipelined` says whether the module is split over pipeline stages (the policy) or whole on this one (the drafter).
+    Gradient norm and finalisation run over the ranks that hold a part of it, and only these construct a Learner.
     """
 
     def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool) -> None:
@@ -65,7 +65,8 @@ class Learner:
             raise ValueError(
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
-        self.adam, self.pipelined = adam, pipelined
+        self.adam = adam
+        self.pipelined = pipelined
         self.steps = 0  # updates of this run
         self.updates_before = 0  # updates of the run whose moments this one continues with
         self._biases_before: list[tuple[Tensor, Tensor]] = []
@@ -89,13 +90,13 @@ class Learner:
         )
 
     def _optimizer(self, config: OptimizerConfig) -> Any:
-        # Not get_megatron_optimizer(): it gathers group names over the whole world, but a drafter has ranks only on the
-        # last pipeline stage, and there the norm must not wait for the others.
+        # get_megatron_optimizer() communicates over all ranks; only those of the last pipeline stage have a drafter.
         ps = parallel_state
         replicas = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
         replicas_gloo = ps.get_data_parallel_group_gloo(with_context_parallel=True, partial_data_parallel=True)
         if self.pipelined:
-            shards, everyone = ps.get_model_parallel_group(), ps.get_intra_distributed_optimizer_instance_group()
+            shards = ps.get_model_parallel_group()
+            everyone = ps.get_intra_distributed_optimizer_instance_group()
         else:
             shards = ps.get_tensor_model_parallel_group()
             everyone = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -140,7 +141,8 @@ class Learner:
 
         torch's AdamW counts updates in that state, the fused ones in the group.
         """
-        inner, updates = self.optimizer.optimizer, self.steps + self.updates_before
+        inner = self.optimizer.optimizer
+        updates = self.steps + self.updates_before
         if not updates:
             inner.state.clear()
             return
@@ -157,7 +159,7 @@ class Learner:
                 group["step"] = updates
 
     def finalize(self, *_: Any, **__: Any) -> None:
-        """Sum gradients over replicas, then over the ranks that split norms (sequence parallel) or tied embeddings."""
+        """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
             self._biases_before = [(bias, bias.clone()) for bias in experts.biases(self.ddp).values()]
             finalize_model_grads([self.ddp])  # moves the biases, too
@@ -166,7 +168,7 @@ class Learner:
             _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
 
     def step(self, allowed: bool = True) -> tuple[float, bool]:
-        """Clip and update: (gradient norm before clipping, updated?). A norm that is not finite updates nothing."""
+        """Clip and update; return (gradient norm before clipping, updated?). No update if the norm is not finite."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not (allowed and math.isfinite(norm)):
@@ -184,7 +186,7 @@ class Learner:
 
 
 def _groups(ddp: DistributedDataParallel, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Megatron's parameter groups: matrices, and what is not decayed."""
+    """Make Megatron's parameter groups: matrices, and parameters without weight decay."""
     common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
     common |= {"max_lr": config.lr, "min_lr": config.min_lr}
 

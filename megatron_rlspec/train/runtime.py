@@ -1,4 +1,4 @@
-"""Where CPU and GPU, and versions of megatron-core, differ: start-up, layer specs, and the CPU's stand-ins.
+"""Differences between CPU and GPU and between versions of megatron-core: start-up, layer specs, CPU substitutes.
 
 megatron-core 0.16.1 asks for CUDA by name in a few dozen places. `install()` answers those on a machine without CUDA,
 and only there; nothing is patched when this module is imported. On a GPU machine the same calls build Transformer
@@ -44,19 +44,19 @@ from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.layers import RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
-# Ranks wait for rank 0 while its engines draw, or start again; torch's ten minutes would end a job over a long rollout.
-# A rank that dies is torchrun's to notice.
+# Ranks wait for rank 0 while its engines generate or start again. torch's default of ten minutes would end a job during
+# a long rollout. torchrun detects ranks that die.
 _PATIENCE = timedelta(hours=12)
 _installed = False
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
 def placement() -> dict[str, int]:
-    """Where this rank stands, in the words of `rl.packing.pack`."""
+    """Return this rank's data- and context-parallel position, as arguments of `packing.pack.pack`."""
     return {
         "dp_size": parallel_state.get_data_parallel_world_size(),
         "dp_rank": parallel_state.get_data_parallel_rank(),
@@ -66,7 +66,7 @@ def placement() -> dict[str, int]:
 
 
 def launch_env() -> None:
-    """Complete the environment of a process that torchrun did not start, so that it is the only rank."""
+    """Set torchrun's variables in a process that torchrun did not start: one rank of one."""
     if "RANK" in os.environ:
         return
     port = free_port(JOBS)
@@ -75,7 +75,7 @@ def launch_env() -> None:
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
-    """Join the job and lay out Megatron's groups, unless that is done already, and seed its random streams.
+    """Join the job, make Megatron's groups if there are none yet, and seed its random streams.
 
     Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context.
     """
@@ -87,7 +87,8 @@ def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
 
 def _create_groups(parallel: ParallelConfig) -> None:
     launch_env()
-    world, shards = int(os.environ["WORLD_SIZE"]), parallel.tensor * parallel.pipeline * parallel.context
+    world = int(os.environ["WORLD_SIZE"])
+    shards = parallel.tensor * parallel.pipeline * parallel.context
     if world % shards:
         raise ValueError(f"{world} ranks, but tensor × pipeline × context = {shards} must divide them")
     if torch.cuda.is_available():
@@ -128,12 +129,12 @@ def has_transformer_engine() -> bool:
 
 
 def device_options() -> dict[str, Any]:
-    """`TransformerConfig` fields that depend on the machine."""
+    """Return the `TransformerConfig` fields that depend on the machine."""
     gpu = torch.cuda.is_available()
     return {
         "use_cpu_initialization": not gpu,
         "bias_activation_fusion": has_transformer_engine(),
-        # The option's name is Transformer Engine's, its meaning is "the layer spec brings the activation".
+        # Named after Transformer Engine, but it means: the activation is given in the layer spec.
         "use_te_activation_func": not has_transformer_engine(),
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
@@ -144,8 +145,9 @@ def device_options() -> dict[str, Any]:
 
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Layers and final norm of the policy on this pipeline stage."""
-    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    """Return specs of the policy's layers and final norm on this pipeline stage."""
+    first = get_transformer_layer_offset(config)
+    count = get_num_layers_to_build(config)
     with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     kinds = {}
     for kind in set(with_experts):
@@ -157,7 +159,7 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
-    """The drafter's MTP layers, with experts where the model has any: NextN layers are as its last one.
+    """Return specs of the drafter's MTP layers, with experts if the model has any, like its last layer.
 
     Their core attention is ours on every device: no other one is chain-exact.
     """
@@ -169,7 +171,7 @@ def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodul
 
 
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
-    """One transformer layer, with experts or a plain MLP, and the norm that goes with it."""
+    """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
     shared: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
     shared["num_experts"] = config.num_moe_experts if experts else None
     if has_transformer_engine():
@@ -189,15 +191,16 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
 
 
 def _submodules(spec: ModuleSpec | functools.partial) -> Any:
-    """What a layer is built from; main (0.20) writes some specs as calls that wait for their configuration."""
+    """Return the submodules of a layer spec; some specs of main (0.20) are partial calls."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 @contextlib.contextmanager
 def own_random_stream(seed: int) -> Iterator[None]:
-    """Seed every generator for what is built inside, and leave all of them outside as they were."""
+    """Seed every generator inside the `with` block, and restore all of them after it."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    states, seeds = dict(tracker.get_states()), set(tracker.seeds_)
+    states = dict(tracker.get_states())
+    seeds = set(tracker.seeds_)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -219,26 +222,27 @@ def install() -> None:
     _installed = True
     torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
     torch.cuda.synchronize = lambda *_, **__: None  # point-to-point communication of pipelines
-    torch.cuda.Stream, torch.cuda.current_stream = _NoStream, _NoStream  # experts' token counts, copied aside
+    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
     torch.cuda.stream = lambda _: contextlib.nullcontext()
-    if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine 0.16.1 forgets to define it
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define it without Transformer Engine
         moe_utils.te_general_gemm = None
-    # Compiled by torch, for which a CPU needs a C++ compiler and half a minute.
+    # torch.compile would need a C++ compiler and half a minute on a CPU.
     TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
-    # Main asks isinstance() of Transformer Engine's classes, which without it are none.
+    # Main calls isinstance() with Transformer Engine's classes, which do not exist without it.
     multi_token_prediction.is_inference_column_parallel_linear = lambda _: False
-    # The CUDA generator's state, for init and recompute: there is one generator here.
+    # Initialisation and recomputation use the CUDA generator's state; on a CPU there is one generator.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    # It warns that the "CPU generator changed" while the CUDA one is forked: here they are the same.
+    # Forking the CUDA generator warns that the CPU's changed; here they are the same one.
     logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
     _CudaMeansCpu().__enter__()
 
 
 class _NoStream:
-    """Everything was done when the call returned. All are one."""
+    """A CUDA stream on a CPU: calls have finished when they return, and all streams are equal."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Full Hugging Face tensors in and out of this job's shards."""
+"""Load full Hugging Face tensors into this job's shards, and export them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
-    """The name table of this job's modules; `mtp_layers` of the drafter, whatever the checkpoint's config says."""
+    """Return the name table of this job's modules, for a drafter of `mtp_layers` layers."""
     spec = "te" if runtime.has_transformer_engine() else "local"
     return family_of({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
-    """Parameters of this pipeline stage, and routers' biases, under canonical names with global layer numbers."""
+    """Return parameters and routers' biases of this pipeline stage by canonical name, with global layer numbers."""
     offset = get_transformer_layer_offset(config)
 
     def renumber(name: str) -> str:
@@ -44,7 +44,8 @@ def load(table: Family, modules: list[nn.Module], config: TransformerConfig, ten
     Raises CheckpointError where `tensors` lacks one, or has it in another shape.
     """
     wanted = {name: parameter for module in modules for name, parameter in global_names(module, config).items()}
-    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    rank = ps.get_tensor_model_parallel_rank()
+    size = ps.get_tensor_model_parallel_world_size()
     missing = [hf for name in wanted for hf in table.row(name).hf if hf not in tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -64,13 +65,14 @@ def load(table: Family, modules: list[nn.Module], config: TransformerConfig, ten
 def export(
     table: Family, policy: nn.Module, drafter: nn.Module | None, config: TransformerConfig, scope: Scope = "all"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
+    """Yield full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
 
-    Every rank must call it and exhaust it: it communicates. `drafter` is None on all but the last pipeline stage.
+    Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline stage.
     """
     if ps.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
-    stages, stage = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()
+    stages = ps.get_pipeline_model_parallel_world_size()
+    stage = ps.get_pipeline_model_parallel_rank()
     for source in range(stages):
         modules: list[nn.Module] = []
         if scope != "drafter":
@@ -84,7 +86,7 @@ def export(
 def export_stage(
     table: Family, held: dict[str, Tensor], source: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """One pipeline stage's tensors as `export` gives them: full, under Hugging Face names, on rank 0.
+    """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
 
     `held`: shards by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
     """
@@ -99,11 +101,12 @@ def export_stage(
 def _stage_tensors(
     table: Family, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather one stage's parameters over its tensor-parallel ranks and hand them to rank 0."""
+    """Gather one stage's parameters over its tensor-parallel ranks and send them to rank 0."""
     tensor_group = ps.get_tensor_model_parallel_group()
     first_shard = tensor_group.rank() == 0
     pipeline = ps.get_pipeline_model_parallel_group()
-    target, origin = dist.get_process_group_ranks(pipeline)[0], dist.get_process_group_ranks(pipeline)[source]
+    target = dist.get_process_group_ranks(pipeline)[0]
+    origin = dist.get_process_group_ranks(pipeline)[source]
     plan: list[Any] = [[(name, *_full_shape(table, name, p, tensor_group.size())) for name, p in held.items()]]
     if source != 0 and first_shard:
         dist.broadcast_object_list(plan, src=origin, group=pipeline)
@@ -121,7 +124,7 @@ def _stage_tensors(
             full = torch.empty(shape, dtype=dtype, device=runtime.device())
             dist.recv(full, src=origin, group=pipeline)
         if stage == 0:
-            yield name, full.to("cpu", copy=True)  # never the live parameter: the next step would change it
+            yield name, full.to("cpu", copy=True)  # a copy: the next step changes the parameter itself
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -133,7 +136,8 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _full_shape(table: Family, name: str, parameter: Tensor, size: int) -> tuple[tuple[int, ...], torch.dtype]:
-    shape, cut = list(parameter.shape), table.row(name).cut
+    shape = list(parameter.shape)
+    cut = table.row(name).cut
     if cut.dim is not None:
         shape[cut.dim] *= size
     return tuple(shape), parameter.dtype

@@ -1,10 +1,10 @@
-"""One optimizer step of policy and drafter over packed micro-batches, under every parallelism that Megatron has.
+"""One optimizer step of policy and drafter over packed micro-batches, under Megatron's parallelisms.
 
 Megatron's pipeline schedule runs the policy. On the last stage the loss function also runs the drafter, forward and
-backward, on the detached hidden states of the same micro-batch: its graph ends there.
+backward, on the detached hidden states of the same micro-batch.
 
-Every loss is a sum divided by the step's global count, known before the first backward (`PackedBatch.counts`), so how
-tokens fall into micro-batches, packings and ranks changes a gradient by rounding only.
+Every loss is a sum divided by the step's global count, known before the first backward (`PackedBatch.counts`). So
+the split into micro-batches, packings and ranks changes a gradient by rounding only.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ from megatron_rlspec.types import PackedBatch, Scope
 
 
 class Trainer:
-    """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks call it alike.
+    """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks must call it.
 
     `hf_config` is the parsed config.json. Without `config.drafter.train` there is no drafter at all.
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any]) -> None:
         runtime.init_distributed(config.parallel, config.train.seed)
-        self.config, self.hf_config, self.device = config, dict(hf_config), runtime.device()
+        self.config = config
+        self.hf_config = dict(hf_config)
+        self.device = runtime.device()
         self.last_stage = ps.is_pipeline_last_stage()
         self.model_config = transformer_config(hf_config, config)
         self.rotary_base = rotary_base(hf_config)
@@ -72,7 +74,7 @@ class Trainer:
             ).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
             self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
-        # Last: layers with experts copy the configuration that they are built from.
+        # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
         self._steps = _predicted_steps(config) if options.train else ()
@@ -82,7 +84,7 @@ class Trainer:
         self.refresh_embedding()
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
-        """Take the weights of a checkpoint; with `fresh_drafter` its MTP tensors are neither needed nor read."""
+        """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing."""
         modules = [self.policy] if self.drafter is None or fresh_drafter else [self.policy, self.drafter]
         shards.load(self.table, modules, self.model_config, tensors)
         for learner in (self.learner, self.drafter_learner):
@@ -91,15 +93,16 @@ class Trainer:
         self.refresh_embedding()
 
     def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
+        """Yield full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
         return shards.export(self.table, self.policy, self.drafter, self.model_config, scope)
 
     def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Moments of the drafter's Adam for `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator.
+        """Yield the content of `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator too.
 
-        Nothing before the drafter's first update.
+        Before the drafter's first update there is nothing.
         """
-        learner, last = self.drafter_learner, ps.get_pipeline_model_parallel_world_size() - 1
+        learner = self.drafter_learner
+        last = ps.get_pipeline_model_parallel_world_size() - 1
         updates = 0 if learner is None else learner.steps + learner.updates_before
         updates = self._from_last_stage(torch.tensor(updates))
         if not int(updates):
@@ -133,13 +136,14 @@ class Trainer:
         train_policy: bool = True,
         logprob_gap: float = math.inf,
     ) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
+        """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
-        train_policy  False: the policy only computes hidden states, and just the drafter learns
-        logprob_gap   mean |log-prob difference| between engines and policy above which the samples are another model's
+        train_policy  False: the policy only computes hidden states; only the drafter learns
+        logprob_gap   largest mean |log-prob difference| between engines and policy; beyond it the samples are another
+                      model's
 
-        A policy loss or gradient norm that is not finite leaves the policy as it was (`policy/skipped` = 1), and the
-        drafter likewise by its own. A gap above `logprob_gap` also leaves the policy as it was.
+        If the policy's loss or gradient norm is not finite, or the gap is above `logprob_gap`, the policy stays as it
+        was (`policy/skipped` = 1). The drafter is skipped likewise, by its own norm (`drafter/skipped`).
         """
         if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
             raise ValueError(
@@ -148,7 +152,8 @@ class Trainer:
         self.policy.train()
         self.learner.zero_grad()
         if coefficient := self.config.model.moe_aux_loss_coeff:
-            tokens, sequence = sum(len(batch.tokens) for batch in batches), self.config.parallel.sequence
+            tokens = sum(len(batch.tokens) for batch in batches)
+            sequence = self.config.parallel.sequence
             each = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
             self.model_config.moe_aux_loss_coeff = each
         if self.drafter_step is not None:
@@ -169,7 +174,7 @@ class Trainer:
         return metrics
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Log-probability of every trained label at the rollouts' temperature, `[T]` per micro-batch; elsewhere 0."""
+        """Return log-probabilities of trained labels at the rollouts' temperature, `[T]` per micro-batch; else 0."""
         self.policy.eval()
         rows = self._run(batches, self._report_logprobs, forward_only=True)
         if self.last_stage:
@@ -180,12 +185,12 @@ class Trainer:
         return [self._from_last_stage(row) for row in rows]
 
     def keep_reference(self) -> None:
-        """Remember the policy as it is now, on the CPU: the one that `reference_logprobs` speaks of."""
+        """Copy the present policy to the CPU, for `reference_logprobs`."""
         self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
 
     @torch.no_grad()
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """`logprobs` of the remembered policy. It takes the present one's place meanwhile, bit for bit."""
+        """Return `logprobs` of the policy that was kept; the present one is restored bit for bit."""
         parameters = list(self.policy.parameters())
         present = [parameter.clone() for parameter in parameters]
         try:
@@ -197,7 +202,7 @@ class Trainer:
                 parameter.copy_(value)
 
     def refresh_embedding(self) -> None:
-        """Give the drafter the policy's present embedding: a view of it, or a replica on a later pipeline stage."""
+        """Update `embedding`, which the drafter reads: a view of the policy's, or a copy on a later pipeline stage."""
         stages = ps.get_pipeline_model_parallel_world_size()
         if stages == 1:
             self.embedding = self.policy.embedding.word_embeddings.weight.detach()
@@ -217,7 +222,8 @@ class Trainer:
         return {name: learner for name, learner in both.items() if learner is not None}
 
     def _layout(self) -> dict[str, Any]:
-        parallel, drafter = self.config.parallel, self.config.drafter
+        parallel = self.config.parallel
+        drafter = self.config.drafter
         return {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
@@ -229,12 +235,13 @@ class Trainer:
         }
 
     def _run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; what `loss` reports for each, on the last stage."""
+        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage."""
 
         def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             packed = describe(batch, self.model_config, self.rotary_base, self.device)
-            tokens, positions = batch.tokens.to(self.device), batch.position_ids.to(self.device)
+            tokens = batch.tokens.to(self.device)
+            positions = batch.position_ids.to(self.device)
             with torch.set_grad_enabled(not forward_only):
                 hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
             return hidden, partial(loss, batch, packed)
@@ -252,11 +259,13 @@ class Trainer:
     def _losses(
         self, objective: str, train_policy: bool, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Sums]:
-        """Policy loss (its backward is the schedule's), and the drafter's forward and backward."""
+        """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
         hidden = hidden[:, 0]
         layer = self._output_layer(1.0 if objective == "sft" else self.temperature)
-        loss, sums = hidden.new_zeros(()), {}
-        step, student = self.drafter_step, None
+        loss = hidden.new_zeros(())
+        sums = {}
+        step = self.drafter_step
+        student = None
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
@@ -275,7 +284,7 @@ class Trainer:
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
-        """The drafter's forward: what the output layer reads, `[T, H]` per depth."""
+        """Run the drafter's forward; return the input of the output layer, `[T, H]` per depth."""
         assert self.drafter_learner is not None and self.embedding is not None
         return self.drafter_learner.ddp(
             hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
@@ -321,7 +330,8 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
 
 
 def _drafter_objective(config: Config) -> DrafterObjective:
-    drafter, rollout = config.drafter, config.rollout
+    drafter = config.drafter
+    rollout = config.rollout
     return DrafterObjective(
         depth=drafter.depth,
         loss=drafter_loss_named(drafter.loss),
@@ -333,8 +343,9 @@ def _drafter_objective(config: Config) -> DrafterObjective:
 
 
 def _predicted_steps(config: Config) -> tuple[int, ...]:
-    """The step counts that rollouts may run, ascending; none where this training step cannot predict acceptance."""
-    spec, rollout = config.spec, config.rollout
+    """Return the step counts that rollouts may run, ascending; none if training cannot predict their acceptance."""
+    spec = config.spec
+    rollout = config.rollout
     if spec.mode == "off":
         return ()
     whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)

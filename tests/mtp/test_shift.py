@@ -299,7 +299,7 @@ def test_nothing_is_read_back_to_the_host_once_a_plan_is_made(ranks):
 
 def test_plan_refuses_what_it_was_not_built_for():
     plan = RollPlan(boundaries([4, 4]), steps=2)
-    with pytest.raises(ValueError, match="shift by 3 asked of a plan for 1 to 2"):
+    with pytest.raises(ValueError, match="shift by 3, but this plan shifts by 1 to 2"):
         plan.roll([torch.arange(8)], 3)
     with pytest.raises(ValueError, match="should be 8"):
         plan.roll([torch.arange(9)])

@@ -1,8 +1,8 @@
-"""What the drafter reads and predicts, from slime's micro-batches: rolled on whole sequences, then cut for CP ranks.
+"""The drafter's inputs and labels from slime's micro-batches: rolled on whole sequences, then cut for CP ranks.
 
 slime lays sequences out one after the other, each padded to a multiple of 2·cp under zigzag, with one more sequence of
-padding at the end; `packed_seq_params.cu_seqlens_q` holds those boundaries before the split. Tokens and masks of whole
-sequences are still at hand on every rank, so nothing is exchanged.
+padding at the end; `packed_seq_params.cu_seqlens_q` holds those boundaries before the split. Every rank still
+has tokens and masks of whole sequences, so nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class DrafterFields:
 def drafter_fields(
     batch: Mapping[str, Any], depth: int, cp_rank: int, cp_size: int, layout: Layout = "zigzag"
 ) -> DrafterFields:
-    """From the result of slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
+    """Make them from the result of slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
 
     Raises ValueError where the boundaries are not those of the samples: another layout than the one named.
     """
     samples: Sequence[torch.Tensor] = batch["unconcat_tokens"]
     device = samples[0].device
     cu = batch["packed_seq_params"].cu_seqlens_q.cpu()
-    starts, total = cu[:-1].tolist(), int(cu[-1])
+    starts = cu[:-1].tolist()
+    total = int(cu[-1])
     widths = (cu[1:] - cu[:-1]).tolist()
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
@@ -69,7 +70,7 @@ def drafter_fields(
 
 
 def trained_tokens(rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int) -> list[float]:
-    """How many predictions of each depth these samples of slime's rollout data train: `[depth]`, this rank's own."""
+    """Count the predictions of each depth that these samples of slime's rollout data train: `[depth]`, of this rank."""
     if not samples:
         return [0.0] * depth
     masks = [token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i].cpu()) for i in samples]
@@ -79,7 +80,7 @@ def trained_tokens(rollout_data: Mapping[str, Any], samples: Sequence[int], dept
 
 
 def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:
-    """slime's mask over the response, `[R]`, as one over the sample's tokens, `[length]`."""
+    """Extend slime's mask over the response, `[R]`, to all tokens of the sample, `[length]`."""
     mask = torch.zeros(length, dtype=torch.float32, device=response_mask.device)
     mask[length - len(response_mask) :] = response_mask.float()
     return mask

@@ -1,4 +1,4 @@
-"""slime's train ranks on a machine without a GPU: the accelerator that slime has no backend for.
+"""Run slime's train ranks on a machine without a GPU: an accelerator backend that slime does not have.
 
 With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_step` run unchanged over gloo.
 """
@@ -17,7 +17,7 @@ from megatron_rlspec.train import runtime
 
 
 class CpuAccelerator(Accelerator):
-    """slime's accelerator contract on the CPU: one device, no streams, nothing allocated."""
+    """slime's accelerator interface on the CPU: one device, no streams, no memory statistics."""
 
     name = device_type = "cpu"
     communication_backend_name = "gloo"
@@ -60,14 +60,14 @@ class CpuAccelerator(Accelerator):
 
 
 class _Stream:
-    """A CUDA stream where everything happens at once."""
+    """A CUDA stream on a CPU: calls have finished when they return."""
 
     def wait_stream(self, other: Any) -> None:
         return None
 
 
 def install() -> None:
-    """Idempotent; does nothing if there is a CUDA device."""
+    """Install the CPU accelerator. Idempotent; does nothing if there is a CUDA device."""
     runtime.install()
     if torch.cuda.is_available():
         return

@@ -1,11 +1,11 @@
-"""The drafter inside slime: the MTP layers stay where slime builds, loads, saves and pushes them, but learn alone.
+"""The drafter inside slime. slime builds, loads, saves and pushes the MTP layers; their own optimizer trains them.
 
-slime wraps the whole model into one DDP and one optimizer. So the MTP layers are frozen while it does, and afterwards
-get gradient buffers and an AdamW of their own (`train.optimizer.Learner`). They are thawed only while they learn:
-Megatron's gradient finalisation walks over every trainable parameter of the model, and would join both sides again.
+slime wraps the whole model into one DDP and one optimizer. The MTP layers are frozen while it does. Afterwards they get
+gradient buffers and an AdamW of their own (`train.optimizer.Learner`). They are trainable only while they learn:
+Megatron's gradient finalisation runs over every trainable parameter of the model and would include them.
 
-Nothing connects the graphs, so the drafter's forward and backward run within the policy's forward. slime's own MTP loss
-never runs.
+No graph connects drafter and policy, so the drafter's forward and backward run within the policy's forward. slime's own
+MTP loss never runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_rlspec.train.optimizer import AdamW, Learner
 
 @dataclass(frozen=True)
 class Options:
-    """`args.rlspec_*` of a slime run, from `--custom-config-path`; names and defaults as in `[drafter]` of our TOML."""
+    """`args.rlspec_*` of a slime run, from `--custom-config-path`; names and defaults as in our section `[drafter]`."""
 
     depth: int = 3
     loss: str = "ce"
@@ -64,7 +64,8 @@ class Options:
         given = {f.name: getattr(args, f"rlspec_{f.name}") for f in fields(cls) if hasattr(args, f"rlspec_{f.name}")}
         given["candidate_steps"] = tuple(given.get("candidate_steps", ()))
         temperature = getattr(args, "rollout_temperature", 1.0)
-        top_p, top_k = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
+        top_p = getattr(args, "rollout_top_p", 1.0)
+        top_k = getattr(args, "rollout_top_k", -1)
         given["temperature"] = temperature
         given["sampled"] = unfiltered(temperature, top_p, top_k)
         return cls(**given)
@@ -89,8 +90,10 @@ class Adopted(Drafter):
         own.rotary_percent = model.rotary_percent  # as train.model.DecoderConfig has it
         MegatronModule.__init__(self, config=own)
         self.mtp = model.mtp
-        self.depth, self.repeated_layer = depth, True
-        self.zero_first_embedding, self.rotary_base = zero_first_embedding, rotary_base
+        self.depth = depth
+        self.repeated_layer = True
+        self.zero_first_embedding = zero_first_embedding
+        self.rotary_base = rotary_base
         self.recompute = own.recompute_granularity == "full"
 
 
@@ -110,7 +113,8 @@ class SlimeDrafter:
             raise ValueError(
                 f"rlspec_depth={options.depth}, but {type(attention).__name__} is not unrolled chain-exactly; set 1"
             )
-        self.model, self.options = model, options
+        self.model = model
+        self.options = options
         self.learner: Learner | None = None
         self.denominators: list[float] = []
         self.sums: list[Sums] = []  # of the step's micro-batches
@@ -122,7 +126,8 @@ class SlimeDrafter:
 
     def thaw(self) -> None:
         """Build gradient buffers and optimizer from the weights as loaded."""
-        options, model = self.options, self.model
+        options = self.options
+        model = self.model
         if options.depth > 1:
             attention = transformer_layer(model.mtp.layers[0]).self_attention
             attention.core_attention = PackedAttention(
@@ -140,16 +145,17 @@ class SlimeDrafter:
         self.drafter_step = DrafterStep(self.learner, options.objective)
 
     def begin(self, own_counts: list[float]) -> None:
-        """Start a step: `own_counts [depth]` predictions are trained by this data-parallel rank, CP ranks together."""
+        """Start a step; `own_counts [depth]`: predictions that this data-parallel rank trains, over its CP ranks."""
         assert self.learner is not None, "thaw() comes first"
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
         self.denominators = [max(1.0, n) for n in counts.tolist()]
-        self.sums, self.predicted = [], None
+        self.sums = []
+        self.predicted = None
         self.drafter_step.begin()
 
     def step(self) -> dict[str, float]:
-        """Reduce, clip and update; means over the step's trained predictions, per depth."""
+        """Reduce, clip and update; return means over the step's trained predictions, per depth."""
         assert self.learner is not None, "thaw() comes first"
         with self._trainable():
             norm, updated = self.drafter_step.update()
@@ -168,7 +174,7 @@ class SlimeDrafter:
         return metrics
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In place of `GPTModel._postprocess`: the drafter learns, then the policy's logits as if there were no MTP."""
+        """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as without MTP."""
         wanted = kwargs.pop("mtp_kwargs", None)
         if wanted and self.model.training and torch.is_grad_enabled():
             self._learn(hidden_states.detach(), kwargs)
@@ -178,7 +184,8 @@ class SlimeDrafter:
     def _learn(self, hidden: Tensor, given: Mapping[str, Any]) -> None:
         if self.fields is None:
             raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
-        here, step = self.fields, self.drafter_step
+        here = self.fields
+        step = self.drafter_step
         targets = DrafterTargets(here.labels, here.mask, self.denominators, here.cu_seqlens_padded, here.layout)
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         with self._trainable(), torch.enable_grad():
@@ -191,14 +198,16 @@ class SlimeDrafter:
         self.fields = None
 
     def _unroll(self, hidden: Tensor, here: DrafterFields, given: Mapping[str, Any]) -> list[Tensor]:
-        """What the head reads at depths 1..D, `[t, H]` each; `hidden [t / tp, 1, H]` as the policy left it."""
-        model, cp = self.model, ps.get_context_parallel_world_size()
+        """Return the input of the output layer at depths 1..D, `[t, H]` each; `hidden [t / tp, 1, H]`, the policy's."""
+        model = self.model
+        cp = ps.get_context_parallel_world_size()
         assert self.learner is not None
         if self.options.depth > 1:
             if here.layout != "zigzag":
                 raise ValueError(f"rlspec_depth={self.options.depth} under {here.layout} context parallelism; set 1")
             groups = model.config.num_query_groups // ps.get_tensor_model_parallel_world_size()
-            cu, device = here.cu_seqlens_padded.cpu(), hidden.device
+            cu = here.cu_seqlens_padded.cpu()
+            device = hidden.device
             packed = packed_sequences(cu, groups, cp, ps.get_context_parallel_rank(), device)
             embedding = self.model.embedding.word_embeddings.weight.detach()
             return self.block(self._gather(hidden)[:, 0], here.tokens, embedding, here.position_ids, packed)
@@ -239,5 +248,5 @@ class SlimeDrafter:
 
 
 def transformer_layer(layer: Any) -> Any:
-    """The block inside an MTP layer: `mtp_model_layer` in newer versions of megatron-core."""
+    """Return the block inside an MTP layer: `mtp_model_layer` in newer versions of megatron-core."""
     return layer.mtp_model_layer if hasattr(layer, "mtp_model_layer") else layer.transformer_layer

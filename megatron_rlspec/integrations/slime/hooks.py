@@ -1,9 +1,8 @@
 """The functions that slime calls by dotted path, on its train ranks. `rlspec slime` fills the paths in.
 
-`init` runs in each train process before any model is built, `model_provider` builds the model, and between them slime's
-own loop is told about the drafter at four points of `slime.backends.megatron_utils.model`: after a checkpoint is loaded
-or saved, for each micro-batch, and around each step. Around weight updates `push.py` stands. Everything else of
-slime runs as it is.
+`init` runs in each train process before any model is built; `model_provider` builds the model. `init` wraps four
+functions of `slime.backends.megatron_utils.model`: they load and save a checkpoint, make a micro-batch, train a step.
+`push.py` wraps weight updates. Everything else of slime runs unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _prediction: Prediction | None = None  # of all steps so far on this rollout's s
 
 
 def init(args: Namespace) -> None:
-    """`--custom-megatron-init-path`. Calls the user's own, `args.rlspec_inner_init_path`, first."""
+    """Install our wrappers (`--custom-megatron-init-path`), after the user's own `args.rlspec_inner_init_path`."""
     if inner := getattr(args, "rlspec_inner_init_path", None):
         load_function(inner)(args)
     refuse(args)
@@ -72,7 +71,7 @@ def refuse(args: Namespace) -> None:
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
-    """`--custom-model-provider-path`: the model slime would build, its MTP layers handed to the drafter."""
+    """Build slime's model and give its MTP layers to the drafter (`--custom-model-provider-path`)."""
     global _drafter
     args = _args()
     inner = Namespace(**{**vars(args), "custom_model_provider_path": getattr(args, "rlspec_inner_provider_path", None)})
@@ -92,7 +91,7 @@ def _args() -> Namespace:
 
 
 def _options(args: Namespace) -> Options:
-    """As given; whether the engine reads 0 for the embedding at position 0 follows from the family, unless given."""
+    """Return the given options; unless given, `zero_first_embedding` follows from the model's family."""
     options = Options.from_args(args)
     if hasattr(args, "rlspec_zero_first_embedding"):
         return options
@@ -119,7 +118,7 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
-    """The drafter's moments and float32 weights, in the checkpoint's own folder; collective."""
+    """Save the drafter's moments and float32 weights into the checkpoint's folder; collective."""
     args = _args()
     if getattr(model[0], "role", "actor") == "actor" and not args.no_save_optim:
         directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
@@ -135,7 +134,7 @@ def _learners() -> dict[str, Learner]:
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """What a resumed run must have in common: the drafter is whole on the last stage, cut over tensor ranks only."""
+    """Return what a resumed run must have in common; the drafter lies on the last stage, split over tensor ranks."""
     return {
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
@@ -168,21 +167,22 @@ def _around_step(train_one_step: Callable) -> Callable:
         if _drafter is None or _drafter.learner is None:
             return train_one_step(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        iterator, micro_batches = given["data_iterator"][0], given["num_microbatches"]
+        iterator = given["data_iterator"][0]
+        micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
         samples = [i for indices in ahead for i in indices]
         _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
         _fill_tracker(metrics, micro_batches)
-        _tell_prediction(given)
+        _write_prediction(given)
         return {**losses, **metrics}, grad_norm
 
     return wrapped
 
 
-def _tell_prediction(step: Mapping[str, Any]) -> None:
-    """To whoever drives the next rollout: what the steps of this one saw coming, in the shared folder."""
+def _write_prediction(step: Mapping[str, Any]) -> None:
+    """Write the acceptance predicted by the steps so far on this rollout to the shared folder."""
     global _prediction
     assert _drafter is not None
     if _drafter.predicted is None:
@@ -193,7 +193,7 @@ def _tell_prediction(step: Mapping[str, Any]) -> None:
 
 
 def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
-    """slime logs the MTP loss from Megatron's tracker, divided by the number of micro-batches, and needs it filled."""
+    """Fill Megatron's MTP loss tracker, from which slime logs values divided by the number of micro-batches."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     assert _drafter is not None

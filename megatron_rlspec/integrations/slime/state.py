@@ -1,4 +1,4 @@
-"""Small files in `args.rlspec_folder`, by which slime's train ranks and its RolloutManager tell each other things.
+"""Small files in `args.rlspec_folder` that slime's train ranks and its RolloutManager exchange.
 
 `prediction.json`  the train ranks' forecast of the next rollout
 `rollouts.json`    what rollouts taught so far; train ranks copy it into and out of slime's checkpoints
@@ -13,12 +13,13 @@ from typing import Any
 from megatron_rlspec import files
 from megatron_rlspec.speculation.forecast import Prediction
 
-PREDICTION, ROLLOUTS = "prediction.json", "rollouts.json"
+PREDICTION = "prediction.json"
+ROLLOUTS = "rollouts.json"
 SENT = "rlspec-sent.json"  # beside the files of a full update through the disk: its version and fingerprints
 
 
 def folder(args: Any) -> Path | None:
-    """Where the two sides meet; None in a run whose arguments name no folder."""
+    """Return the shared folder; None in a run whose arguments name none."""
     named = getattr(args, "rlspec_folder", None)
     return Path(named) if named else None
 
@@ -30,7 +31,7 @@ def write_prediction(folder: Path | None, rollout_id: int, prediction: Predictio
 
 
 def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
-    """By the training on the rollouts before `rollout_id`; None if there is none yet."""
+    """Read the prediction of training on rollouts before `rollout_id`; None if there is none yet."""
     found = _read(folder, PREDICTION)
     return Prediction.of_sums(*found["sums"]) if found and found["after_rollout"] < rollout_id else None
 
@@ -53,7 +54,7 @@ def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
 
 
 def hand_on(source: Path | None, target: Path | None) -> None:
-    """Make `rollouts.json` of `target` that of `source`, or remove it where the source has none."""
+    """Copy `rollouts.json` from `source` to `target`; remove the target's where the source has none."""
     if target is None:
         return
     if source is not None and (source / ROLLOUTS).exists():
