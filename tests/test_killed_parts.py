@@ -1,5 +1,6 @@
 """SIGKILL of one part of a job at a chosen place; resumed, it ends with the same bytes, and leaves nothing behind."""
 
+import os
 import random
 import signal
 import tempfile
@@ -12,10 +13,11 @@ import psutil
 import pytest
 from short_run import TESTS, run, words
 
+from megatron_rlspec import ports
 from megatron_rlspec.metrics import read_records
 
-OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 150}
-KILLS = 15
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 60}
+KILLS = 10
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -25,13 +27,13 @@ class Job:
     def __init__(self, start: Path, run_dir: Path, ranks: int, **options: object) -> None:
         self.run_dir = run_dir
         arguments = words(start, run_dir, "train", OPTIONS | {"train__resume": "true"} | options)
-        port = forked.free_port()
+        port = ports.free_port(ports.JOBS)
         self._logs = tempfile.TemporaryDirectory()
         outputs = [(f"{self._logs.name}/{rank}.out", f"{self._logs.name}/{rank}.err") for rank in range(ranks)]
         (run_dir / "config.json").unlink(missing_ok=True)
         self.processes = []
         for rank in range(ranks):
-            own = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+            own = {**os.environ, "OMP_NUM_THREADS": "1"}
             own |= forked.rank_environment(rank, ranks, port) if ranks > 1 else {}
             started = ("megatron_rlspec.cli", arguments, str(TESTS), own, outputs[rank])
             self.processes.append(forked.context().Process(target=forked._run, args=started))
@@ -107,7 +109,7 @@ def test_killed_there_and_resumed_ends_with_the_same_bytes(start, tmp_path, plac
     moments = random.Random(place)
     for _ in range(KILLS):
         job = Job(start, killed, ranks)
-        job.await_steps(moments.randint(0, 4))
+        job.await_steps(moments.randint(0, 2))
         if pattern:
             job.await_(lambda: any((killed / "checkpoints").glob(pattern)))
         else:
