@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import forked
@@ -16,7 +17,7 @@ from short_run import TESTS, run, words
 from megatron_rlspec import ports
 from megatron_rlspec.metrics import read_records
 
-OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 60}
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 150}
 KILLS = 10
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -74,6 +75,16 @@ class Job:
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def reward_processes(job: Job) -> list[psutil.Process]:
+    """Workers and their guards."""
+    found = []
+    for process in job.all():
+        with suppress(psutil.Error):  # a zombie, or gone
+            if "megatron_rlspec.rl.reward_worker" in process.cmdline():
+                found.append(process)
+    return found
+
+
 def result(run_dir: Path) -> dict[str, bytes]:
     folders = (run_dir / f"checkpoints/step-{OPTIONS['train__steps']:06d}", run_dir / "hf")
     return {str(f.relative_to(run_dir)): f.read_bytes() for folder in folders for f in folder.glob("*.safetensors")}
@@ -129,7 +140,7 @@ def test_killed_reward_workers_are_replaced(start, tmp_path):
     job.await_steps(1)
     kills = 0
     for index in range(2 * KILLS):
-        workers = [p for p in job.all() if "megatron_rlspec.rl.reward_worker" in " ".join(p.cmdline())]
+        workers = reward_processes(job)
         if workers:
             workers[index % len(workers)].send_signal(signal.SIGKILL)
             kills += 1
@@ -155,7 +166,7 @@ def test_stopped_for_a_minute_and_continued(start, tmp_path, part):
     if part == "rank 1":
         victims = [psutil.Process(job.processes[1].pid)]
     else:
-        victims = [p for p in job.all() if "reward_worker" in " ".join(p.cmdline())]
+        victims = reward_processes(job)
     for victim in victims:
         victim.suspend()
     time.sleep(60)
