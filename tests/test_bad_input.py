@@ -382,7 +382,12 @@ ROWS += [
     ("index promises more", CheckpointError, checkpoint(edit_index), ("lacks model.extra.weight", INDEX)),
     ("no MTP tensors", CheckpointError, checkpoint(drop="mtp_layers"), ("model: lacks 16 of the drafter's 16",)),
     ("one MTP tensor less", CheckpointError, checkpoint(drop="input_proj"), ("lacks 1 of the drafter's", "input_proj")),
-    ("no drafter", CheckpointError, checkpoint(num_nextn_predict_layers=0), ("no drafter", "rlspec convert --add-mtp")),
+    (
+        "no drafter",
+        CheckpointError,
+        checkpoint(num_nextn_predict_layers=0),
+        ("no MTP layer", "rlspec convert --add-mtp"),
+    ),
     ("no head", CheckpointError, checkpoint(drop="lm_head"), ("model: lacks lm_head.weight", "MiMoForCausalLM needs")),
     ("other vocabulary", CheckpointError, checkpoint(vocab_size=65), ("64 rows", "vocab_size=65")),
     ("other layers", CheckpointError, checkpoint(num_hidden_layers=2), ("lacks model.layers.1.", "more tensors")),

@@ -186,12 +186,15 @@ def _guard(worker: int, tasks: int) -> int:
     waiting.register(os.pidfd_open(worker), select.POLLIN)
     waiting.register(tasks, 0)  # only the hang-up is reported
     waiting.poll()
-    _kill_descendants()
+    _kill_descendants(worker)
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
-def _kill_descendants() -> None:
-    """Stop every descendant, then kill them all: a stopped process cannot fork while the others are looked for."""
+def _kill_descendants(worker: int) -> None:
+    """Stop every descendant, then kill them all: a stopped process cannot fork while the others are looked for.
+
+    Returns when they are gone, at the latest after 2 s. The worker's exit code is left for the caller.
+    """
     import psutil
 
     found: set[psutil.Process] = set()
@@ -203,6 +206,7 @@ def _kill_descendants() -> None:
     for process in found:
         with suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs([process for process in found if process.pid != worker], timeout=2)
 
 
 def _prctl(option: int, value: int) -> None:

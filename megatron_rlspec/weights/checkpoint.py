@@ -114,7 +114,8 @@ def check(family: Family, tensors: LazyTensors, *, drafter: bool = True) -> None
     where = tensors.directory
     if drafter and not family.drafter_names:
         raise CheckpointError(
-            f"{where}: no MTP layer: config.json has no num_nextn_predict_layers; `rlspec convert --add-mtp` adds one"
+            f"{where}: no MTP layer: num_nextn_predict_layers is 0 or missing in config.json; "
+            "`rlspec convert --add-mtp` adds one"
         )
     lost = [name for name in family.drafter_names if name not in tensors]
     if drafter and lost:

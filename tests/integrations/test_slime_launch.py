@@ -43,7 +43,7 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
         ("--sglang-enable-dp-attention", {}, "drops adaptive speculation"),
-        ("--sglang-enable-mixed-chunk", {}, "lose count of what the drafter missed"),
+        ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),

@@ -41,7 +41,7 @@ def drafted(tmp_path_factory) -> list[tuple[Sample, dict[int, tuple[list[int], n
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    with EngineProcess(process, f"http://127.0.0.1:{port}", log, tempfile.mkdtemp()) as running:
+    with EngineProcess(process, f"http://127.0.0.1:{port}", log, Path(tempfile.mkdtemp()), api_key="") as running:
         engine = SGLangEngine.of(running.wait(120))
         found, seen = [], 0
         for i, length in enumerate((1, 9)):  # a one-token prompt is drafted from at position 0
