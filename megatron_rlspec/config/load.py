@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
-from megatron_rlspec.config import upstream
 from megatron_rlspec.config.base import ConfigError
 from megatron_rlspec.config.expected import expected, metavar, of_integers, short, shown
 from megatron_rlspec.config.run import Config
+from megatron_rlspec.config.upstream import answer, leaves, plain
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
@@ -151,9 +151,9 @@ def unknown_option(dotted: str, value: Any = None) -> str:
     """Say that there is no such option, what it is called here, or the nearest name. `value`: a table of that name."""
     ours: dict[str, str] = {}
     names = [name for name, _ in _fields()]
-    written = (dotted, *upstream.leaves(value, dotted))
+    written = (dotted, *leaves(value, dotted))
     for name in written:
-        if said := upstream.answer(name):
+        if said := answer(name):
             return f"unknown option {short(name)}; {said}"
     if dotted in Config.model_fields:
         inside = [name for name in names if name.startswith(f"{dotted}.")]
@@ -167,7 +167,7 @@ def unknown_option(dotted: str, value: Any = None) -> str:
         leaf = name.rpartition(".")[2]
         ours[leaf] = f"{ours[leaf]} or {name}" if leaf in ours else name
     for name in written:
-        leaf = upstream.plain(name).rpartition(".")[2]
+        leaf = plain(name).rpartition(".")[2]
         if leaf in ours:
             return f"unknown option {short(name)}; here it is {ours[leaf]}"
     near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.5)
