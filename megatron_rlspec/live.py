@@ -1,4 +1,4 @@
-"""A run as the terminal shows it: one live panel on a terminal, one line a step anywhere else."""
+"""Show a run's progress: a live panel on a terminal, one line per step when the output is a file or a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PARTS = {"generate": "cyan", "train": "magenta", "push": "yellow"}
 HISTORY = 40  # steps in a curve
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR = 20  # columns of the bar of seconds
-NAMES, VALUES = 17, 8  # columns of the panel's names and numbers
+NAMES = 17  # columns of the panel's names
+VALUES = 8  # columns of the panel's numbers
 GAP = 2
 EDGES = 4  # columns of the panel's border and padding
 Numbers = Mapping[str, float]
@@ -37,10 +38,17 @@ SHOWN = {
 
 
 class View:
-    """A context manager around the steps of a run, with `update` after each. It reads `events` and never writes it."""
+    """Context manager around the steps of a run. Call `update` after each step.
+
+    total   steps of the whole run
+    done    steps that are already done when the view starts
+    events  the latest events; the caller appends to them, the view only reads them
+    """
 
     def __init__(self, total: int, done: int, events: Sequence[str], console: Console | None = None) -> None:
-        self.total, self.first, self.events = total, done, events
+        self.total = total
+        self.first = done
+        self.events = events
         self.console = console or Console()
         self.history: deque[Numbers] = deque(maxlen=HISTORY)
         self.began = time.monotonic()
@@ -67,37 +75,37 @@ class View:
 
 
 def line(step: int, total: int, values: Numbers) -> str:
-    """One step in plain text."""
-    told = [f"{name} {style.format(values[key])}" for key, (name, style) in SHOWN.items() if key in values]
-    parts = [f"step {step + 1}/{total}", *told, configs(values), split(values).plain]
+    """Return one step as a line of text."""
+    numbers = [f"{name} {style.format(values[key])}" for key, (name, style) in SHOWN.items() if key in values]
+    parts = [f"step {step + 1}/{total}", *numbers, configs(values), split(values).plain]
     return "  ".join(part for part in parts if part)
 
 
 def panel(
     step: int, total: int, left: timedelta, history: Sequence[Numbers], events: Sequence[str], width: int = 100
 ) -> Panel:
-    """Numbers with their curves, chosen configurations, where the time went and the latest events, `width` columns."""
+    """Build a panel of `width` columns: progress, numbers with curves, configurations, seconds, latest events."""
     now = history[-1]
-    room = max(width - EDGES - NAMES - GAP, 1)  # columns beside the names
-    curves = min(HISTORY, max(room - VALUES - GAP, 1))
+    beside_names = max(width - EDGES - NAMES - GAP, 1)  # columns
+    curves = min(HISTORY, max(beside_names - VALUES - GAP, 1))
     numbers = _grid(NAMES, VALUES, curves)
     for key, (name, style) in SHOWN.items():
         if key in now:
             values = [row.get(key, math.nan) for row in list(history)[-curves:]]
             numbers.add_row(name, style.format(now[key]), Text(curve(values), "green"))
-    texts = _grid(NAMES, room)
+    texts = _grid(NAMES, beside_names)
     texts.add_row("configurations", configs(now) or "plain")
-    texts.add_row("seconds", split(now, room))
+    texts.add_row("seconds", split(now, beside_names))
     for event in events:
         texts.add_row("event", Text(event, "yellow"))
-    bar = Table.grid(expand=True)  # in a table of its own, since a bar ends without a newline
+    bar = Table.grid(expand=True)  # a bar ends without a newline, a table of its own adds one
     bar.add_row(ProgressBar(total, step + 1))
     title = f"step {step + 1} of {total}, {left} left"
     return Panel(Group(bar, numbers, texts), title=title, width=width)
 
 
 def _grid(*widths: int) -> Table:
-    """A table without lines, of columns of these widths. Nothing wraps: what is too long ends in an ellipsis."""
+    """Make a table without lines, with columns of these widths. Text that is too long ends in an ellipsis."""
     grid = Table.grid(padding=(0, GAP, 0, 0))
     for width in widths:
         grid.add_column(min_width=width, max_width=width, no_wrap=True, overflow="ellipsis")
@@ -105,34 +113,35 @@ def _grid(*widths: int) -> Table:
 
 
 def configs(values: Numbers) -> str:
-    """Shares of decode rounds, the largest first: "k3 84 %, off 16 %"."""
+    """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
     shares = {key.removeprefix("spec/share_"): share for key, share in values.items() if key.startswith("spec/share_")}
-    return ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda x: -x[1]) if share > 0)
+    largest_first = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in largest_first if share > 0)
 
 
 def split(values: Numbers, width: int = 100) -> Text:
-    """Seconds of a step's parts in at most `width` columns, behind a bar of their shares if there is room."""
+    """Return the seconds of a step's parts in at most `width` columns, after a bar of their shares if it fits."""
     seconds = {part: values[f"seconds_{part}"] for part in PARTS if f"seconds_{part}" in values}
-    longest = ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
-    shorter = ", ".join(f"{part} {value:.0f} s" for part, value in seconds.items())
-    told = longest if len(longest) <= width else shorter
-    cells = min(BAR, width - len(told) - 1)
+    text = ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
+    if len(text) > width:
+        text = ", ".join(f"{part} {value:.0f} s" for part, value in seconds.items())
+    cells = min(BAR, width - len(text) - 1)
     if cells < len(seconds):
-        return Text(told)
+        return Text(text)
     whole = sum(seconds.values()) or 1.0
     bar = []
     drawn = 0
     total = 0.0
     for part, value in seconds.items():
         total += value
-        end = round(cells * total / whole)  # of running sums, so that the parts fill the bar exactly
+        end = round(cells * total / whole)  # rounding running sums makes the parts fill the bar exactly
         bar.append(("█" * (end - drawn), PARTS[part]))
         drawn = end
-    return Text.assemble(*bar, " ", told)
+    return Text.assemble(*bar, " ", text)
 
 
 def curve(values: Sequence[float]) -> str:
-    """Draw values as a line of blocks, the lowest for the least; a space for a value that is not finite."""
+    """Draw values as a line of blocks. The least value is the lowest block; a value that is not finite is a space."""
     known = [value for value in values if math.isfinite(value)]
     low = min(known, default=0.0)
     span = max(known, default=0.0) - low

@@ -20,11 +20,11 @@ Row = TypeVar("Row", bound=BaseModel)
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 SAMPLES_SHOWN = 12
-DRAWN_MOST = 1e30  # larger values are left out of the pictures, as NaN is
+DRAWN_MOST = 1e30  # the pictures leave out larger values and NaN
 
 
 class StepRow(BaseModel):
-    """One line of metrics.jsonl. Every value beside the step is a number, or text that is not drawn."""
+    """One line of metrics.jsonl. Values other than `step` are numbers, or texts, which are not drawn."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, float | str | bool | None] = Field(init=False)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: Path, kind: type[Row]) -> list[Row]:
-    """The lines of a JSONL file, checked. Raises RecordError, which names file, record and field."""
+    """Read and check the lines of a JSONL file. Raises RecordError, which names file, line and field."""
     rows = []
     for number, record in enumerate(read_records(path), 1):
         try:
@@ -86,7 +86,7 @@ def read(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def render(run_dir: Path, records: Records) -> str:
-    """The HTML page of a run's records. Raises RecordError and FileError for its other files."""
+    """Return the HTML page of a run. Raises RecordError and FileError if events, samples or config are unreadable."""
     import jinja2
 
     shown = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "policy/loss")
@@ -108,7 +108,7 @@ def render(run_dir: Path, records: Records) -> str:
 
 
 def _sample(row: SampleRow) -> dict[str, Any]:
-    """What the page shows of a sample. `accepted[i]` counts the rounds that accepted i drafts."""
+    """Return the template's values for one sample. `accepted[i]` counts the rounds that accepted i drafts."""
     rounds = sum(row.accepted)
     drafts = sum(i * n for i, n in enumerate(row.accepted))
     return {
@@ -120,14 +120,14 @@ def _sample(row: SampleRow) -> dict[str, Any]:
 
 
 def _drawn(value: object) -> float:
-    """A record's value as a number that can be drawn; NaN for anything else."""
+    """Return a record's value as a number to draw; NaN for text and for values beyond `DRAWN_MOST`."""
     if not isinstance(value, int | float) or not abs(value) <= DRAWN_MOST:
         return math.nan
     return float(value)
 
 
 def plots(records: Records) -> list[tuple[str, str]]:
-    """(title, base64 PNG) of every picture for which the records hold something."""
+    """Return (title, base64 PNG) of every picture for which the records hold a value."""
     parts = [part for part in ("generate", "train", "push") if f"seconds_{part}" in records[-1]]
     shares = sorted({key for record in records for key in record if key.startswith("spec/share_")})
     wanted = [
@@ -143,8 +143,13 @@ def plots(records: Records) -> list[tuple[str, str]]:
         ("drafter loss, all depths", ["drafter/objective"], "line"),
         ("gradient norms", ["policy/grad_norm", "drafter/grad_norm"], "line"),
     ]
-    kept = [(t, [k for k in keys if any(k in r for r in records)], kind) for t, keys, kind in wanted]
-    return [(title, _picture(records, title, keys, kind)) for title, keys, kind in kept if keys]
+    recorded = {key for record in records for key in record}
+    pictures = []
+    for title, keys, kind in wanted:
+        keys = [key for key in keys if key in recorded]
+        if keys:
+            pictures.append((title, _picture(records, title, keys, kind)))
+    return pictures
 
 
 def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> str:

@@ -1,4 +1,4 @@
-"""The nouns that every room shares. Standard library and numpy only.
+"""The types that all parts of the package share. Standard library and numpy only.
 
 Shapes: L is one sample's length (prompt + response), T this rank's packed tokens after the context-parallel slice,
 D the drafter's depth. Times are milliseconds unless a name says otherwise.
@@ -25,9 +25,12 @@ Verifier = Literal["position_keyed", "target_only", "rejection"]
 class SpecConfig:
     """One speculative configuration, in SGLang's terms.
 
-    `num_steps` drafter passes per round, `topk` branches per pass, `num_draft_tokens` nodes that the target verifies
-    (the last accepted token included). A chain (topk = 1) always verifies `num_steps + 1` tokens.
-    `SpecConfig(0)` is SGLang's step 0: no draft, but the drafter still extends its cache. `OFF` pays no drafter at all.
+    num_steps         drafter passes per round
+    topk              branches per pass; 1 is a chain, more is a tree, 0 is OFF
+    num_draft_tokens  nodes that the target verifies, the last accepted token included; num_steps + 1 for a chain
+
+    `SpecConfig(0)` is SGLang's step 0: it drafts nothing, but the drafter still extends its KV cache. `OFF` does not
+    run the drafter at all.
     """
 
     num_steps: int
@@ -52,7 +55,7 @@ class SpecConfig:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of the full tree SGLang drafts: the root, topk children, then topk² candidates per further step."""
+        """Count the nodes of SGLang's full draft tree: the root, topk children, then topk² per further step."""
         if self.num_steps == 0:
             return 1
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
@@ -72,11 +75,11 @@ OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
 
 @dataclass(frozen=True)
 class SpecSchedule:
-    """(running requests, context tokens of the whole batch) -> SpecConfig.
+    """A table from (running requests, context tokens of the whole batch) to SpecConfig.
 
-    `batch_edges[i]` is the smallest batch of row i, `context_edges[j]` the smallest total context of column j; anything
-    smaller falls into the first. Example: `SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,)))` drafts three steps
-    below eight running requests and nothing from eight on.
+    `batch_edges[i]` is the smallest batch of row i. `context_edges[j]` is the smallest total context of column j.
+    Smaller values use the first row or column. Example: `SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,)))` drafts
+    three steps below eight running requests, and nothing from eight on.
     """
 
     batch_edges: tuple[int, ...]
@@ -111,7 +114,10 @@ class SpecSchedule:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's tokens are drawn. `top_k = -1` and `top_p = 1` filter nothing; `temperature = 0` is greedy."""
+    """Settings for drawing the target's tokens.
+
+    `top_k = -1` and `top_p = 1` filter nothing; `temperature = 0` is greedy.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -123,7 +129,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One task. `tokens [P] int64` includes the chat template; `label` is what the reward compares with."""
+    """One task. `tokens [P] int64` includes the chat template. The reward compares the response with `label`."""
 
     id: int
     tokens: np.ndarray
@@ -134,7 +140,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sample to draw. Under the position-keyed verifier its text depends on seed, prompt and weights alone.
+    """One sample to draw. Under the position-keyed verifier its text depends only on seed, prompt and weights.
 
     No `id` may be a prefix of another: SGLang aborts by prefix.
     """
@@ -146,14 +152,14 @@ class Request:
 
 @dataclass(eq=False)
 class Sample:
-    """One drawn response, token-aligned: index i of every `[L]` array speaks of `tokens[i]` itself.
+    """One drawn response. Index i of every `[L]` array describes `tokens[i]` itself.
 
     tokens [L] int64               prompt then response
     loss_mask [L] float32          1 where the token itself is a trained response token
     behaviour_logprobs [L] float32 log-probability under the policy that drew the token; 0 on the prompt
-    policy_versions                spans (version, first, last + 1), counted from the response's first token
+    policy_versions                spans (version, first, last + 1) of response tokens; the first has index 0
     accepted                       histogram over verify rounds: accepted[i] rounds accepted i drafts
-    accepted_spans                 runs (first, last + 1) of response tokens that were drafts; one per round, at most
+    accepted_spans                 spans (first, last + 1) of response tokens that were drafts; at most one per round
     """
 
     request_id: str
@@ -198,14 +204,18 @@ class Group:
 class PackedBatch:
     """One rank's share of one micro-batch, after the context-parallel slice. All tensors are `[T]` on the CPU.
 
-    `tokens`, `position_ids`, `sequence_ids` (index of the sample within the step, -1 on padding) and `drafter_weight`
-    speak of position t itself. All others are label-side: they speak of the *predicting* position, so at t they hold
-    the values of token t + 1, and are 0 where that belongs to another sequence or to padding; the float ones are 0
-    wherever `loss_mask` is, too. The drafter's depth d (index d - 1) predicts token t + 1 + d from token t + d.
-    `cu_seqlens` counts real tokens and `cu_seqlens_padded` the laid-out ones, both global (before the slice), int32
-    `[n + 1]`. `counts` holds the global denominators of every loss of the *step*, all ranks and micro-batches, known
-    before the first backward: `policy`, `drafter` (one per depth); also `tokens` (trained ones) and `samples`.
-    `staleness` counts the versions between the policy that drew the label and the one that is trained; None: not asked.
+    Four tensors describe position t itself: `tokens`, `position_ids`, `sequence_ids` (index of the sample within the
+    step, -1 on padding) and `drafter_weight`.
+
+    The others are shifted: at position t they hold the values of token t + 1, which position t predicts. They are 0
+    where token t + 1 belongs to another sequence or to padding. Float tensors are also 0 where `loss_mask` is 0. Depth
+    d of the drafter (index d - 1) predicts token t + 1 + d from token t + d.
+
+    cu_seqlens         int32 `[n + 1]`, cumulative lengths of real tokens, before the context-parallel slice
+    cu_seqlens_padded  the same with padding
+    counts             denominators of the losses, summed over all ranks and micro-batches of the *step* before its
+                       first backward: `policy`, `drafter` (one per depth), `tokens` (trained ones), `samples`
+    staleness          versions between the policy that drew the label and the trained policy; None if not needed
     """
 
     tokens: torch.Tensor
@@ -230,7 +240,11 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Decode rounds that ran under one configuration, `ms` in all; `accepted[i]` times a request accepted i drafts."""
+    """Decode rounds that ran under one configuration.
+
+    ms        duration of all `rounds` together
+    accepted  histogram: accepted[i] times a request accepted i drafts in a round
+    """
 
     config: SpecConfig
     batch: int

@@ -1,7 +1,8 @@
-"""GRPO and its relatives: rewards of a group to advantages, log-probabilities to a loss. Torch only.
+"""GRPO and its variants: advantages from the rewards of a group, and the policy's loss from log-probabilities.
 
-`policy_loss` speaks of predicting positions (`PackedBatch`) and returns a sum; the step divides it by
-`batch.counts["policy"]`, known before the first backward, so that packing and parallelism change nothing but rounding.
+`policy_loss` works on predicting positions (see `PackedBatch`) and returns a sum. The training step divides the sum by
+`batch.counts["policy"]`, which is known before the first backward. Packing and parallelism therefore change rounding
+only.
 """
 
 from __future__ import annotations
@@ -17,41 +18,43 @@ from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked
 from megatron_rlspec.types import PackedBatch, Sample
 
-STD_FLOOR = 1e-6  # slime's: added to a group's deviation, and the least deviation that counts as a signal
+STD_FLOOR = 1e-6  # slime's value: added to a group's standard deviation; a smaller deviation carries no signal
 
 
 def advantages(
     rewards: Sequence[float], *, normalise_std: bool = True, known: Sequence[bool] | None = None
 ) -> np.ndarray:
-    """One advantage per sample of a group, `[n]` float64: reward minus the group's mean, over its deviation.
+    """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / standard deviation.
 
-    The deviation is the unbiased one, plus 1e-6, as in slime. A group whose rewards are all equal, or that has only one
-    sample, teaches nothing: exactly 0. Samples that are not `known` (their reward failed) get 0 and enter no mean.
-    GRPO: arXiv 2402.03300, eq. 4; without the deviation (Dr. GRPO): arXiv 2503.20783.
+    The standard deviation is the unbiased one plus 1e-6, as in slime. Without `normalise_std` nothing is divided. If
+    all rewards are equal, or the group has one sample, all advantages are exactly 0. A sample that is not `known` (its
+    reward failed) gets 0 and does not enter the mean. GRPO: arXiv 2402.03300, eq. 4; Dr. GRPO (no division): arXiv
+    2503.20783.
     """
     rewards = np.asarray(rewards, np.float64)
     known = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
     result = np.zeros(len(rewards))
-    judged = rewards[known]
-    if len(judged) < 2 or judged.min() == judged.max():
+    known_rewards = rewards[known]
+    if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
         return result
-    centred = judged - judged.mean()
-    result[known] = centred / (judged.std(ddof=1) + STD_FLOOR) if normalise_std else centred
+    centred = known_rewards - known_rewards.mean()
+    result[known] = centred / (known_rewards.std(ddof=1) + STD_FLOOR) if normalise_std else centred
     return result
 
 
 def has_signal(rewards: Sequence[float], *, known: Sequence[bool] | None = None) -> bool:
-    """Whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2)."""
-    judged = np.asarray(rewards, np.float64)
+    """Return whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2)."""
+    known_rewards = np.asarray(rewards, np.float64)
     if known is not None:
-        judged = judged[np.asarray(known, bool)]
-    return len(judged) > 1 and float(judged.std(ddof=1)) > STD_FLOOR
+        known_rewards = known_rewards[np.asarray(known, bool)]
+    return len(known_rewards) > 1 and float(known_rewards.std(ddof=1)) > STD_FLOOR
 
 
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
-    """What is added to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
+    """Return the addition to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
 
-    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 punishes nothing.
+    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it. Raises ValueError if the zone is
+    negative or longer than `max_length`.
     """
     if not 0 <= zone <= max_length:
         raise ValueError(f"overlong zone of {zone} tokens does not fit into responses of at most {max_length}")
@@ -69,34 +72,38 @@ def policy_loss(
     sequence_sum: Callable[[Tensor], Tensor] | None = None,
     own: PolicyLoss | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ policy_weight · loss over this micro-batch's trained tokens, and detached sums for the records.
+    """Return Σ policy_weight · loss over this micro-batch's trained tokens, and detached sums for the records.
 
-    logprobs [T]   of the labels under the policy being trained; anything where nothing is trained
-    entropy [T]    of the policy at each position; may be None unless `entropy_coef` is set
-    sequence_sum   for ratio="sequence" under context parallelism: sums `[samples]` over the ranks that share sequences
-                   (no gradient passes through it)
-    own            the user's loss of a token (`algorithm.loss`), in place of the one below without KL and entropy
+    logprobs [T]   of the labels, under the policy being trained; positions without training may hold any value
+    entropy [T]    of the policy at each position; may be None if `entropy_coef` is 0
+    sequence_sum   for ratio="sequence" under context parallelism: sums `[samples]` over the ranks that share sequences;
+                   no gradient flows through it
+    own            the user's loss of a token (`algorithm.loss`); it replaces w · pg below
 
-    The loss of a token with ratio r = exp(logprob - old) and advantage A, times the truncated importance weight
-    min(exp(old - behaviour), tis_clip), plus kl_coef · KL to the reference, minus entropy_coef · entropy. For a token
-    that an older policy drew (`batch.staleness`), the cap is `stale_clip`: with `old` the policy at the start of the
-    step this is the decoupled objective of AReaL (arXiv 2505.24298, §5.2), truncated.
+    With ratio r = exp(logprob - old) and advantage A, the loss of a token is
 
-    token     max(-rA, -clip(r)A), bounded by -dual_clip · A where A < 0       (PPO; dual clip: arXiv 1912.09729)
+        w · pg + kl_coef · KL(policy, reference) - entropy_coef · entropy
+
+    w is the truncated importance weight min(exp(old - behaviour), tis_clip). For a token that an older policy drew
+    (`batch.staleness` > 0) the cap is `stale_clip` instead of `tis_clip`. With `old` taken at the start of the step
+    this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated. `algorithm.ratio` selects pg:
+
+    token     max(-rA, -clip(r)A), at most -dual_clip · A where A < 0          (PPO; dual clip: arXiv 1912.09729)
     sequence  the same with r = exp(mean over the sequence's trained tokens)   (GSPO: arXiv 2507.18071, eq. 13)
     cispo     -sg(clip(r)) · A · logprob                                       (MiniMax-M1: arXiv 2506.13585, eq. 4)
 
-    All sums are over trained tokens, each counted once, and may be added over micro-batches and ranks; divide them by
-    `tokens`. Names are slime's where slime has the quantity.
+    The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means.
+    Metrics carry slime's names. Raises ValueError if KL or entropy is asked for and its tensor is None.
     """
     mask = (batch.loss_mask != 0).to(logprobs.device)
 
     def trained(values: Tensor) -> Tensor:
-        """On the right device, and 0 where nothing is trained: an infinity there must reach no product."""
+        """Move to the device of `logprobs`, with 0 where nothing is trained: 0 · infinity would be NaN."""
         return values.to(logprobs).masked_fill(~mask, 0)
 
     logprobs = trained(logprobs)
-    old, advantage = trained(batch.old_logprobs), trained(batch.advantages)
+    old = trained(batch.old_logprobs)
+    advantage = trained(batch.advantages)
     log_ratio = logprobs - old
     if algorithm.ratio == "sequence":
         log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
@@ -106,9 +113,10 @@ def policy_loss(
         pg_loss = -clipped_ratio.detach() * advantage * logprobs
         clipped = clipped_ratio != ratio
     else:
-        plain, bounded = -ratio * advantage, -clipped_ratio * advantage
-        pg_loss = torch.maximum(plain, bounded)
-        clipped = bounded > plain
+        unclipped_loss = -ratio * advantage
+        clipped_loss = -clipped_ratio * advantage
+        pg_loss = torch.maximum(unclipped_loss, clipped_loss)
+        clipped = clipped_loss > unclipped_loss
         if algorithm.dual_clip:
             lowest = torch.minimum(pg_loss, -algorithm.dual_clip * advantage)
             pg_loss = torch.where(advantage < 0, lowest, pg_loss)
@@ -116,17 +124,12 @@ def policy_loss(
 
     if batch.behaviour_logprobs is not None:
         behaviour = trained(batch.behaviour_logprobs)
-        weight = (old - behaviour).exp()
-        if batch.staleness is not None:
-            stale = trained(batch.staleness)
-            fresh_weight = weight.clamp(max=algorithm.tis_clip) if algorithm.tis_clip else torch.ones_like(weight)
-            pg_loss = pg_loss * torch.where(stale > 0, weight.clamp(max=algorithm.stale_clip), fresh_weight)
-            clipped = torch.where(stale > 0, weight > algorithm.stale_clip, weight > (algorithm.tis_clip or torch.inf))
-            sums |= {"tis": weight, "tis_clipfrac": clipped, "staleness": stale}
-        elif algorithm.tis_clip:
-            pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
-            sums |= {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
-        # With the engine's own log-probs as denominator, old shows no gap: the present policy's do.
+        if algorithm.tis_clip or batch.staleness is not None:
+            staleness = None if batch.staleness is None else trained(batch.staleness)
+            weight, weight_sums = _importance_weight(old - behaviour, staleness, algorithm)
+            pg_loss = pg_loss * weight
+            sums |= weight_sums
+        # With old_logprobs=engine, `old` equals `behaviour`. The gap then shows in the current policy's log-probs.
         train = logprobs if algorithm.old_logprobs == "engine" else old
         sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
         sums["train_rollout_kl"] = kl_estimate(behaviour, train, "k3")
@@ -152,6 +155,23 @@ def policy_loss(
     return (loss * trained(batch.policy_weight)).sum(), metrics
 
 
+def _importance_weight(
+    log_ratio: Tensor, staleness: Tensor | None, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return truncated exp(log_ratio), `[T]`, and values for the records; log_ratio = old - behaviour.
+
+    The cap is `tis_clip` (0: the weight is 1), and `stale_clip` for tokens that an older policy drew.
+    """
+    weight = log_ratio.exp()
+    if staleness is None:
+        return weight.clamp(max=algorithm.tis_clip), {"tis": weight, "tis_clipfrac": weight > algorithm.tis_clip}
+    fresh_weight = weight.clamp(max=algorithm.tis_clip) if algorithm.tis_clip else torch.ones_like(weight)
+    stale_weight = weight.clamp(max=algorithm.stale_clip)
+    clipped = torch.where(staleness > 0, weight > algorithm.stale_clip, weight > (algorithm.tis_clip or torch.inf))
+    truncated = torch.where(staleness > 0, stale_weight, fresh_weight)
+    return truncated, {"tis": weight, "tis_clipfrac": clipped, "staleness": staleness}
+
+
 def _own_loss(
     own: PolicyLoss,
     logprobs: Tensor,
@@ -160,7 +180,7 @@ def _own_loss(
     batch: PackedBatch,
     algorithm: AlgorithmConfig,
 ) -> Tensor:
-    """The user's loss of each token, `[T]`; 0 where nothing is trained."""
+    """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
 
     def trained(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.to(logprobs).masked_fill(~mask, 0)
@@ -182,7 +202,7 @@ def _own_loss(
 def own_advantages(
     own: Advantage, samples: Sequence[Sample], rewards: Sequence[float], known: Sequence[bool], options: AlgorithmConfig
 ) -> np.ndarray:
-    """The user's advantage of each sample of a group, `[n]`. Raises ConfigError if they are not n finite numbers."""
+    """Compute the user's advantage of each sample, `[n]`. Raises ConfigError if they are not n finite numbers."""
     group = RewardedGroup(samples, np.asarray(rewards, np.float64), np.asarray(known, bool), options)
     found = np.asarray(own(group), np.float64)
     if found.shape != (len(samples),) or not np.isfinite(found).all():
@@ -194,9 +214,9 @@ def own_advantages(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimates of KL(policy ‖ reference) on the policy's samples; k3 is never negative.
+    """Estimate KL(policy ‖ reference) per token on the policy's samples; k3 is never negative.
 
-    joschu.net/blog/kl-approx.html; the same three as slime's.
+    The three kinds are slime's. Source: joschu.net/blog/kl-approx.html.
     """
     log_ratio = logprobs - reference
     if kind == "k1":
@@ -209,11 +229,11 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "
 def _sequence_log_ratio(
     log_ratio: Tensor, mask: Tensor, batch: PackedBatch, sequence_sum: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Every token's value is its sequence's mean log-ratio; every token's gradient is its own log-probability's.
+    """Return per token the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
 
-    That is GSPO-token (arXiv 2507.18071, §4.3). With one advantage per sequence it has GSPO's gradient too, since n
-    tokens at full weight give what n tokens with a share of 1/n of each other would; and it needs no gradient from
-    other ranks.
+    That is GSPO-token (arXiv 2507.18071, §4.3). With one advantage per sequence its gradient equals GSPO's: in GSPO
+    each of the n tokens' losses gives 1/n of its gradient to every token, and the n shares add up to one whole gradient
+    per token. This form needs no gradient from other ranks.
     """
     sequence = batch.sequence_ids.to(log_ratio.device).clamp(min=0)
     rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)]).masked_fill(~mask, 0)

@@ -8,8 +8,8 @@ Two processes run for each worker. The *guard* is the one that the trainer start
 the reward. When the worker ends, or the trainer closes standard input (also by dying), the guard kills everything that
 the worker started. It finds processes that left the session, too, because it is their subreaper.
 
-User code cannot answer for a sample by accident. Programs that it starts do not inherit the two channels, children that
-it forks close them, and a message whose id is not that of the current task is dropped by the trainer.
+User code cannot answer for a sample by accident. Programs that it starts do not inherit standard input and the socket.
+Children that it forks close both. The trainer drops a message whose id is not that of the current task.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from typing import Any
 Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 STARTED = "started"  # id of the message that says whether the reward could be imported
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def final_answer(text: str) -> str:
-    """Return what follows the last run of `#` (GSM8K's `#### 72`), else the whole text, without outer white space."""
+    """Return the text after the last run of `#` (GSM8K's `#### 72`), else the whole text, stripped of white space."""
     return re.split(r"#+", text)[-1].strip()
 
 
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
-    """Return 1 if response and label, or their final answers, are equal character by character; else 0."""
+    """Return 1 if response and label, or the final answers of both, are equal character by character; else 0."""
     return float(response.strip() == label.strip() or final_answer(response) == final_answer(label))
 
 
@@ -50,8 +51,8 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
     """Return 1 if math-verify finds the last expressions equal (1/2, \\frac{1}{2} and 0.5 are), else 0."""
     from math_verify import parse, verify
 
-    # Without dollars the library looks for a number in the label, and finds 2 in (1, 2). Its own time limits use
-    # SIGALRM, and the trainer limits the time already.
+    # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
+    # SIGALRM and are switched off, because the trainer limits the time.
     stated = final_answer(label)
     gold = parse(stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None)
     if not gold:
@@ -61,7 +62,7 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
 
 
 def http_reward(url: str, limit: float) -> Reward:
-    """POST the sample as JSON. The answer is a number, or an object with `reward`."""
+    """Return a reward that POSTs the sample as JSON. The server answers a number, or an object with `reward`."""
     import requests
 
     session = requests.Session()
@@ -77,9 +78,9 @@ def http_reward(url: str, limit: float) -> Reward:
 
 
 def named_function(name: str) -> Reward:
-    """Import `module:function` from the working directory. It is called with four keyword arguments.
+    """Import `module:function` from the working directory. It must take the four keyword arguments of `SIGNATURE`.
 
-    Raises TypeError if it cannot be called so, and what the import of its module raises.
+    Raises TypeError if it does not, and any error that the import of its module raises.
     """
     module, _, function = name.partition(":")
     found = getattr(importlib.import_module(module), function)
@@ -107,7 +108,7 @@ def _check_signature(function: str, found: Callable[..., Any]) -> None:
 
 
 def build(kind: str, limit: float) -> Reward:
-    """Return the reward of this name. Raises what a faulty `module:function` raises on import."""
+    """Return the reward that `kind` names. Raises any error that the import of a `module:function` raises."""
     if kind == "exact":
         return exact
     if kind == "math":
@@ -128,19 +129,22 @@ def number(value: Any) -> float:
 
 
 def one_line(error: BaseException) -> str:
+    """Format an error as "Type: message", in one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 class _Channel:
-    """Tasks in, answers out, for this process alone: a forked child that gets here ends at once."""
+    """Receives tasks and sends answers. Only the worker may use it: a forked child that calls `answer` ends at once."""
 
     def __init__(self, tasks: int, answers: socket.socket) -> None:
-        self._tasks, self._answers, self._process = os.fdopen(tasks, "rb"), answers, os.getpid()
+        self._tasks = os.fdopen(tasks, "rb")
+        self._answers = answers
+        self._process = os.getpid()
         os.register_at_fork(after_in_child=self._close)
 
     def task(self) -> dict[str, Any] | None:
-        """Return the next task, or None when there will be no more."""
+        """Return the next task, or None after the last one."""
         line = self._tasks.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -149,7 +153,7 @@ class _Channel:
         self._answers.send(json.dumps({"id": task, **content}).encode())
 
     def leave_if_forked(self) -> None:
-        """End this process if it is not the worker but a child that the reward forked."""
+        """End this process if it is a child that the reward forked."""
         if os.getpid() != self._process:
             os._exit(0)
 
@@ -159,7 +163,7 @@ class _Channel:
 
 
 def _work(kind: str, limit: float, channel: _Channel) -> None:
-    """Answer tasks until there are no more."""
+    """Answer tasks until the trainer closes the channel."""
     try:
         reward = build(kind, limit)
     except (Exception, KeyboardInterrupt) as error:
@@ -173,7 +177,7 @@ def _work(kind: str, limit: float, channel: _Channel) -> None:
         except (Exception, KeyboardInterrupt) as error:
             content = {"error": one_line(error)}
         finally:
-            channel.leave_if_forked()  # also where a child leaves by sys.exit()
+            channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here
         channel.answer(name, **content)
 
 
@@ -182,18 +186,18 @@ def _guard(worker: int, tasks: int) -> int:
 
     Returns the worker's exit code, negative for a signal.
     """
-    waiting = select.poll()
-    waiting.register(os.pidfd_open(worker), select.POLLIN)
-    waiting.register(tasks, 0)  # only the hang-up is reported
-    waiting.poll()
+    either = select.poll()
+    either.register(os.pidfd_open(worker), select.POLLIN)
+    either.register(tasks, 0)  # no event but the hang-up
+    either.poll()
     _kill_descendants(worker)
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
 def _kill_descendants(worker: int) -> None:
-    """Stop every descendant, then kill them all: a stopped process cannot fork while the others are looked for.
+    """Stop every descendant, then kill them all. A stopped process cannot fork new ones during the search.
 
-    Returns when they are gone, at the latest after 2 s. The worker's exit code is left for the caller.
+    Returns when they are gone, at the latest after 2 s. The caller reads the worker's exit code.
     """
     import psutil
 
@@ -215,7 +219,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    kind, limit, answers = sys.argv[1], float(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
+    """Run as the guard, and fork the worker."""
+    kind = sys.argv[1]
+    limit = float(sys.argv[2])
+    answers = socket.socket(fileno=int(sys.argv[3]))
     answers.set_inheritable(False)
     tasks = os.dup(0)  # not inherited by programs that the reward starts
     with open(os.devnull, "rb") as nothing:
@@ -226,7 +233,7 @@ def main() -> None:
     if worker:
         answers.close()
         code = _guard(worker, tasks)
-        if code < 0:  # end by the same signal: the trainer reports it
+        if code < 0:  # end by the same signal, because the trainer reports the guard's exit code
             os.kill(guard, -code)
         os._exit(abs(code))
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -235,7 +242,7 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     try:
         _work(kind, limit, _Channel(tasks, answers))
-    except OSError:  # the reward closed our channels, or the trainer is gone
+    except OSError:  # the reward closed the worker's channels, or the trainer has ended
         os._exit(1)
 
 

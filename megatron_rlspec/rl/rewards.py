@@ -1,7 +1,8 @@
 """Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
 
-`exact` is computed here. Every other kind runs in worker processes (`reward_worker.py`), because only a process can be
-stopped when a reward hangs. It is then killed with everything that it started, and a new worker takes its place.
+`exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
+process can be stopped when a reward hangs. A worker over the time limit is killed with every process that it started,
+and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Scorer:
     """Compute rewards with `options.workers` workers. `close`, or leaving the `with` block, ends them.
 
     `options.kind` is one of
-    exact            1 if `Sample.text`, or what follows its last `#`, equals the label, or what follows the label's
-    math             1 if math-verify finds both equal
+    exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
+    math             1 if math-verify finds text and label equal; else 0
     module:function  called as function(prompt=..., response=..., label=..., metadata=...); returns a number. The module
                      is imported from the working directory
-    http(s)://...    receives the same four as a JSON object by POST; answers a number or {"reward": number}
+    http(s)://...    receives the same four values as a JSON object by POST; answers a number or {"reward": number}
 
     Raises ConfigError for any other kind, and for a function that cannot be imported or takes other arguments.
     """
@@ -79,7 +80,7 @@ class Scorer:
         return failures
 
     def interrupt(self) -> None:
-        """Let a `score` that runs in another thread return soon; samples without a reward count as failed."""
+        """Make a `score` that runs in another thread return soon; samples without a reward count as failed."""
         self._interrupted.set()
 
     def close(self) -> None:
@@ -119,18 +120,18 @@ def failed(sample: Sample) -> bool:
 
 
 class RewardsFailedError(RuntimeError):
-    """So many steps in a row brought no reward that the run stops; the message tells the first failure."""
+    """Every reward failed in too many steps in a row. The message holds the first failure of the last step."""
 
 
 class FailedSteps:
-    """Count steps in a row in which every reward failed; `most` of them stop the run, 0 never does."""
+    """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.count = 0
 
     def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Take in the `failures` among `samples` rewards of the step `name`. Raises RewardsFailedError."""
+        """Count a step in which `failures` of `samples` rewards failed. Raises RewardsFailedError at the limit."""
         self.count = self.count + 1 if len(failures) == samples else 0
         if 0 < self.most <= self.count:
             raise RewardsFailedError(
@@ -139,7 +140,7 @@ class FailedSteps:
 
 
 class _Failed(Exception):
-    """A sample gets no reward; the message is the reason, in one line."""
+    """The reward of a sample failed. The message is the reason, in one line."""
 
 
 class _Worker:
@@ -170,13 +171,13 @@ class _Worker:
 
     def stop(self) -> None:
         """Kill the worker and everything that it started. Safe to repeat."""
-        self._tasks.close()  # tells the guard
+        self._tasks.close()  # the guard sees the hang-up and kills the worker's processes
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.returncode < 0:  # the guard was killed, and could not do it
+        if self._process.returncode < 0:  # the guard itself was killed: kill the worker's session here
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._answers.close()
@@ -188,10 +189,10 @@ class _Worker:
             self._process = subprocess.Popen(
                 [*command, str(self.options.timeout_seconds), str(theirs.fileno())],
                 stdin=subprocess.PIPE,
-                stdout=2,  # what a reward prints goes to stderr
+                stdout=2,  # a reward's output goes to stderr
                 bufsize=0,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C must not reach it
+                start_new_session=True,  # keeps Ctrl-C away from the worker
             )
         assert self._process.stdin is not None
         self._tasks = self._process.stdin
@@ -199,7 +200,7 @@ class _Worker:
         self._ready = False
 
     def _send(self, line: bytes, deadline: float) -> None:
-        """Write a task. A worker that does not read must not block the trainer."""
+        """Write a task without blocking on a worker that does not read. Raises _Failed."""
         while line:
             try:
                 line = line[os.write(self._tasks.fileno(), line) :]
@@ -210,7 +211,7 @@ class _Worker:
                 raise _Failed(self._ending()) from None
 
     def _answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Return the answer to the task `name`. Other messages are none of our worker's, and are dropped."""
+        """Return the answer to the task `name`. Messages with another id are dropped. Raises _Failed."""
         deadline = time.monotonic() + seconds
         while True:
             self._check_time(deadline)

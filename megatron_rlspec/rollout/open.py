@@ -1,4 +1,4 @@
-"""Which engines a run generates with: the configuration's words to running `RolloutEngine`s."""
+"""Start the engines that the configuration asks for, or connect to running ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rlspec.weights.checkpoint import read_hf
 
 
 class StartingEngines:
-    """Engines that start while the trainer is built. `wait` returns them by name, once all answer.
+    """Start engines in the background, while the trainer is built. `wait` returns them once all of them answer.
 
     Raises ConfigError if no engine answers at one of `rollout.urls`.
     """
@@ -40,11 +40,14 @@ class StartingEngines:
 
     @property
     def own(self) -> Collection[str]:
-        """Names of those that were launched here, and can be started again."""
+        """Return the names of the engines that this object launched; `again` can restart them."""
         return self._processes.keys()
 
     def again(self, name: str, number: int) -> RolloutEngine:
-        """In place of one of our own that was lost, with the weights of `model.path`. Raises EngineError as `wait`."""
+        """Launch an engine in place of the lost engine `name`, with the weights of `model.path`.
+
+        `number` counts its restarts and names its log. Raises EngineError if it does not start.
+        """
         process = self._launch(name, f".{number}")
         if self._closed:
             process.close()
@@ -52,7 +55,7 @@ class StartingEngines:
         return SGLangEngine.of(process, timeout=self._timeout, transport=_transport(self._config.push))
 
     def _attach(self, url: str) -> RolloutEngine:
-        """Raises ConfigError for an address at which no engine answers."""
+        """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
         engine = SGLangEngine(url, timeout=self._timeout, transport=_transport(self._config.push))
         try:
             engine.describe()
@@ -66,7 +69,10 @@ class StartingEngines:
         return self._processes[name]
 
     def wait(self) -> Mapping[str, RolloutEngine]:
-        """Raises EngineError, with the last line of its log, if one of them does not come up; the others are ended."""
+        """Wait until all engines answer and return them by name.
+
+        Raises EngineError, with the last line of its log, if one does not start; the others are then stopped.
+        """
         if self._config.rollout.engine == "embedded":
             return {"embedded": _embedded(self._config)}
         try:
@@ -74,29 +80,31 @@ class StartingEngines:
         except BaseException:
             self.close()
             raise
-        push, timeout = self._config.push, self._timeout
-        return self._attached | {
-            name: SGLangEngine.of(process, timeout=timeout, transport=_transport(push))
-            for name, process in started.items()
-        }
+        engines = dict(self._attached)
+        for name, process in started.items():
+            transport = _transport(self._config.push)
+            engines[name] = SGLangEngine.of(process, timeout=self._timeout, transport=transport)
+        return engines
 
     def close(self) -> None:
+        """End the engines that this object launched."""
         self._closed = True
         for process in self._processes.values():
             process.close()
 
 
 def _transport(push: PushConfig) -> Transport:
-    """One for each engine: a group joins two."""
+    """Make the weight transport of one engine. A process group joins the trainer and one engine."""
     if push.transport == "group":
         return GroupBroadcast(push.address)
     return Files(push.directory) if push.transport == "files" else Http()
 
 
 def _embedded(config: Config) -> EmbeddedEngine:
-    """In this process: rank 0's."""
+    """Build the embedded engine in this process, which is rank 0."""
     hf_config, tensors = read_hf(config.model.path)
-    share, spec = config.spec.tree_budget, config.spec.config()
+    share = config.spec.tree_budget
+    spec = config.spec.config()
     return EmbeddedEngine(
         hf_config,
         tensors.items(),
@@ -114,7 +122,7 @@ def _embedded(config: Config) -> EmbeddedEngine:
 
 
 def _arguments(config: Config) -> list[str]:
-    """Options of `rlspec serve` for this run."""
+    """Return the command-line options of `rlspec serve` for this run."""
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
         "spec": config.spec.mode,

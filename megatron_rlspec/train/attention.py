@@ -1,12 +1,17 @@
-"""Core attention over packed sequences in plain torch: context parallel, any float type, chain-exact for the drafter.
+"""Core attention over packed sequences in plain torch, with context parallelism and the drafter's chain.
 
-It takes the place of Megatron's DotProductAttention (neither packed nor context parallel) or Transformer Engine's in a
-layer spec. It also applies the rotary embedding, from each token's position.
+In a layer spec it replaces Megatron's DotProductAttention, which supports neither packing nor context parallelism, or
+Transformer Engine's. It also applies the rotary embedding, from each token's position. It takes any float type.
 
-The keys that a query row sees fall into parts, each one fused kernel call, joined by their log-sum-exps as in ring
-attention: the causal part (its own sequence, or its own chunk of it under context parallelism), the chunks before that,
-and for the drafter its chain. The backward of a part needs only the joined output and log-sum-exp (FlashAttention-2,
-arXiv 2307.08691, section 3.1), so no mask and no score matrix exists at any time.
+The keys that a query row attends to fall into parts:
+
+causal  the row's own sequence up to the row; under context parallelism, the row's own chunk of that sequence
+spans   the chunks before that one, under context parallelism
+chain   for the drafter's depths above 1, the keys of its earlier depths
+
+Each part is one kernel call. The log-sum-exps of the parts join them, as in ring attention. The backward of a part
+needs only the joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1). On a CPU the kernels are
+fused, so no mask and no score matrix is stored.
 
 Shapes: t tokens of this rank, T = t · context-parallel size, n query heads and g key/value heads of this
 tensor-parallel rank, d channels of a head.
@@ -32,10 +37,11 @@ _aten = torch.ops.aten
 
 @dataclass
 class Chain:
-    """Keys and values that the drafter's depth d > 1 attends to besides its own, and those that it adds.
+    """The (key, value) pairs of the drafter's depths, all rotated.
 
-    `base` is the (key, value) `[T, g, d]` of depth 1 and `links` the `[t, g, d]` of depths 2..d - 1, all rotated.
-    Depth 1 runs with `base = None`. After the layer has run, `made` is its own pair.
+    base   those of depth 1, `[T, g, d]`; None while depth 1 itself runs
+    links  those of depths 2..d - 1, `[t, g, d]` each
+    made   those of the current depth, set when its layer has run
     """
 
     base: tuple[Tensor, Tensor] | None = None
@@ -43,6 +49,7 @@ class Chain:
     made: tuple[Tensor, Tensor] | None = None
 
     def next(self) -> Chain:
+        """Return the chain for the next depth."""
         assert self.made is not None, "the layer of this depth has not run"
         if self.base is None:
             return Chain(self.made)
@@ -51,7 +58,7 @@ class Chain:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """`PackedSeqParams`, and what `PackedAttention` also needs: plan, rotary factors, the drafter's chain."""
+    """`PackedSeqParams` with the additional inputs of `PackedAttention`: plan, rotary factors, the drafter's chain."""
 
     plan: AttentionPlan | None = None
     cos: Tensor | None = None
@@ -62,7 +69,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> PackedSequences:
-    """Describe one micro-batch; `cu_seqlens_padded [n + 1]` as laid out before the context-parallel split."""
+    """Describe one micro-batch. `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split."""
     lengths = cu_seqlens_padded[1:] - cu_seqlens_padded[:-1]
     longest = int(lengths.max()) if len(lengths) else 0
     cu = cu_seqlens_padded.to(device=device, dtype=torch.int32)
@@ -79,7 +86,7 @@ def packed_sequences(
 def rotary_factors(positions: Tensor, dims: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin `[t, 1, dims / 2]` of the rotary angles, in float32 as Transformers and SGLang compute them.
 
-    `dims` is how many channels of a head are rotated, from the first.
+    The first `dims` channels of a head are rotated.
     """
     exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims
     angles = positions.float()[:, None] * (1.0 / base**exponent)
@@ -145,7 +152,7 @@ class PackedAttention(MegatronModule):
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate all ranks' rows; the backward sums the ranks' gradients of a row."""
+    """Concatenate the rows of all ranks. The backward sums the ranks' gradients of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -188,9 +195,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Softmax attention of `q [t, n, d]` to `k`, `v` `[T, g, d]` as the plan says and, row by row, to the links.
+    """Softmax attention of `q [t, n, d]` to the rows of `k`, `v` `[T, g, d]` that the plan names, and to the links.
 
-    `links` are pairs of `[t, g, d]`: row i of q sees row i of each. All keys of a row share one softmax.
+    `links` are pairs of `[t, g, d]`: row i of q attends to row i of each. All keys of a row share one softmax.
     """
 
     @staticmethod
@@ -201,14 +208,16 @@ class _Attend(torch.autograd.Function):
         ctx.heads = k.shape[:2]
         batches = _gather(q, plan.causal.query_rows, k, v, plan.causal.key_rows)
         out, lse = _causal(*batches, plan.causal, scale)
-        out, lse = out.view(q.shape), lse.view(q.shape[:2])
+        out = out.view(q.shape)
+        lse = lse.view(q.shape[:2])
         if plan.spans or links:
             out = out.to(exact)
             for span in plan.spans:
                 rows = slice(span.q, span.q + span.rows)
                 keys = slice(span.k, span.k + span.keys)
                 part, part_lse = _attend(*_grouped(q[rows], k[keys], v[keys]), False, scale)
-                part, part_lse = part.permute(2, 0, 1, 3).flatten(1, 2), part_lse.permute(2, 0, 1).flatten(1)
+                part = part.permute(2, 0, 1, 3).flatten(1, 2)
+                part_lse = part_lse.permute(2, 0, 1).flatten(1)
                 _join(out[rows], lse[rows], part, part_lse)
             for key, value in zip(links[::2], links[1::2], strict=True):
                 _join(out, lse, _per_query_head(value, q.shape[1]), _row_dot(q, key, exact) * scale)
@@ -223,7 +232,9 @@ class _Attend(torch.autograd.Function):
         out, lse, *saved = ctx.saved_tensors
         batches = saved[:3]
         (q, k, v, *links) = saved[3:] or (None, None, None)
-        plan, scale, grad = ctx.plan, ctx.scale, grad.contiguous()
+        plan = ctx.plan
+        scale = ctx.scale
+        grad = grad.contiguous()
         dq, dk, dv = _causal_backward(grad, *batches, out, lse, plan.causal, ctx.heads, scale)
         for span in plan.spans:
             rows = slice(span.q, span.q + span.rows)
@@ -244,14 +255,14 @@ class _Attend(torch.autograd.Function):
 
 
 def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """To slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
+    """Gather rows into the plan's slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
     groups, d = k.shape[1:]
     q = q.reshape(q.shape[0] * groups, -1, d).index_select(0, q_rows)
     return q, *(x.reshape(-1, d).index_select(0, k_rows) for x in (k, v))
 
 
 def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Slots to the kernels' [batch, heads, length, ...], batch by batch; keys are repeated without a copy."""
+    """Split slots into the plan's batches, `[batch, heads, length, ...]` each; keys are repeated without a copy."""
     sizes = [batch * length for batch, length in plan.shapes]
     heads = max(x.shape[1] for x in tensors if x.dim() == 3)
     columns = []
@@ -263,7 +274,7 @@ def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Causal, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal parts."""
+    """Return output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal part."""
     outs = [q[:0]]
     lses = [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
     for batch in _batches(plan, q, k, v):
@@ -284,7 +295,7 @@ def _causal_backward(
     heads: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The causal parts' share of dq `[t, n, d]`, dk and dv `[T, g, d]`, from q, k, v in slots and the rest in rows."""
+    """Return the causal part's dq `[t, n, d]`, dk and dv `[T, g, d]`; q, k, v are in slots, the rest in rows."""
     d = k.shape[-1]
     rows = (heads[1] * grad.shape[0], -1, d)
     grad_slots = grad.view(rows).index_select(0, plan.query_rows).index_fill_(0, plan.padding, 0)
@@ -300,7 +311,7 @@ def _causal_backward(
         dv.append(dv_b.sum(1).flatten(0, 1))
     totals = []
     for slots in (dk, dv):
-        # Padding reads row 0 but adds nothing to it: its gradient is 0.
+        # Padding slots read row 0 and add 0 to its gradient.
         total = k.new_zeros(heads[0] * heads[1], d)
         totals.append(total.index_add_(0, plan.key_rows, torch.cat(slots)).view(*heads, d))
     return torch.cat(dq).index_select(0, plan.slot_of).view(grad.shape), *totals
@@ -317,7 +328,7 @@ def _span_backward(
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One span to [g, n / g, rows, d], nothing copied."""
+    """Reshape the tensors of one span to `[g, n / g, rows, d]` without a copy."""
     groups = k.shape[1]
     per_group = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (groups, per_group)).permute(1, 2, 0, 3)
@@ -326,24 +337,24 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Fold attention to further keys into `out [t, n, d]`, `lse [t, n]`, in place."""
+    """Add attention to further keys to `out [t, n, d]` and `lse [t, n]`, in place."""
     both = torch.logaddexp(lse, other_lse)
     out.mul_(torch.exp(lse - both)[..., None]).addcmul_(other, torch.exp(other_lse - both)[..., None])
     lse.copy_(both)
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """`[t, g, d] -> [t, n, d]`, each key/value head repeated for its query heads."""
+    """Repeat each key/value head for its query heads: `[t, g, d] -> [t, n, d]`."""
     return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
 
 def _per_group(x: Tensor, groups: int) -> Tensor:
-    """`[t, n, d] -> [t, g, d]`, the adjoint of `_per_query_head`."""
+    """Sum over the query heads of each key/value head: `[t, n, d] -> [t, g, d]`."""
     return x.unflatten(1, (groups, -1)).sum(2)
 
 
 def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[t, n, d] · [t, g, d] -> [t, n]`, row by row."""
+    """Multiply row by row: `[t, n, d] · [t, g, d] -> [t, n]`."""
     return (a.to(dtype).unflatten(1, (b.shape[1], -1)) * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
 
 
@@ -352,7 +363,7 @@ def _has_cpu_kernel(q: Tensor) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of `[batch, heads, rows, d]` to `[batch, heads, keys, d]`."""
+    """Return output and log-sum-exp of queries `[batch, heads, rows, d]` to keys `[batch, heads, keys, d]`."""
     if _has_cpu_kernel(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     scores = _scores(q, k, causal, scale)
@@ -363,7 +374,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's dq, dk, dv; `out` and `lse` are of all parts joined."""
+    """Return dq, dk, dv of one part; `out` and `lse` are those of all parts joined."""
     if _has_cpu_kernel(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale

@@ -18,7 +18,7 @@ _PADDING = 0.2
 
 
 class Span(NamedTuple):
-    """Query rows [q, q + rows) of this rank that see all of the key rows [k, k + keys) of all ranks."""
+    """Query rows [q, q + rows) of this rank. Each attends to all key rows [k, k + keys), counted over all ranks."""
 
     q: int
     rows: int
@@ -28,12 +28,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Causal:
-    """The causal parts, gathered into padded batches of similar length; a batch row is one sequence and one head.
+    """The causal part, gathered into padded batches of sequences of similar length.
 
-    A slot is one (sequence, head, position) of a batch. Rows are numbered token · g + head.
+    A batch row is one sequence and one key/value head. A slot is one position of a batch row. The row of a tensor has
+    the number token · g + head.
 
-    shapes [(batch · g, length)]; query_rows and key_rows `[slots]`; padding: the slots without a row (they read row 0);
-    slot_of `[t · g]`: the slot of each query row
+    shapes      (batch · g, length) of each batch
+    query_rows  `[slots]`, the query row of each slot
+    key_rows    `[slots]`, the key row of each slot
+    padding     the slots without a row; they read row 0
+    slot_of     `[t · g]`, the slot of each query row
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -55,7 +59,10 @@ class AttentionPlan:
 def plan_attention(
     cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> AttentionPlan:
-    """Plan packed causal attention, zigzag layout; `cu_seqlens_padded [n + 1]` before the split, `groups` = g."""
+    """Plan packed causal attention in the zigzag layout of context parallelism.
+
+    `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split; `groups` is g.
+    """
     bounds = cu_seqlens_padded.tolist()
     chunks: list[Span] = []
     spans: list[Span] = []
@@ -84,9 +91,9 @@ def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device)
         else:
             batches.append([chunk])
     shapes = []
-    query = []
-    key = []
-    valid = []
+    query_rows = []
+    key_rows = []
+    filled = []
     head = torch.arange(groups)[None, :, None]
     for batch in batches:
         longest = batch[0].rows
@@ -94,15 +101,15 @@ def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device)
         starts = torch.tensor(batch)[:, :, None, None]
         shapes.append((len(batch) * groups, longest))
         inside = (position < starts[:, 1]).expand(-1, groups, -1)
-        query.append((((starts[:, 0] + position) * groups + head) * inside).flatten())
-        key.append((((starts[:, 2] + position) * groups + head) * inside).flatten())
-        valid.append(inside.flatten())
+        query_rows.append((((starts[:, 0] + position) * groups + head) * inside).flatten())
+        key_rows.append((((starts[:, 2] + position) * groups + head) * inside).flatten())
+        filled.append(inside.flatten())
     if not batches:
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         return Causal((), empty, empty, empty, empty)
-    rows = torch.cat(query)
-    used = torch.cat(valid)
+    rows = torch.cat(query_rows)
+    has_row = torch.cat(filled)
     slot_of = torch.empty(tokens * groups, dtype=torch.int64)
-    slot_of[rows[used]] = used.nonzero()[:, 0]
-    tables = (rows, torch.cat(key), (~used).nonzero()[:, 0], slot_of)
+    slot_of[rows[has_row]] = has_row.nonzero()[:, 0]
+    tables = (rows, torch.cat(key_rows), (~has_row).nonzero()[:, 0], slot_of)
     return Causal(tuple(shapes), *(table.to(device) for table in tables))
