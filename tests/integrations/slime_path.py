@@ -213,6 +213,7 @@ def main():
     extra = [word.replace("FOLDER", str(folder)) for word in extra] + ["--sglang-dtype", options.dtype]
     whole = command(folder, slime, options.driver, options.train, options.context, options.rollouts, extra)
     ours = ["--folder", str(folder / "rlspec"), "--drafter.depth", "3", "--drafter.lr", "1e-2"]
+    ours += ["--drafter.warmup_steps", "0"]  # four steps would all be warm-up
     ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
     env = environment(folder, slime, options.sglang)
