@@ -42,11 +42,14 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
         ("--use-rollout-routing-replay", {}, "--use-rollout-routing-replay: rollouts record no routing"),
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--sglang-speculative-eagle-topk 4", {}, "chains only"),
-        ("--sglang-enable-dp-attention", {}, "drops adaptive speculation"),
+        ("--sglang-enable-dp-attention", {}, "under --sglang-enable-dp-attention SGLang does not adapt it; give one"),
+        ("--sglang-attn-dp-size 8", {}, "under --sglang-attn-dp-size SGLang does not adapt it; give one number"),
+        ("--sglang-speculative-num-steps 2", {}, "--num-steps 3, but --sglang-speculative-num-steps 2; give one"),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
+        ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
         ("--num-experts 8 --expert-model-parallel-size 8", {"depth": 1}, "--expert-model-parallel-size 8: .*set 1"),
         ("--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4", {}, "set them equal"),
     ],
@@ -61,6 +64,37 @@ def test_harmless_values_are_not_refused():
     planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
     planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
     planned("--allgather-cp", depth=1)
+    planned("--sglang-attn-dp-size 1")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8", "--sglang-enable-pdmux"]
+)
+@pytest.mark.parametrize("given", [None, [2]])
+def test_where_sglang_does_not_adapt_the_recipes_number_of_steps_is_fixed(flag, given):
+    """The drafter is trained and pushed as elsewhere, and one line tells that the number is fixed."""
+    added = slime.plan(f"{flag} --sglang-speculative-num-steps 2".split(), DRAFTER, given, None)
+    assert "--sglang-speculative-adaptive" not in added.flags and not added.adaptive
+    assert set(slime.CHAINED) <= set(added.flags)
+    assert added.settings["rlspec_candidate_steps"] == [2]
+    name = flag.split()[0]
+    assert added.notes == [f"the number of draft steps is fixed at 2: under {name} SGLang does not adapt it"]
+
+
+def test_the_recipes_number_of_steps_is_the_start():
+    added = slime.plan(["--sglang-speculative-num-steps", "4"], DRAFTER, None, None)
+    assert added.settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 4, 5] and not added.notes
+    given = slime.flags(added.flags)
+    assert given["--sglang-speculative-num-draft-tokens"] == "5"
+    assert slime.flags(slime.plan([], DRAFTER, [2], None).flags)["--sglang-speculative-num-steps"] == "2"
+
+
+@pytest.mark.parametrize("flag", slime.ONE_DEPTH)
+def test_depth_follows_from_the_attention_unless_it_is_given(flag):
+    added = slime.plan([flag], DRAFTER | {"depth": None}, None, None)
+    assert added.settings["rlspec_depth"] == 1
+    assert f"the drafter is trained to depth 1: {flag} knows no other" in added.notes
+    assert slime.plan([], DRAFTER | {"depth": None}, None, None).settings["rlspec_depth"] == 3
 
 
 def test_an_adaptive_configuration_of_the_user_stays():
@@ -139,7 +173,8 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
-    added = slime.plan([], DRAFTER, steps, 3, slime.check_table(str(TABLE), steps))
+    slime.check_table(str(TABLE), steps)
+    added = slime.plan([], DRAFTER, steps, 3, str(TABLE))
     monkeypatch.setenv("RLSPEC_SGLANG", added.environment["RLSPEC_SGLANG"])
     settings = Settings.from_environment()
     assert settings.verifier == "target_only", "position-keyed, all samples of a group would be one text"
@@ -169,6 +204,18 @@ def test_bad_cost_tables_are_told_before_anything_starts(tmp_path):
         slime.check_table(str(TABLE), [0, 1, 50])
     with pytest.raises(ConfigError, match="nothing to choose from"):
         slime.plan([], DRAFTER, [3], 3, str(TABLE))
+    with pytest.raises(ConfigError, match="nothing to choose from: under --sglang-enable-pdmux SGLang does not adapt"):
+        slime.plan(["--sglang-enable-pdmux"], DRAFTER, None, None, str(TABLE))
+    with pytest.raises(ConfigError, match="--candidate-steps 1,x: expected whole numbers"):
+        slime.main(["--candidate-steps", "1,x", "--", "python", "train.py"])
+
+
+def test_notes_are_printed(tmp_path, capsys):
+    command = ["python", "train.py", "--sglang-enable-dp-attention", "--multi-latent-attention"]
+    assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-dp")
+    assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention knows no other"
 
 
 def test_yaml_holds_every_flag(capsys):

@@ -40,59 +40,57 @@ DRAFTER = ("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay",
 REFUSED = (
     ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
     ("--use-routing-replay", None, "the MTP layer's router would use another layer's recording"),
-    ("--sglang-enable-dp-attention", None, "SGLang then drops adaptive speculation with a warning only"),
-    ("--sglang-enable-two-batch-overlap", None, "SGLang then drops adaptive speculation with a warning only"),
     ("--sglang-enable-mixed-chunk", None, MIXED_CHUNK),
-    ("--sglang-enable-pdmux", None, "SGLang then drops adaptive speculation with a warning only"),
 )
+# Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
+FIXED = (
+    "--sglang-enable-dp-attention",
+    "--sglang-attn-dp-size",
+    "--sglang-enable-two-batch-overlap",
+    "--sglang-enable-multi-layer-eagle",
+    "--sglang-enable-pdmux",
+)
+DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
+# Attention that is not unrolled: `SlimeDrafter` trains one depth through Megatron's own layer.
+ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
 
 @dataclass
 class Additions:
-    """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes."""
+    """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes.
+
+    `notes`, one line each, tell what was decided for the user.
+    """
 
     flags: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     adaptive: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def plan(
-    command: Sequence[str], drafter: Mapping[str, Any], steps: Sequence[int], start: int, cost_table: str = ""
+    command: Sequence[str],
+    drafter: Mapping[str, Any],
+    steps: Sequence[int] | None,
+    start: int | None,
+    cost_table: str = "",
 ) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
-    drafter  our options, by their names in `[drafter]`
-    steps    what the engines may choose from; start: num_steps until the first rollout has ended
+    drafter  our options, by their names in `[drafter]`; depth may be None: as deep as the model's attention allows
+    steps    what the engines may choose from; None: the default, or one number where SGLang does not adapt
+    start    num_steps until the first rollout has ended; None: the command's own, or the default
     cost_table  file by which our rule chooses in the engines; without it SGLang's own rule does
     Raises ConfigError where slime's own flags contradict it.
     """
     given = flags(command)
-    for flag, value, why in REFUSED:
-        if flag in given and given[flag] == value:
-            raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
-    for flag in LOSSY:
-        if flag in given and float(given[flag] or 1) != 1:
-            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
-    topk = given.get("--sglang-speculative-eagle-topk", "1")
-    if topk != "1" and len(steps) > 1:
-        raise ConfigError(f"--sglang-speculative-eagle-topk {topk}: SGLang adapts chains only; set 1 or a single step")
-    algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
-    if algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
-        raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
-    if given.get("--mtp-num-layers", "1") != "1":
-        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
-    sizes = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
-    expert, expert_tensor, tensor = (_whole(given.get(flag)) for flag in sizes)
-    if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
-        raise ConfigError(problem)
-    if "--allgather-cp" in given and drafter["depth"] > 1:
-        raise ConfigError(f"--allgather-cp with depth={drafter['depth']}: only depth 1 knows that layout; set 1")
-    if start not in steps:
-        raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
+    _refuse(given)
     out = Additions()
+    steps, start = _steps(given, steps, start, out.notes)
+    depth = _depth(given, drafter["depth"], out.notes)
     for flag, value in {"--enable-mtp-training": None, "--mtp-num-layers": "1"}.items():
         if flag not in given:
             out.flags += [flag] if value is None else [flag, value]
@@ -113,15 +111,82 @@ def plan(
         out.flags.append("--sglang-speculative-adaptive")
         if "--sglang-speculative-adaptive-config" not in given:
             out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
-    out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER}
+    out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER} | {"rlspec_depth": depth}
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
     if cost_table and len(steps) == 1:
-        raise ConfigError(f"--cost-table {cost_table}: nothing to choose from; give --candidate-steps more than one")
+        remedy = f"{fixed}; leave it out" if (fixed := _fixed_by(given)) else "give --candidate-steps more than one"
+        raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
     # `num_steps` holds until the first rollout has taught something.
     chosen = rule(cost_table, steps) if cost_table else None
     out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
     return out
+
+
+def _refuse(given: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for flags of slime that no drafter can be trained or served with."""
+    for flag, value, why in REFUSED:
+        if flag in given and given[flag] == value:
+            raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")
+    for flag in LOSSY:
+        if flag in given and float(given[flag] or 1) != 1:
+            raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
+    algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
+    if algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+        raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
+    if given.get("--mtp-num-layers", "1") != "1":
+        raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
+    sizes = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
+    expert, expert_tensor, tensor = (_whole(given.get(flag)) for flag in sizes)
+    if problem := split_experts(expert, expert_tensor if "--num-experts" in given else None, tensor):
+        raise ConfigError(problem)
+
+
+def _steps(
+    given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, notes: list[str]
+) -> tuple[list[int], int]:
+    """Return what the engines may choose from, and the number at the start. Raises ConfigError."""
+    theirs = _whole(given.get("--sglang-speculative-num-steps"))
+    if start is not None and theirs is not None and start != theirs:
+        raise ConfigError(f"--num-steps {start}, but --sglang-speculative-num-steps {theirs}; give one of them")
+    if start is None:
+        alone = steps[0] if steps is not None and len(steps) == 1 else None
+        start = next(n for n in (theirs, alone, SpecSection().num_steps) if n is not None)
+    fixed = _fixed_by(given)
+    if steps is None:
+        steps = [start] if fixed else sorted({*SpecSection().candidate_steps, start})
+    elif fixed and len(steps) > 1:
+        raise ConfigError(f"--candidate-steps {','.join(map(str, steps))}: {fixed}; give one number")
+    if start not in steps:
+        raise ConfigError(f"num_steps={start} is not among candidate_steps={list(steps)}")
+    if fixed:
+        notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
+    return list(steps), start
+
+
+def _fixed_by(given: Mapping[str, str | None]) -> str:
+    """Why the number of steps cannot change while the engines run, or ""."""
+    for flag in FIXED:
+        if flag in given and given[flag] != "1":
+            return f"under {flag} SGLang does not adapt it"
+    topk = given.get("--sglang-speculative-eagle-topk", "1")
+    if topk != "1":
+        return f"SGLang adapts chains only, not --sglang-speculative-eagle-topk {topk}"
+    if DELTA_NET in given:
+        return "the state of this model's delta nets was not tried with a number that changes"
+    return ""
+
+
+def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str]) -> int:
+    """Return the depth that the drafter is trained to. Raises ConfigError."""
+    reason = next((flag for flag in ONE_DEPTH if flag in given), "")
+    if not reason:
+        return DrafterConfig().depth if depth is None else depth
+    if depth is None:
+        notes.append(f"the drafter is trained to depth 1: {reason} knows no other")
+    elif depth > 1:
+        raise ConfigError(f"{reason} with depth={depth}: only depth 1 is known for it; set --drafter.depth 1")
+    return 1
 
 
 def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | None) -> str:
@@ -149,15 +214,13 @@ def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
     return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
 
 
-def check_table(cost_table: str, steps: Sequence[int]) -> str:
-    """The table's absolute path. Raises CostTableError or ConfigError where the engines' rule could not read it."""
-    path = str(Path(cost_table).absolute())
-    CostTable.load(path)
+def check_table(cost_table: str, steps: Sequence[int]) -> None:
+    """Raise CostTableError or ConfigError if the engines' rule could not read the table."""
+    CostTable.load(cost_table)
     try:
-        SpecRule.from_json(rule(path, steps))
+        SpecRule.from_json(rule(cost_table, steps))
     except ValueError as error:
         raise ConfigError(f"--cost-table {cost_table}: {error}") from None
-    return path
 
 
 def flags(command: Sequence[str]) -> dict[str, str | None]:
@@ -252,15 +315,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in DRAFTER:
         default = getattr(defaults, name)
         text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
-        parser.add_argument(
-            f"--drafter.{name}", dest=name, type=type(default), default=default, help=f"{text} ({default})"
-        )
+        parser.add_argument(f"--drafter.{name}", dest=name, type=type(default), help=f"{text} ({default})")
     parser.add_argument(
         "--candidate-steps",
-        default=",".join(map(str, spec.candidate_steps)),
-        help="steps the engines may choose from (%(default)s)",
+        help=f"steps the engines may choose from ({','.join(map(str, spec.candidate_steps))}; where SGLang does not "
+        "adapt them, the number at the start)",
     )
-    parser.add_argument("--num-steps", type=int, default=spec.num_steps, help="steps at the start (%(default)s)")
+    parser.add_argument(
+        "--num-steps",
+        type=int,
+        help=f"steps at the start (--sglang-speculative-num-steps of the command, or {spec.num_steps})",
+    )
     parser.add_argument(
         "--cost-table",
         default="",
@@ -272,14 +337,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
     parser.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
     options = parser.parse_args(ours)
-    drafter = load(None, {f"drafter.{name}": str(getattr(options, name)) for name in DRAFTER}).drafter.model_dump()
-    steps = [int(step) for step in options.candidate_steps.split(",")]
-    table = check_table(options.cost_table, steps) if options.cost_table else ""
+    asked = {name: getattr(options, name) for name in DRAFTER if getattr(options, name) is not None}
+    drafter = load(None, {f"drafter.{name}": str(value) for name, value in asked.items()}).drafter.model_dump()
+    drafter["depth"] = asked.get("depth")
+    steps = _numbers(options.candidate_steps) if options.candidate_steps else None
+    table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
+    arguments = command if options.yaml else command[driver(command) + 1 :]
+    added = plan(arguments, drafter, steps, options.num_steps, table)
+    if table:
+        check_table(table, added.settings["rlspec_candidate_steps"])
     if options.yaml:
-        print(as_yaml(plan(command, drafter, steps, options.num_steps, table), Path(options.folder).absolute()), end="")
+        print(as_yaml(added, Path(options.folder).absolute()), end="")
         return 0
-    at = driver(command)
-    added = plan(command[at + 1 :], drafter, steps, options.num_steps, table)
+    for note in added.notes:
+        print(f"rlspec slime: {note}", flush=True)
     whole = complete(command, added, Path(options.folder).absolute())
     for title, entries in (
         ("environment", [f"{k}={v}" for k, v in added.environment.items()]),
@@ -298,12 +369,20 @@ def as_yaml(added: Additions, folder: Path) -> str:
     settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
     for name, value in flags(added.flags).items():
         settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
-    head = "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
+    head = "".join(f"# {note}\n" for note in added.notes)
+    head += "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
     if added.adaptive:
         path = folder / "adaptive.json"
         settings["sglang_speculative_adaptive_config"] = str(path)
         head += f"# {path} must hold: {json.dumps(added.adaptive)}\n"
     return head + yaml.safe_dump(settings)
+
+
+def _numbers(text: str) -> list[int]:
+    """Read `--candidate-steps`. Raises ConfigError."""
+    if not all(part.isascii() and part.isdigit() for part in text.split(",")):
+        raise ConfigError(f"--candidate-steps {text}: expected whole numbers and commas")
+    return [int(part) for part in text.split(",")]
 
 
 def _number(text: str) -> int | str:
