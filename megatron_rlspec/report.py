@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, Valid
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.metrics import RecordError, read_records
+from megatron_rlspec.speculation.acceptance import accept_length
 
 Records = Sequence[Mapping[str, Any]]
 Row = TypeVar("Row", bound=BaseModel)
@@ -109,13 +110,11 @@ def render(run_dir: Path, records: Records) -> str:
 
 def _sample(row: SampleRow) -> dict[str, Any]:
     """Return the template's values for one sample. `accepted[i]` counts the rounds that accepted i drafts."""
-    rounds = sum(row.accepted)
-    drafts = sum(i * n for i, n in enumerate(row.accepted))
     return {
         **row.model_dump(),
         "pieces": [(row.response, False)] if row.pieces is None else row.pieces,
         "reward": math.nan if row.reward is None else row.reward,
-        "accept_length": f"{1 + drafts / rounds:.2f}" if rounds else "plain",
+        "accept_length": f"{accept_length(row.accepted):.2f}" if any(row.accepted) else "plain",
     }
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -55,21 +55,23 @@ class RolloutCancelledError(RuntimeError):
     """The run was asked to end during a rollout; the order of prompts is as before it."""
 
 
-class Rollouts:
-    """Engines and reward workers of a run. They start with the object; use it after `wait` and `open`, then `close`."""
+class StartingRollouts:
+    """What the rollouts of a run need and what can be refused early. Engines and reward workers start with the object.
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        tokenizer: Any,
-        run_dir: Path,
-        cancelled: threading.Event | None = None,
-    ) -> None:
-        """`cancelled`: when it is set, rollouts end with RolloutCancelledError."""
-        self.config, self.hf_config, self.tokenizer, self.run_dir = config, hf_config, tokenizer, run_dir
-        held_out = config.data.eval_path
-        self.held_out = data.Prompts(held_out, tokenizer, config).rows if held_out else []
+    held_out    prompts of evaluations; empty without `data.eval_path`
+    learning    what speculation starts from
+    scorer      reward workers
+    starting    engines, which come up while the trainer is built
+    """
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
+        """Raises DataError, CostTableError, RewardError and ConfigError before any engine starts."""
+        self.config = config
+        self.hf_config = hf_config
+        self.tokenizer = tokenizer
+        self.run_dir = run_dir
+        path = config.data.eval_path
+        self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
         spec = config.spec
         adapter = Adapter(
             spec.candidate_steps,
@@ -81,54 +83,80 @@ class Rollouts:
             catch_up_share=spec.catch_up_share,
         )
         self.learning = Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
-        rollout = config.rollout
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
-        self.seconds = math.nan  # of the newest rollout, rewards included
-        self.thread = ThreadPoolExecutor(1, "rollout")
-        self.ahead: Future[tuple[list[Group], float]] | None = None
-        layers = 1 if config.drafter.repeated_layer else config.drafter.depth
-        self.drafter_names = frozenset(family_of({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
-        self.scorer = rewards.Scorer(config.reward)  # before engines start: it raises if the reward cannot be called
+        self.scorer = rewards.Scorer(config.reward)
         self.starting = StartingEngines(config, run_dir)
-        self.restarts = Restarts(self.starting.again, rollout.restarts)
-        self.restarted = 0  # engines that came back since the last record
-        self._begun: dict[str, int] = {}  # engines lost since the last event about losses -> number of their restart
-        self.cancelled = cancelled or threading.Event()
-        self._drawing: list[str] = []  # ids of the requests that engines hold
-        self._closed = threading.Event()
-        self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
 
-    def wait(self) -> None:
-        """Wait until every engine answers. Raises EngineError."""
-        self._started = self.starting.wait()
+    def wait(self) -> Mapping[str, RolloutEngine]:
+        """Return the engines by name once every one answers. Raises EngineError."""
+        return self.starting.wait()
 
-    def open(
-        self, recorder: Recorder, prompts: data.Prompts | None, resumed: Mapping[str, Any], pending: list[Group]
+    def close(self) -> None:
+        """End engines and reward workers."""
+        self.starting.close()
+        self.scorer.close()
+
+
+class Rollouts:
+    """Draws and scores samples, pushes weights, and learns how to speculate. Rank 0 holds it; end it with `close`."""
+
+    def __init__(
+        self,
+        started: StartingRollouts,
+        engines: Mapping[str, RolloutEngine],
+        recorder: Recorder,
+        prompts: data.Prompts | None,
+        resumed: Mapping[str, Any],
+        pending: list[Group],
+        cancelled: threading.Event | None = None,
     ) -> None:
-        """Take in the engines. `prompts`: what `collect` draws from; `resumed` and `pending`: what a checkpoint kept.
+        """Take in the engines that `started.wait()` returned.
+
+        prompts             what `collect` draws from; None: only evaluations are drawn
+        resumed, pending    what `state` and `pending` returned to a checkpoint; empty for a new run
+        cancelled           when it is set, rollouts end with RolloutCancelledError
 
         Raises EngineError if no engine is left.
         """
-        self.recorder, self.prompts = recorder, prompts
-        engines = self._started
-        self.engines = EnginePool(list(engines.values()), lost=self._start_again)
-        self.health = self._health(engines)
-        threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
+        config = started.config
+        self.config = config
+        self.tokenizer = started.tokenizer
+        self.run_dir = started.run_dir
+        self.held_out = started.held_out
+        self.learning = started.learning
+        self.scorer = started.scorer
+        self.starting = started.starting
+        self.recorder = recorder
+        self.prompts = prompts
+        self.cancelled = cancelled or threading.Event()
+        rollout = config.rollout
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+        self.seconds = math.nan  # of the newest rollout, rewards included
+        self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
+        self._drawing: list[str] = []  # ids of the requests that engines hold
+        self._closed = threading.Event()
+        self.thread = ThreadPoolExecutor(1, "rollout")
+        self.ahead: Future[tuple[list[Group], float]] | None = None
         if pending:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
+        self.restarts = Restarts(self.starting.again, rollout.restarts)
+        self.restarted = 0  # engines that came back since the last record
+        self._begun: dict[str, int] = {}  # engines lost since the last event about losses -> number of their restart
+        self.engines = EnginePool(list(engines.values()), lost=self._start_again)
+        self.health = self._health(engines, _drafter_names(config, started.hf_config))
+        threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
-        if self.config.spec.mode == "adaptive":
+        if config.spec.mode == "adaptive":
             self.engines.everywhere(lambda engine: engine.set_spec_rule(self.learning.rule()))
 
-    def _health(self, engines: Mapping[str, RolloutEngine]) -> Health:
+    def _health(self, engines: Mapping[str, RolloutEngine], drafter_names: Collection[str]) -> Health:
         options, spec = self.config.health, self.config.spec
         chain = spec.num_steps or max(spec.candidate_steps)
         rows = self.held_out or (self.prompts.rows if self.prompts else [])
         return Health(
             Pusher(engines),
-            self.drafter_names.__contains__,
+            drafter_names.__contains__,
             self._speculate if spec.mode != "off" and chain else None,
             rows[: options.canary_prompts],
             self.sampling,
@@ -359,6 +387,12 @@ class Rollouts:
         found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
         files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found
+
+
+def _drafter_names(config: Config, hf_config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the Hugging Face names of the drafter's tensors."""
+    layers = 1 if config.drafter.repeated_layer else config.drafter.depth
+    return frozenset(family_of({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
 
 def _has_signal(group: Group) -> bool:

@@ -25,7 +25,7 @@ from megatron_rlspec.live import View
 from megatron_rlspec.metrics import Clock, Recorder
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
-from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, rollout_metrics
+from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
@@ -97,9 +97,8 @@ class Session:
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
         if self.main and self.generates:  # engines start while the trainer is built
-            cancelled = self.interruption.asked
-            self.rollouts = Rollouts(config, self.hf_config, self.tokenizer, self.run_dir, cancelled)
-            self._closing.callback(self.rollouts.close)
+            starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir)
+            self._closing.callback(starting.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors)
         if config.algorithm.kl_coef:
@@ -108,15 +107,17 @@ class Session:
         told = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
         self._recorded = self._saved = self.done
         if self.main:
-            if self.generates:
-                self.rollouts.wait()  # nothing is written by a run whose engines do not come up
+            engines = starting.wait() if self.generates else {}  # a run whose engines do not come up writes nothing
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
             if told:
                 self.recorder.event("drafter", told)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
-                self.rollouts.open(self.recorder, None if supervised else self.data, resumed, pending)
+                prompts = None if supervised else self.data
+                cancelled = self.interruption.asked
+                self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, pending, cancelled)
+                self._closing.callback(self.rollouts.close)
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
         """Let the drafter's optimizer go on where the run ended that wrote `model.path`; what is to be told of it."""

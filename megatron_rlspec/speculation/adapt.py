@@ -11,7 +11,6 @@ from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.rule import CATCH_UP_SHARE
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
@@ -33,7 +32,7 @@ class Adapter:
         ridge_tokens: float,
         margin: float,
         probe_share: float,
-        catch_up_share: float = CATCH_UP_SHARE,
+        catch_up_share: float = 0.0,
     ) -> None:
         if cost_table:
             CostTable.load(Path(cost_table))  # raises CostTableError before any engine starts

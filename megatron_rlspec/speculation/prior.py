@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import expected_tokens
+import numpy as np
+
+from megatron_rlspec.speculation.acceptance import accept_length, expected_tokens, pooled
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 SEEN, FORECAST = range(2)
@@ -59,9 +61,10 @@ class Prior:
         rounds = sum(sum(s.accepted) for s in drafted)
         if self.pending is None or rounds < 2:
             return
-        emitted = [(1 + i, n) for s in drafted for i, n in enumerate(s.accepted)]
-        mean = sum(tokens * n for tokens, n in emitted) / rounds
-        self.spread = sum(n * (tokens - mean) ** 2 for tokens, n in emitted) / rounds
+        histogram = pooled(s.accepted for s in drafted)
+        mean = accept_length(histogram)
+        tokens = 1 + np.arange(len(histogram))
+        self.spread = float(histogram @ (tokens - mean) ** 2) / rounds
         self.noise = self.spread / rounds
         for i, rates in enumerate(self.pending):
             told = sum(sum(s.accepted) * expected_tokens(SpecConfig(s.config.num_steps), rates) for s in drafted)

@@ -22,7 +22,6 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 VERSION = 1
 PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
-CATCH_UP_SHARE = 0.0
 CATCH_UP_WEIGHT = 0.1  # of the cost of catching up that staying off must lose before drafting starts: it is paid once
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
@@ -105,7 +104,7 @@ class SpecRule:
         acceptance: Acceptance | None = None,
         margin: float = 0.01,
         probe_share: float = 0.01,
-        catch_up_share: float = CATCH_UP_SHARE,
+        catch_up_share: float = 0.0,
         forecast: Sequence[float] | None = None,
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))

@@ -13,7 +13,7 @@ from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.metrics import Recorder, read_records
 from megatron_rlspec.rollout import open as opening
-from megatron_rlspec.rollouts import Rollouts
+from megatron_rlspec.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
@@ -22,6 +22,12 @@ from megatron_rlspec.weights.contract import HealthError
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
 CHAIN = SpecConfig(3)
+
+
+def start(config, hf_config, run_dir, resumed=None):
+    starting = StartingRollouts(config, hf_config, None, run_dir)
+    prompts = SimpleNamespace(rows=PROMPTS)
+    return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, [])
 
 
 class Run:
@@ -41,9 +47,7 @@ class Run:
         }
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
-        self.rollouts = Rollouts(config, self.hf_config, None, self.run_dir)
-        self.rollouts.wait()
-        self.rollouts.open(Recorder(self.run_dir), SimpleNamespace(rows=PROMPTS), {}, [])
+        self.rollouts = start(config, self.hf_config, self.run_dir)
         (self.engine,) = self.rollouts.engines.engines
 
     def push(self, version, damage=lambda name, tensor: tensor):
@@ -149,11 +153,10 @@ def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
         run.draw(f"r{reached:.0f}")
         rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
-    before, after = rollouts.learning.rule(), Rollouts(rollouts.config, run.hf_config, None, tmp_path / "again")
+    before = rollouts.learning.rule()
     assert before["acceptance"] != rollouts.learning.adapter.acceptance.to_json()
     state = json.loads(json.dumps(rollouts.state()))
-    after.wait()
-    after.open(Recorder(tmp_path / "again"), SimpleNamespace(rows=PROMPTS), state, [])
+    after = start(rollouts.config, run.hf_config, tmp_path / "again", state)
     assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()
     after.close()
 

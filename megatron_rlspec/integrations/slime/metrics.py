@@ -25,6 +25,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.types import Sampling, SpecConfig
@@ -166,17 +167,11 @@ def acceptance(infos: Iterable[Any]) -> dict[str, float]:
     """Of all samples together: tokens per round, and per depth d the share of rounds that accepted draft d among those
     that accepted d - 1. The latter is a lower bound where engines drafted fewer than d steps in some rounds.
     """
-    total: list[int] = []
-    for info in infos:
-        histogram = getattr(info, "histogram", [])
-        total += [0] * (len(histogram) - len(total))
-        for accepted, rounds in enumerate(histogram):
-            total[accepted] += rounds
+    total = pooled(getattr(info, "histogram", ()) for info in infos).tolist()
     rounds = sum(total)
     if not rounds:
         return {}
-    drafts = sum(accepted * n for accepted, n in enumerate(total))
-    metrics = {"accept_length": 1 + drafts / rounds, "accept_rounds": float(rounds)}
+    metrics = {"accept_length": accept_length(total), "accept_rounds": float(rounds)}
     for depth in range(1, len(total)):
         reached = sum(total[depth - 1 :])
         metrics[f"accept_depth_{depth}"] = sum(total[depth:]) / reached if reached else 0.0
@@ -193,11 +188,8 @@ def add(self: Any, meta_info: Mapping[str, Any]) -> None:
         if theirs in renamed:
             renamed.setdefault(ours, renamed[theirs])
     _add(self, meta_info=renamed)
-    histogram = list(getattr(self, "histogram", []))
-    for accepted, rounds in enumerate(meta_info.get("spec_correct_drafts_histogram") or []):
-        histogram += [0] * (accepted + 1 - len(histogram))
-        histogram[accepted] += rounds
-    self.histogram = histogram
+    seen = getattr(self, "histogram", ())
+    self.histogram = pooled([seen, meta_info.get("spec_correct_drafts_histogram") or ()]).tolist()
 
 
 Sample.SpecInfo.add = add
