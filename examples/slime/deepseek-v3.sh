@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# REFUSED TODAY: its experts do not fit without --expert-model-parallel-size, under which the drafter's optimizer would
-# be wrong. `rlspec slime` ends with exit code 2 and says so. The recipe stays for the day that this works.
 # DeepSeek-V3 class on 16 machines of 8 GPUs. Latent attention and experts: depth 1 only. SGLang drops adaptive speculation
 # under attention data parallelism, so engines here run without it. Decoding at large batch needs no speculation at all;
 # where it begins to cost, only a table tells. Profile first, on the two machines of one engine (`rlspec serve` on both):

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# REFUSED TODAY: its experts do not fit without --expert-model-parallel-size, under which the drafter's optimizer would
-# be wrong. `rlspec slime` ends with exit code 2 and says so. The recipe stays for the day that this works.
 # GLM-4.5-Air (106B, 12B active) on 8 machines of 8 GPUs. Its drafter is a mixture of experts: depth 1 is trained with
 # Megatron's own attention, and engines may draft further from it at falling acceptance.
 # A verified token wakes its own experts, so profile before allowing many steps. Routing replay must stay off.

@@ -15,7 +15,7 @@ class ParallelConfig(Section):
     tensor: Ranks = Field(1, description="tensor parallel size")
     pipeline: Ranks = Field(1, description="pipeline parallel size")
     context: Ranks = Field(1, description="context parallel size")
-    expert: Ranks = Field(1, description="expert parallel size")
+    expert: Ranks = Field(1, description="expert parallel size; it divides context x data parallel size")
     sequence: bool = Field(False, description="sequence parallelism over the tensor parallel ranks")
     recompute: bool = Field(False, description="recompute every layer in the backward pass, to save memory")
 
@@ -24,3 +24,11 @@ class ParallelConfig(Section):
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence=true needs tensor > 1, but tensor=1")
         return self
+
+    def expert_problem(self, world: int) -> str:
+        """Say in one line why `expert` does not fit a job of `world` ranks; "" if it does."""
+        replicas = world // (self.tensor * self.pipeline)
+        if replicas % self.expert == 0:
+            return ""
+        sizes = f"{world} ranks / (parallel.tensor={self.tensor} x pipeline={self.pipeline})"
+        return f"parallel.expert={self.expert} must divide the {replicas} ranks that share experts: {sizes}"

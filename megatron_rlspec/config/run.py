@@ -95,6 +95,7 @@ class Config(Section):
                 f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty",
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
+            (problem := parallel.expert_problem(world_size), problem),
             (
                 self.train.tokens_per_micro_batch < longest,
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "

@@ -1,7 +1,8 @@
 """Save and load what one optimizer step depends on, bit for bit, for the same layout of ranks.
 
-A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Every
-tensor has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
+A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Under
+expert parallelism experts are sharded in their own way, so they have files of their own, one per shard. Every tensor
+has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
 Hugging Face weights instead. Megatron's own format would reshard. But it keeps the drafter's optimizer, which only the
 last pipeline stage has, in a file that only rank 0 writes; it needs pickle; and on loading it gives all parameters one
 shared `step`, which AdamW then advances once per parameter (0.16.1).
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.train import experts, runtime
-from megatron_rlspec.train.optimizer import Learner
+from megatron_rlspec.train.optimizer import Learner, Part
 from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
 from megatron_rlspec.weights.tensor_file import TensorFile
@@ -56,11 +57,12 @@ def save(
 
     def write() -> None:
         for name, learner in learners.items():
-            if _writes(learner):
-                copies = {key: t.detach().cpu().clone() for key, t in _tensors(learner).items()}
-                tensor_file.save(copies, _file(partial, name, learner))
-        if generators and ps.get_data_parallel_rank(with_context_parallel=True) == 0:
-            tensor_file.save(_generators(), partial / f"generators{_shard()}.safetensors")
+            for part in learner.parts:
+                if learner.adam.distributed or part.replicas.rank() == 0:
+                    copies = {key: t.detach().cpu().clone() for key, t in _tensors(learner, part).items()}
+                    tensor_file.save(copies, _file(partial, name, learner, part))
+        if generators and ps.get_expert_data_parallel_rank() == 0:
+            tensor_file.save(_generators(), _generators_file(partial))
 
     def finish() -> None:
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
@@ -114,9 +116,10 @@ def load(
         raise CheckpointError(error)
     try:
         for name, learner in learners.items():
-            _load_learner(_file(directory, name, learner), learner)
+            for part in learner.parts:
+                _load_part(_file(directory, name, learner, part), learner, part)
         if generators:
-            _load_generators(directory / f"generators{_shard()}.safetensors")
+            _load_generators(_generators_file(directory))
     except CheckpointError as problem:
         error = f"{problem}; remove {directory} to go on without it"
     error = runtime.first_message(error)
@@ -128,6 +131,8 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
     written = read_json(directory / LAYOUT)
+    # Earlier versions did not record these sizes: they split experts as all other parameters.
+    written = {"expert": 1, "expert_tensor": written.get("tensor")} | written
     for key, value in layout.items():
         if written.get(key) != value:
             raise CheckpointError(
@@ -136,12 +141,12 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
             )
 
 
-def _load_learner(path: Path, learner: Learner) -> None:
+def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
         learner.steps = int(_stored(file, "steps", torch.tensor(learner.steps)))
         learner.updates_before = int(file[_BEFORE]) if _BEFORE in file else 0
         learner.create_moments()
-        tensors = _tensors(learner)
+        tensors = _tensors(learner, part)
         for name in file:
             if name not in tensors:
                 raise CheckpointError(f"{path}: has {name}, which this run does not")
@@ -171,12 +176,13 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
     return tensor
 
 
-def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Name every tensor of a learner: parameters, routers' biases, the optimizer's copies, moments, step count."""
+def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
+    """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases."""
     module = learner.ddp.module
-    out = {f"parameter.{name}": parameter.data for name, parameter in module.named_parameters()}
-    out |= {f"bias.{name}": bias for name, bias in experts.biases(module).items()}
-    for key, parameter, state in _optimized(learner):
+    out = {f"parameter.{name}": p.data for name, p in module.named_parameters() if part.holds(p)}
+    if not part.experts:
+        out |= {f"bias.{name}": bias for name, bias in experts.biases(module).items()}
+    for key, parameter, state in _optimized(part):
         out[f"main.{key}"] = parameter.data
         out |= {f"{moment}.{key}": state[moment] for moment in _MOMENTS if moment in state}
     if learner.updates_before:
@@ -184,12 +190,11 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     return out | {"steps": torch.tensor(learner.steps)}
 
 
-def _optimized(learner: Learner) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+def _optimized(part: Part) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
     """Yield what the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes."""
-    inner = learner.optimizer.optimizer
-    for g, group in enumerate(inner.param_groups):
+    for g, group in enumerate(part.groups):
         for i, parameter in enumerate(group["params"]):
-            yield f"{g}.{i}", parameter, inner.state[parameter]
+            yield f"{g}.{i}", parameter, part.optimizer.optimizer.state[parameter]
 
 
 def _generators() -> dict[str, Tensor]:
@@ -200,15 +205,22 @@ def _generators() -> dict[str, Tensor]:
     return {name: state.clone() for name, state in states.items()}
 
 
-def _writes(learner: Learner) -> bool:
-    """Return whether this rank writes a file: one replica does, or all if the optimizer is sharded over them."""
-    return learner.adam.distributed or ps.get_data_parallel_rank(with_context_parallel=True) == 0
+def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
+    replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
+    shard = f"-experts{_expert_shard()}" if part.experts else f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    return directory / f"{name}{shard}{_stage()}{replica}.safetensors"
 
 
-def _shard() -> str:
-    return f"-tensor{ps.get_tensor_model_parallel_rank()}-pipeline{ps.get_pipeline_model_parallel_rank()}"
+def _generators_file(directory: Path) -> Path:
+    """Return this rank's; one of Megatron's generators differs between expert-parallel ranks."""
+    split = ps.get_expert_model_parallel_world_size() > 1
+    shard = _expert_shard() if split else f"-tensor{ps.get_tensor_model_parallel_rank()}"
+    return directory / f"generators{shard}{_stage()}.safetensors"
 
 
-def _file(directory: Path, name: str, learner: Learner) -> Path:
-    replica = f"-replica{ps.get_data_parallel_rank(with_context_parallel=True)}" if learner.adam.distributed else ""
-    return directory / f"{name}{_shard()}{replica}.safetensors"
+def _expert_shard() -> str:
+    return f"-tensor{ps.get_expert_tensor_parallel_rank()}-expert{ps.get_expert_model_parallel_rank()}"
+
+
+def _stage() -> str:
+    return f"-pipeline{ps.get_pipeline_model_parallel_rank()}"

@@ -9,6 +9,7 @@ needs. Other activations, workspaces of kernels and fragmentation come on top.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,15 +33,25 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Number of parameters of one module on one rank: split over tensor-parallel ranks (`cut`), or not (`whole`)."""
+    """Number of parameters of one module on one rank.
+
+    cut      split over tensor-parallel ranks
+    whole    on every tensor-parallel rank
+    experts  split over tensor- and expert-parallel ranks
+    """
 
     cut: int = 0
     whole: int = 0
+    experts: int = 0
 
     @property
     def here(self) -> int:
-        """Both together."""
-        return self.cut + self.whole
+        """All together."""
+        return self.cut + self.whole + self.experts
+
+    def of_all_ranks(self, tensor: int, expert: int) -> int:
+        """Count every parameter of the module once."""
+        return tensor * (self.cut + expert * self.experts) + self.whole
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,10 @@ def stages(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Sta
     return [_build(config, hf_config, world, stage) for stage in range(config.parallel.pipeline)]
 
 
-def parameters(built: list[Stage], tensor: int) -> tuple[int, int]:
+def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, int]:
     """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
-    policy = drafter = 0
-    for stage in built:
-        policy += tensor * (stage.policy.cut - stage.repeated) + stage.policy.whole
-        drafter += tensor * stage.drafter.cut + stage.drafter.whole
+    policy = sum(stage.policy.of_all_ranks(tensor, expert) - tensor * stage.repeated for stage in built)
+    drafter = sum(stage.drafter.of_all_ranks(tensor, expert) for stage in built)
     return policy, drafter
 
 
@@ -88,7 +97,11 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     size = DTYPES[config.model.dtype].itemsize
     here = built[stage]
     count = here.policy.here + here.drafter.here
+    experts = here.policy.experts + here.drafter.experts
     replicas = world // (parallel.tensor * parallel.pipeline)  # data and context ranks share one optimizer
+    stepped = count
+    if config.optimizer.distributed:
+        stepped = (count - experts) // replicas + experts // (replicas // parallel.expert)
     exact = max(size, 4)
     state = 2 * exact + (4 if size < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
     width = hf_config["hidden_size"]
@@ -102,43 +115,49 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     return Bytes(
         weights=size * (count + replica),
         gradients=exact * count,
-        optimizer=state * count // (replicas if config.optimizer.distributed else 1),
+        optimizer=state * stepped,
         inputs=size * in_flight * len(here.layers) * tokens * width,
     )
 
 
 def place(rank: int, config: Config, world: int) -> dict[str, int]:
-    """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline."""
+    """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline.
+
+    `expert` counts on within a stage's context and data ranks.
+    """
     parallel = config.parallel
     out: dict[str, int] = {}
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
     for name, size in (("tensor", parallel.tensor), ("context", parallel.context), ("data", replicas)):
         rank, out[name] = divmod(rank, size)
-    return out | {"pipeline": rank}
+    expert = (out["context"] + parallel.context * out["data"]) % parallel.expert
+    return out | {"expert": expert, "pipeline": rank}
 
 
 def report(config: Config, hf_config: Mapping[str, Any], world: int) -> Iterator[str]:
     """Yield the lines that `--dry-run` prints. Raises ConfigError if this layout or model cannot be trained."""
     parallel = config.parallel
     built = stages(config, hf_config, world)
-    policy, drafter = parameters(built, parallel.tensor)
+    policy, drafter = parameters(built, parallel.tensor, parallel.expert)
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
     yield (
         f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} x data {replicas} x pipeline "
         f"{parallel.pipeline}{', sequence parallel' if parallel.sequence else ''}"
+        f"{f', experts split over {parallel.expert} of context x data' if parallel.expert > 1 else ''}"
         f"{', optimizer split over replicas' if config.optimizer.distributed else ''}"
     )
     yield "memory in GiB; inputs: those of the layers only; other activations and workspaces come on top"
-    columns = ("rank", "tensor", "context", "data", "pipeline", "layers", "policy", "drafter")
+    places = ["tensor", "context", "data", *(["expert"] if parallel.expert > 1 else []), "pipeline"]
+    columns = ("rank", *places, "layers", "policy", "drafter")
     parts = ("weights", "gradients", "optimizer", "inputs", "total")
-    widths = (4, 6, 7, 4, 8, 7, 14, 12, *(9 for _ in parts))
+    widths = (4, *(max(4, len(name)) for name in places), 7, 14, 12, *(9 for _ in parts))
     yield " ".join(f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True))
     for rank in range(world):
         at = place(rank, config, world)
         here = built[at["pipeline"]]
         needs = memory(config, hf_config, built, at["pipeline"], world)
-        cells = [rank, *(at[name] for name in columns[1:5]), f"{here.layers.start}-{here.layers.stop - 1}"]
+        cells = [rank, *(at[name] for name in places), f"{here.layers.start}-{here.layers.stop - 1}"]
         cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
         cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
         yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -175,10 +194,12 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
 
 def _held(table: Family, module: nn.Module, config: Any) -> Sizes:
     names = {id(tensor): name for name, tensor in shards.global_names(module, config).items()}
-    sizes = {True: 0, False: 0}
+    sizes = Counter[str]()
     for parameter in module.parameters():
-        sizes[table.row(names[id(parameter)]).cut.dim is not None] += parameter.numel()
-    return Sizes(sizes[True], sizes[False])
+        name = names[id(parameter)]
+        cut = "experts" if ".local_experts." in name else "cut" if table.row(name).cut.dim is not None else "whole"
+        sizes[cut] += parameter.numel()
+    return Sizes(**sizes)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
     coefficient = config.model.moe_aux_loss_coeff
     return {
         "num_moe_experts": hf_config[ROUTED],
+        "expert_model_parallel_size": config.parallel.expert,
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * (hf_config.get("n_shared_experts") or 0) or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
@@ -56,10 +57,11 @@ def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[boo
     model = config.model
     balanced = model.moe_aux_loss_coeff or model.moe_router_bias_update_rate
     yield bool(hf_config.get("num_experts")), "a mixture of experts of another family than GLM4-MoE is not trained"
-    yield parallel.expert > 1, f"parallel.expert={parallel.expert}: experts are not split over ranks yet"
     yield not experts and bool(balanced), "model.moe_* balances experts, but this model is dense"
+    yield not experts and parallel.expert > 1, f"parallel.expert={parallel.expert}, but this model is dense"
     if not experts:
         return
+    yield bool(experts % parallel.expert), f"{ROUTED}={experts} is no multiple of parallel.expert={parallel.expert}"
     width = hf_config.get("moe_intermediate_size")
     chosen = hf_config.get("num_experts_per_tok", 0)
     yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"

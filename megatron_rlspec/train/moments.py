@@ -67,10 +67,10 @@ def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
     for name, parameter in learner.ddp.module.named_parameters():
         whole = torch.zeros(parameter.numel(), dtype=_exact(parameter), device=parameter.device)
         if name in places:
-            inner, start = places[name]
-            whole[start : start + inner.numel()] = learner.optimizer.optimizer.state[inner][moment].flatten()
+            inner, start, state = places[name]
+            whole[start : start + inner.numel()] = state[moment].flatten()
         if learner.adam.distributed:
-            dist.all_reduce(whole, group=ps.get_data_parallel_group(with_context_parallel=True))
+            dist.all_reduce(whole, group=learner.part_of(parameter).replicas)
         found[name] = whole.view(parameter.shape)
     return found
 
@@ -79,17 +79,16 @@ def take(learner: Learner, family: Family, file: Mapping[str, Tensor]) -> None:
     """Put this rank's share of the file's moments into an optimizer that has not stepped yet."""
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()
-    places = dict(learner.optimized())
     learner.start_from(int(file["updates"]))
+    places = dict(learner.optimized())
     for name, canonical in _canonical(learner.ddp.module).items():
         row = family.row(canonical)
         for moment in MOMENTS:
             full = row.layout.fuse([file[f"{moment}.{hf}"] for hf in row.hf])
             shard = family.shard(canonical, full, rank, size).flatten()
             if name in places:
-                inner, start = places[name]
-                state = learner.optimizer.optimizer.state[inner][moment]
-                state.copy_(shard[start : start + inner.numel()].view(state.shape))
+                inner, start, state = places[name]
+                state[moment].copy_(shard[start : start + inner.numel()].view(state[moment].shape))
 
 
 def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:

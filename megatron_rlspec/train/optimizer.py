@@ -2,16 +2,23 @@
 
 One optimizer for both would clip both by one norm and skip both after one overflow. One gradient buffer for both would
 split the all-reduce differently and round the policy's gradient differently on three ranks or more.
+
+With expert parallelism each of the two has two parts, as in Megatron's `get_megatron_optimizer`: experts, and all other
+parameters. Ranks that are replicas of each other in one part hold different shards of the other. So each part has its
+own optimizer, sums gradients over its own replicas and its squared norm over its own shards. Megatron's
+`ChainedOptimizer` makes one gradient norm of both, and both are clipped by that norm.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -21,6 +28,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -51,6 +59,41 @@ class AdamW:
         return self.lr * min(warmth, left)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are split over the same ranks, with Megatron's optimizer for them.
+
+    experts    whether these are the experts, which expert-parallel ranks share out; else all other parameters
+    optimizer  Megatron's; it has no parameters on a pipeline stage without experts
+    replicas   the ranks that hold the same shard
+    """
+
+    experts: bool
+    optimizer: Any
+    replicas: dist.ProcessGroup
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the inner optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Return whether the module's `parameter` belongs to this part."""
+        return _is_expert(parameter) == self.experts
+
+
+class Optimized(NamedTuple):
+    """What an inner optimizer updates in place of a parameter, or of a piece of it.
+
+    start  first element of the piece in the flat parameter
+    state  its moments
+    """
+
+    tensor: Tensor
+    start: int
+    state: dict[str, Tensor]
+
+
 class Learner:
     """A module with its own gradient buffers and its own AdamW.
 
@@ -75,61 +118,82 @@ class Learner:
             DistributedDataParallelConfig(grad_reduce_in_fp32=low, use_distributed_optimizer=adam.distributed),
             module,
         )
-        self.optimizer = self._optimizer(
-            OptimizerConfig(
-                lr=adam.lr,
-                weight_decay=adam.weight_decay,
-                adam_beta1=adam.beta1,
-                adam_beta2=adam.beta2,
-                adam_eps=adam.eps,
-                clip_grad=adam.clip_grad,
-                bf16=low,
-                params_dtype=dtype,
-                use_distributed_optimizer=adam.distributed,
-            )
+        config = OptimizerConfig(
+            lr=adam.lr,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.beta1,
+            adam_beta2=adam.beta2,
+            adam_eps=adam.eps,
+            clip_grad=adam.clip_grad,
+            bf16=low,
+            params_dtype=dtype,
+            use_distributed_optimizer=adam.distributed,
         )
+        self.parts = [self._part(config, experts=False)]
+        if module.config.num_moe_experts and module.config.expert_model_parallel_size > 1:
+            self.parts.append(self._part(config, experts=True))
+        self.optimizer = ChainedOptimizer([part.optimizer for part in self.parts])
 
-    def _optimizer(self, config: OptimizerConfig) -> Any:
+    def _part(self, config: OptimizerConfig, *, experts: bool) -> Part:
         # get_megatron_optimizer() communicates over all ranks; only those of the last pipeline stage have a drafter.
         ps = parallel_state
-        replicas = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-        replicas_gloo = ps.get_data_parallel_group_gloo(with_context_parallel=True, partial_data_parallel=True)
+        if experts:
+            replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+            replicas_gloo = ps.get_expert_data_parallel_group_gloo(partial_expert_data_parallel=True)
+            stage = ps.get_expert_tensor_and_model_parallel_group
+            all_stages = ps.get_expert_tensor_model_pipeline_parallel_group
+        else:
+            replicas = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+            replicas_gloo = ps.get_data_parallel_group_gloo(with_context_parallel=True, partial_data_parallel=True)
+            stage = ps.get_tensor_model_parallel_group
+            all_stages = ps.get_model_parallel_group
         if self.pipelined:
-            shards = ps.get_model_parallel_group()
+            shards = all_stages()
             everyone = ps.get_intra_distributed_optimizer_instance_group()
         else:
-            shards = ps.get_tensor_model_parallel_group()
+            shards = stage()
             everyone = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return _get_megatron_optimizer_based_on_param_groups(
-            config=config,
-            model_chunks=[self.ddp],
-            param_groups=_groups(self.ddp, config),
-            per_model_buffers={0: self.ddp.buffers},
-            model_parallel_group=shards,
-            data_parallel_group=replicas,
-            data_parallel_group_gloo=replicas_gloo,
-            data_parallel_group_idx=shards.rank(),
-            intra_dist_opt_group=everyone,
-        )
+        groups = _groups(self.ddp, config, experts=experts)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")  # a stage without experts
+            optimizer = _get_megatron_optimizer_based_on_param_groups(
+                config=config,
+                model_chunks=[self.ddp],
+                param_groups=groups,
+                per_model_buffers={0: self.ddp.expert_parallel_buffers if experts else self.ddp.buffers},
+                model_parallel_group=shards,
+                data_parallel_group=replicas,
+                data_parallel_group_gloo=replicas_gloo,
+                data_parallel_group_idx=shards.rank(),
+                intra_dist_opt_group=everyone,
+            )
+        return Part(experts, optimizer, replicas)
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def optimized(self) -> Iterator[tuple[str, tuple[Tensor, int]]]:
-        """By parameter name: the tensor that the inner optimizer updates, and where it begins in the flat parameter.
+    def part_of(self, parameter: Tensor) -> Part:
+        """Return the part that the module's `parameter` belongs to."""
+        return next(part for part in self.parts if part.holds(parameter))
 
-        Under the distributed optimizer that is this replica's part; a parameter of which it has none is left out.
+    def optimized(self) -> Iterator[tuple[str, Optimized]]:
+        """Yield, by parameter name, what the inner optimizers update.
+
+        Under the distributed optimizer that is this replica's piece; a parameter of which it has none is left out.
         """
-        outer = self.optimizer
-        copies = {id(model): copy for model, copy in _float32_copies(outer)}
+        copies = {id(model): copy for part in self.parts for model, copy in _float32_copies(part.optimizer)}
         for name, parameter in self.ddp.module.named_parameters():
-            if not self.adam.distributed:
-                yield name, (copies.get(id(parameter), parameter), 0)
-            elif parameter in outer.model_param_group_index_map:
+            outer = self.part_of(parameter).optimizer
+            inner = copies.get(id(parameter), parameter)
+            start = 0
+            if self.adam.distributed:
+                if parameter not in outer.model_param_group_index_map:
+                    continue
                 group, order = outer.model_param_group_index_map[parameter]
                 start = outer._get_model_param_range_map(parameter)["param"].start
-                yield name, (outer.optimizer.param_groups[group]["params"][order], start)
+                inner = outer.optimizer.param_groups[group]["params"][order]
+            yield name, Optimized(inner, start, outer.optimizer.state.get(inner, {}))
 
     def start_from(self, updates_before: int) -> None:
         """Make empty moments, as if `updates_before` updates had been taken, for a caller that fills them in."""
@@ -141,22 +205,10 @@ class Learner:
 
         torch's AdamW counts updates in that state, the fused ones in the group.
         """
-        inner = self.optimizer.optimizer
         updates = self.steps + self.updates_before
-        if not updates:
-            inner.state.clear()
-            return
-        counts_in_state = isinstance(inner, torch.optim.AdamW)
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                state = inner.state[parameter]
-                if not state:
-                    state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                    if counts_in_state:
-                        state["step"] = torch.tensor(float(updates))
-        if not counts_in_state:
-            for group in self.optimizer.param_groups:
-                group["step"] = updates
+        for part in self.parts:
+            if part.groups:
+                _create_moments(part, updates)
 
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
@@ -176,7 +228,8 @@ class Learner:
                 bias.copy_(before)
             return norm, False
         if self.adam.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.adam.clip_grad, norm)
+            for part in self.parts:
+                clip_grad_by_total_norm_fp32(part.optimizer.get_parameters(), self.adam.clip_grad, norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.adam.rate(self.steps, self.updates_before)
@@ -185,16 +238,41 @@ class Learner:
         return norm, True
 
 
-def _groups(ddp: DistributedDataParallel, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Make Megatron's parameter groups: matrices, and parameters without weight decay."""
-    common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+def _is_expert(parameter: Tensor) -> bool:
+    """Return Megatron's mark of a parameter that the data-parallel replicas of the others do not share."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _groups(ddp: DistributedDataParallel, config: OptimizerConfig, *, experts: bool) -> list[dict[str, Any]]:
+    """Make Megatron's parameter groups: matrices, and parameters without weight decay; none without parameters."""
+    common = {"lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False, "default_config": True}
     common |= {"max_lr": config.lr, "min_lr": config.min_lr}
+    trained = [p for p in ddp.parameters() if p.requires_grad and _is_expert(p) == experts]
 
     def group(decayed: bool) -> dict[str, Any]:
-        params: list[Tensor] = [p for p in ddp.parameters() if p.requires_grad and (p.dim() > 1) == decayed]
+        params: list[Tensor] = [p for p in trained if (p.dim() > 1) == decayed]
         return {"params": params, "wd_mult": 1.0 if decayed else 0.0, **common}
 
-    return [group(True), group(False)]
+    return [group(True), group(False)] if trained else []
+
+
+def _create_moments(part: Part, updates: int) -> None:
+    """Give the part's parameters the state of an optimizer after so many updates, with moments of 0 where none are."""
+    inner = part.optimizer.optimizer
+    if not updates:
+        inner.state.clear()
+        return
+    counts_in_state = isinstance(inner, torch.optim.AdamW)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if not state:
+                state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                if counts_in_state:
+                    state["step"] = torch.tensor(float(updates))
+    if not counts_in_state:
+        for group in part.groups:
+            group["step"] = updates
 
 
 def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +24,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -36,6 +37,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_rlspec.config import ParallelConfig
@@ -77,7 +79,8 @@ def launch_env() -> None:
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
     """Join the job, make Megatron's groups if there are none yet, and seed its random streams.
 
-    Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context.
+    Raises ValueError when the number of ranks is not a multiple of tensor × pipeline × context, or when `expert` does
+    not divide the ranks that share a stage's experts.
     """
     install()
     if not parallel_state.model_parallel_is_initialized():
@@ -91,6 +94,8 @@ def _create_groups(parallel: ParallelConfig) -> None:
     shards = parallel.tensor * parallel.pipeline * parallel.context
     if world % shards:
         raise ValueError(f"{world} ranks, but tensor × pipeline × context = {shards} must divide them")
+    if problem := parallel.expert_problem(world):
+        raise ValueError(problem)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
@@ -227,6 +232,11 @@ def install() -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define it without Transformer Engine
         moe_utils.te_general_gemm = None
+    # Sizes of expert-parallel exchanges become numbers when they leave the GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+    # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
+    mappings._gather_along_first_dim = _also_uneven(mappings._gather_along_first_dim, _gather_uneven)
+    mappings._reduce_scatter_along_first_dim = _also_uneven(mappings._reduce_scatter_along_first_dim, _scatter_uneven)
     # torch.compile would need a C++ compiler and half a minute on a CPU.
     TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
     # Main calls isinstance() with Transformer Engine's classes, which do not exist without it.
@@ -239,6 +249,35 @@ def install() -> None:
     # Forking the CUDA generator warns that the CPU's changed; here they are the same one.
     logging.getLogger(megatron_random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
     _CudaMeansCpu().__enter__()
+
+
+def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
+
+
+def _also_uneven(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return Megatron's `even`, but `uneven` where the ranks' shares, of dimension 0, are given."""
+
+    def either(x: Tensor, group: dist.ProcessGroup, shares: Any = None, *rest: Any, **named: Any) -> Tensor:
+        if shares is None or group.size() == 1:
+            return even(x, group, shares, *rest, **named)
+        return uneven(x, group, [int(share) for share in shares])
+
+    return either
+
+
+def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
+    padded = x.new_zeros(max(shares), *x.shape[1:])
+    padded[: len(x)] = x
+    everyone = [torch.empty_like(padded) for _ in shares]
+    dist.all_gather(everyone, padded, group=group)
+    return torch.cat([part[:share] for part, share in zip(everyone, shares, strict=True)])
+
+
+def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(shares)[group.rank()]
 
 
 class _NoStream:

@@ -19,6 +19,7 @@ from megatron_rlspec.weights.checkpoint import CheckpointError
 from megatron_rlspec.weights.names import Family, canonical, family_of
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
 def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
@@ -28,11 +29,13 @@ def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
-    """Return parameters and routers' biases of this pipeline stage by canonical name, with global layer numbers."""
+    """Return this rank's parameters and routers' biases by canonical name, with global layer and expert numbers."""
     offset = get_transformer_layer_offset(config)
+    first_expert = ps.get_expert_model_parallel_rank() * _experts_of_a_rank(config)
 
     def renumber(name: str) -> str:
-        return _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
+        name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
+        return _expert_later(name, first_expert)
 
     held = dict(module.named_parameters()) | experts.biases(module)
     return {renumber(name): tensor for name, tensor in held.items()}
@@ -68,8 +71,9 @@ def export(
     """Yield full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
 
     Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline stage.
+    One replica of the experts takes part: without expert parallelism, one replica of everything.
     """
-    if ps.get_data_parallel_rank(with_context_parallel=True) != 0:
+    if ps.get_expert_data_parallel_rank() != 0:
         return
     stages = ps.get_pipeline_model_parallel_world_size()
     stage = ps.get_pipeline_model_parallel_rank()
@@ -90,7 +94,7 @@ def export_stage(
 
     `held`: shards by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
     """
-    if ps.get_data_parallel_rank(with_context_parallel=True) != 0:
+    if ps.get_expert_data_parallel_rank() != 0:
         return
     stage = ps.get_pipeline_model_parallel_rank()
     for name, full in _stage_tensors(table, held, source, stage, config):
@@ -101,30 +105,60 @@ def export_stage(
 def _stage_tensors(
     table: Family, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather one stage's parameters over its tensor-parallel ranks and send them to rank 0."""
-    tensor_group = ps.get_tensor_model_parallel_group()
-    first_shard = tensor_group.rank() == 0
+    """Gather one stage's parameters over its tensor- and expert-parallel ranks and send them to rank 0."""
+    tensor_size = ps.get_tensor_model_parallel_world_size()
+    first_shard = ps.get_tensor_model_parallel_rank() == 0 and ps.get_expert_model_parallel_rank() == 0
     pipeline = ps.get_pipeline_model_parallel_group()
     target = dist.get_process_group_ranks(pipeline)[0]
     origin = dist.get_process_group_ranks(pipeline)[source]
-    plan: list[Any] = [[(name, *_full_shape(table, name, p, tensor_group.size())) for name, p in held.items()]]
+    plan: list[Any] = [[(name, *_full_shape(table, name, p, tensor_size)) for name, p in held.items()]]
     if source != 0 and first_shard:
         dist.broadcast_object_list(plan, src=origin, group=pipeline)
     for name, shape, dtype in plan[0]:
-        full = None
-        if stage == source:
-            shards = _gather(held[name].detach(), tensor_group)
-            full = table.unshard(name, shards) if first_shard else None
+        names = _of_all_ranks(name, config)
+        parts = _whole(table, names, held[name].detach(), first_shard) if stage == source else [None] * len(names)
         if not first_shard or stage not in (0, source):
             continue
-        if source != 0:
-            if stage == source:
-                dist.send(full.contiguous(), dst=target, group=pipeline)
-                continue
-            full = torch.empty(shape, dtype=dtype, device=runtime.device())
-            dist.recv(full, src=origin, group=pipeline)
-        if stage == 0:
-            yield name, full.to("cpu", copy=True)  # a copy: the next step changes the parameter itself
+        for each, part in zip(names, parts, strict=True):
+            full = part
+            if source != 0:
+                if stage == source:
+                    dist.send(full.contiguous(), dst=target, group=pipeline)
+                    continue
+                full = torch.empty(shape, dtype=dtype, device=runtime.device())
+                dist.recv(full, src=origin, group=pipeline)
+            if stage == 0:
+                yield each, full.to("cpu", copy=True)  # a copy: the next step changes the parameter itself
+
+
+def _whole(table: Family, names: list[str], shard: Tensor, first_shard: bool) -> list[Any]:
+    """Gather this stage's shards: the full tensors of `names` on its first rank, None for each on the others."""
+    size = ps.get_tensor_model_parallel_world_size()
+    if len(names) == 1 and ps.get_expert_model_parallel_rank():
+        return [None]  # the first expert-parallel rank has the same shard
+    group = ps.get_expert_tensor_and_model_parallel_group() if len(names) > 1 else ps.get_tensor_model_parallel_group()
+    shards = _gather(shard, group)
+    if not first_shard:
+        return [None] * len(names)
+    return [table.unshard(name, shards[i * size : (i + 1) * size]) for i, name in enumerate(names)]
+
+
+def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
+    """Return the names of the tensors that expert-parallel ranks hold where the first holds `name`: experts, or one."""
+    size = ps.get_expert_model_parallel_world_size()
+    if size == 1 or not _EXPERT.search(name):
+        return [name]
+    here = ps.get_expert_model_parallel_rank()
+    return [_expert_later(name, (rank - here) * _experts_of_a_rank(config)) for rank in range(size)]
+
+
+def _experts_of_a_rank(config: TransformerConfig) -> int:
+    return (config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()
+
+
+def _expert_later(name: str, by: int) -> str:
+    """Return the name of the expert that is numbered higher `by` so many; other names stay."""
+    return _EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + by}.", name)
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

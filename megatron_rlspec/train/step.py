@@ -227,6 +227,7 @@ class Trainer:
         return {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
+            "expert": parallel.expert,
             "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
             "distributed": self.config.optimizer.distributed,
             "dtype": self.config.model.dtype,

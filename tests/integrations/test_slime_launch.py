@@ -50,8 +50,11 @@ def test_what_the_user_set_stays_and_is_called_by_ours():
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
-        ("--num-experts 8 --expert-model-parallel-size 8", {"depth": 1}, "--expert-model-parallel-size 8: .*set 1"),
-        ("--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4", {}, "set them equal"),
+        (
+            "--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4",
+            {},
+            "needs --expert-model-parallel-size above 1",
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_line(command, drafter, message):
@@ -62,6 +65,9 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
 
 def test_harmless_values_are_not_refused():
     planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
+    planned(
+        "--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4"
+    )
     planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
     planned("--allgather-cp", depth=1)
     planned("--sglang-attn-dp-size 1")

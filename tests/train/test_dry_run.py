@@ -144,15 +144,18 @@ LAYOUTS = [
 ]
 
 
+EXPERT_LAYOUTS = [{"expert": 4}, {"tensor": 2, "pipeline": 4, "expert": 2, "sequence": True}]
+
+
 def sums():
-    return {
-        name: [dry_run.parameters(dry_run.stages(cfg, hf, 16), cfg.parallel.tensor) for cfg in layouts()]
-        for name, hf in SMALL.items()
-    }
-
-
-def layouts():
-    return [config(parallel=layout) for layout in [{}, *LAYOUTS]]
+    found = {}
+    for name, hf in SMALL.items():
+        found[name] = []
+        for layout in [{}, *LAYOUTS, *(EXPERT_LAYOUTS if name == "glm" else [])]:
+            cfg = config(parallel=layout)
+            built = dry_run.stages(cfg, hf, 16)
+            found[name].append(dry_run.parameters(built, cfg.parallel.tensor, cfg.parallel.expert))
+    return found
 
 
 def test_shards_sum_to_the_model_under_every_layout():
@@ -172,6 +175,7 @@ def places(layout):
                     "tensor": ps.get_tensor_model_parallel_rank(),
                     "context": ps.get_context_parallel_rank(),
                     "data": ps.get_data_parallel_rank(),
+                    "expert": ps.get_expert_model_parallel_rank(),
                     "pipeline": ps.get_pipeline_model_parallel_rank(),
                 }
             )
@@ -180,28 +184,30 @@ def places(layout):
 
 
 def test_ranks_stand_where_megatron_puts_them():
-    ((theirs, ours),) = on_ranks(1, places, {"tensor": 2, "context": 2, "pipeline": 2})
+    ((theirs, ours),) = on_ranks(1, places, {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4})
     assert ours == theirs
     assert len({tuple(place.values()) for place in ours}) == 16
 
 
 CELLS = [
-    ({"dtype": "bfloat16"}, {"tensor": 2, "sequence": True}, False),
-    ({"dtype": "bfloat16"}, {}, True),
-    ({"dtype": "float32"}, {"pipeline": 2}, False),
-    ({"dtype": "float64"}, {"context": 2}, False),
+    ({"dtype": "bfloat16"}, {"tensor": 2, "sequence": True}, False, "mimo"),
+    ({"dtype": "bfloat16"}, {}, True, "mimo"),
+    ({"dtype": "float32"}, {"pipeline": 2}, False, "mimo"),
+    ({"dtype": "float64"}, {"context": 2}, False, "mimo"),
+    ({"dtype": "float32"}, {"expert": 2}, False, "glm"),
+    ({"dtype": "bfloat16"}, {"expert": 2}, True, "glm"),
 ]
 
 
 def cell(index):
-    model, parallel, distributed = CELLS[index]
-    return config(model=model, parallel=parallel, optimizer={"distributed": distributed, "lr": 1e-3})
+    model, parallel, distributed, family = CELLS[index]
+    return config(model=model, parallel=parallel, optimizer={"distributed": distributed, "lr": 1e-3}), SMALL[family]
 
 
 def held(index):
     """Bytes of what a trainer has after a step: weights, gradients, optimizer."""
-    cfg = cell(index)
-    trainer = Trainer(cfg, HF_CONFIG)
+    cfg, hf = cell(index)
+    trainer = Trainer(cfg, hf)
     cp = (ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())
     dp = (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size())
     trainer.train_step(batches(samples(8), cfg, dp=dp, cp=cp), objective="sft")
@@ -212,17 +218,18 @@ def held(index):
     replica = [trainer.embedding] if trainer.embedding.untyped_storage().data_ptr() not in own else []
     state = 0
     for learner in trainer._learners().values():
-        inner = learner.optimizer.optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            state += sum(t.nbytes for name, t in inner.state[parameter].items() if name != "step")
-            state += 0 if parameter.untyped_storage().data_ptr() in own else parameter.nbytes
+        for part in learner.parts:
+            for parameter in (p for group in part.groups for p in group["params"]):
+                moments = part.optimizer.optimizer.state[parameter]
+                state += sum(t.nbytes for name, t in moments.items() if name != "step")
+                state += 0 if parameter.untyped_storage().data_ptr() in own else parameter.nbytes
     return sum(p.nbytes for p in [*weights, *replica]), gradients, state
 
 
 def promised(index):
-    cfg = cell(index)
-    built = dry_run.stages(cfg, HF_CONFIG, 2)
-    found = [dry_run.memory(cfg, HF_CONFIG, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
+    cfg, hf = cell(index)
+    built = dry_run.stages(cfg, hf, 2)
+    found = [dry_run.memory(cfg, hf, built, stage, 2) for stage in range(cfg.parallel.pipeline)]
     return [(b.weights, b.gradients, b.optimizer) for b in found]
 
 
@@ -239,6 +246,9 @@ def test_memory_is_that_of_a_real_trainer(index):
 REFUSED = [
     ({"--parallel.tensor": "3"}, MIMO, "needs a multiple of 3 ranks"),
     ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
+    ({"--parallel.expert": "3"}, GLM, "parallel.expert=3 must divide the 8 ranks that share experts: 8 ranks /"),
+    ({"--parallel.expert": "8"}, GLM | {"n_routed_experts": 12}, "n_routed_experts=12 is no multiple of"),
+    ({"--parallel.expert": "2"}, MIMO, "parallel.expert=2, but this model is dense"),
     ({"--parallel.pipeline": "8"}, MIMO, "num_hidden_layers=36 is no multiple of parallel.pipeline=8"),
     ({}, MIMO | {"kv_lora_rank": 512}, "latent attention is converted, but not trained"),
     ({"--ranks": "0"}, MIMO, "--ranks 0: expected a number from 1 to 16384"),

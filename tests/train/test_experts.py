@@ -21,17 +21,17 @@ GROUPED = GLM4_MOE | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num
 
 
 def build(hf=SMALL, *, model=None, drafter=True, **sections):
-    sizes = {"tensor": 1, "pipeline": 1, "context": 1} | sections.get("parallel", {})
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | sections.get("parallel", {})
     now = {
         "tensor": ps.get_tensor_model_parallel_world_size,
         "pipeline": ps.get_pipeline_model_parallel_world_size,
         "context": ps.get_context_parallel_world_size,
+        "expert": ps.get_expert_model_parallel_world_size,
     }
     if ps.model_parallel_is_initialized() and any(sizes[name] != size() for name, size in now.items()):
         ps.destroy_model_parallel()
-    options = config(
-        model={"dtype": "float32"} | (BALANCED if model is None else model), drafter={"train": drafter}, **sections
-    )
+    model = {"dtype": "float32"} | (BALANCED if model is None else model)
+    options = config(model=model, drafter={"train": drafter} if isinstance(drafter, bool) else drafter, **sections)
     return Trainer(options, hf)
 
 

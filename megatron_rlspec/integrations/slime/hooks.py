@@ -134,10 +134,15 @@ def _learners() -> dict[str, Learner]:
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """Return what a resumed run must have in common; the drafter lies on the last stage, split over tensor ranks."""
+    """Return what a resumed run must have in common.
+
+    The drafter lies on the last stage, split over tensor ranks, and its experts over expert-parallel ranks, too.
+    """
     return {
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "expert_tensor": args.expert_tensor_parallel_size,
         "dtype": str(args.params_dtype).removeprefix("torch."),
     }
 

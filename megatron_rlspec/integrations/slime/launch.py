@@ -192,14 +192,12 @@ def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str])
 def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | None) -> str:
     """Why these parallel sizes of a model with experts are refused, or ""; None means Megatron's default.
 
-    The drafter's optimizer has one group of ranks for its norm and one file for all data-parallel ranks. Ranks that
-    hold different experts would clip differently and, after `--load`, all continue with the experts of rank 0.
+    Megatron sums the gradients of experts over replicas of their own only if there is expert parallelism. Without it
+    ranks would keep copies of an expert that learn from different tokens.
     """
-    if (expert or 1) > 1:
-        return f"--expert-model-parallel-size {expert}: the drafter's experts are not trained split over ranks; set 1"
-    if expert_tensor is not None and expert_tensor != (tensor or 1):
+    if (expert or 1) == 1 and expert_tensor is not None and expert_tensor != (tensor or 1):
         sizes = f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor or 1}"
-        return f"{sizes}: the drafter's experts are split as its other layers are; set them equal"
+        return f"{sizes} needs --expert-model-parallel-size above 1; set it, or set the first two equal"
     return ""
 
 

@@ -1,0 +1,205 @@
+"""Expert parallelism in the trainer: GLM4-MoE whose experts are split over ranks learns as with whole experts."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from test_experts import BALANCED, build, data_of, made
+from train_ranks import digest, on_ranks
+
+from megatron_rlspec.train import experts
+from megatron_rlspec.weights.checkpoint import CheckpointError
+
+# Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
+# it clips, carries that rounding of 6e-8 on.
+CLOSE = 1e-6
+# Clips that act, so a wrong norm moves every weight.
+CLIPPED = {"optimizer": {"lr": 1e-2, "clip_grad": 0.05}, "drafter": {"lr": 1e-2, "clip_grad": 0.02}}
+EXACT = {"dtype": "float64"} | BALANCED
+SPLIT = {
+    "expert": {"expert": 2},
+    "expert and context": {"expert": 2, "context": 2},
+    "expert and tensor": {"expert": 2, "tensor": 2, "sequence": True},
+    "expert and pipeline": {"expert": 2, "pipeline": 2},
+    "expert, three ways": {"expert": 4},
+}
+
+
+def trained(weights, parallel, **sections):
+    """Three GRPO steps from these weights: metrics of each, what was exported, digests of this rank's shards."""
+    trainer = build(parallel=parallel, **{"model": EXACT} | {k: dict(v) for k, v in CLIPPED.items()} | sections)
+    trainer.load_hf(weights)
+    loaded = {name: tensor.clone() for name, tensor in trainer.export()}
+    metrics = [trainer.train_step(data_of(trainer, seed, budget=160), objective="grpo") for seed in range(3)]
+    return {
+        "metrics": metrics,
+        "loaded": loaded,
+        "exported": dict(trainer.export()),
+        "moments": dict(trainer.export_drafter_moments()),
+        "dense": dense_bits(trainer),
+        "experts": digest(p for _, p, is_expert in parameters(trainer) if is_expert),
+        "policy": digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values()]),
+    }
+
+
+def parameters(trainer):
+    for learner in trainer._learners().values():
+        for name, parameter in learner.ddp.module.named_parameters():
+            yield name, parameter, ".local_experts." in name
+
+
+def dense_bits(trainer):
+    """Digests of all that is no expert, of the ranks with the same tensor- and pipeline-parallel place."""
+    mine = digest(parameter for _, parameter, is_expert in parameters(trainer) if not is_expert)
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def whole_and_split(weights, names):
+    """For each layout the same with expert 1 and with its own `expert`."""
+    return {name: (trained(weights, SPLIT[name] | {"expert": 1}), trained(weights, SPLIT[name])) for name in names}
+
+
+def far(ours, theirs):
+    """Largest difference of two dictionaries of tensors, relative to the norm of each."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - t).double().norm() / t.double().norm().clamp(min=1e-30)) for n, t in theirs.items())
+
+
+def compare(weights, size, names):
+    ranks = on_ranks(size, whole_and_split, weights, names)
+    for name in names:
+        for rank in ranks:
+            whole, split = rank[name]
+            assert len(set(split["dense"])) == 1, f"{name}: replicas have drifted apart"
+            assert split["metrics"] == ranks[0][name][1]["metrics"], f"{name}: ranks disagree"
+            for ours, theirs in zip(split["metrics"], whole["metrics"], strict=True):
+                assert ours == pytest.approx(theirs, rel=CLOSE, abs=CLOSE), name
+            assert whole["metrics"][0]["policy/grad_norm"] > 0.05 < whole["metrics"][0]["drafter/grad_norm"]
+        whole, split = ranks[0][name]
+        assert split["loaded"].keys() == whole["loaded"].keys()
+        assert all(torch.equal(split["loaded"][n], t) for n, t in whole["loaded"].items()), f"{name}: export"
+        assert far(split["exported"], whole["exported"]) < CLOSE, name
+        assert far(split["moments"], whole["moments"]) < CLOSE, name
+        assert far(split["exported"], split["loaded"]) > 1e-3, "nothing was learnt"
+        assert any("mlp.experts.3." in n for n in split["exported"])
+
+
+@pytest.fixture(scope="module")
+def weights():
+    (found,) = on_ranks(1, made)
+    return {name: tensor.double() for name, tensor in found.items()}
+
+
+def test_two_ranks_learn_as_with_whole_experts(weights):
+    compare(weights, 2, ["expert", "expert and context"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["expert and tensor", "expert and pipeline", "expert", "expert, three ways"])
+def test_four_ranks_learn_as_with_whole_experts(weights, name):
+    compare(weights, 4, [name])
+
+
+# ---- checkpoints, moments, isolation --------------------------------------------------------------------------------
+
+
+def states(trainer):
+    """Digest of all that this rank's next step depends on."""
+    found = []
+    for learner in trainer._learners().values():
+        for part in learner.parts:
+            for group in part.groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.optimizer.state[parameter]
+                    found += [parameter, *(state[name] for name in ("step", "exp_avg", "exp_avg_sq"))]
+        found += [*learner.ddp.module.parameters(), *experts.biases(learner.ddp.module).values()]
+    return digest(found)
+
+
+def resumed(folder, distributed):
+    sections = {k: dict(v) for k, v in CLIPPED.items()}
+    sections["optimizer"]["distributed"] = distributed
+    trainer = build(parallel={"expert": 2}, **sections)
+    data = data_of(trainer, budget=160)
+    trainer.train_step(data, objective="grpo")
+    trainer.save(folder / "checkpoint")
+    saved = states(trainer)
+    trainer.train_step(data, objective="grpo")
+    again = build(parallel={"expert": 2}, **sections)
+    again.load(folder / "checkpoint")
+    loaded = states(again)
+    again.train_step(data, objective="grpo")
+    again.save(folder / "again")
+    trainer.save(folder / "through")
+    try:
+        build(**sections).load(folder / "checkpoint")
+        refused = ""
+    except CheckpointError as error:
+        refused = str(error)
+    return loaded == saved, states(again) == states(trainer), digest(again.policy.parameters()), refused
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+def test_resume_gives_every_rank_its_own_experts(tmp_path, distributed):
+    first, second = on_ranks(2, resumed, tmp_path, distributed)
+    assert first[:2] == second[:2] == (True, True)
+    assert first[2] != second[2], "both ranks hold the same experts"
+    assert "written with expert=2, but this run has 1" in first[3] and "\n" not in first[3]
+    assert json.loads((tmp_path / "checkpoint/layout.json").read_text())["expert"] == 2
+    names = sorted(p.name for p in (tmp_path / "checkpoint").glob("policy-experts*"))
+    assert [n.split("-")[3] for n in names] == ["expert0", "expert1"]
+    for file in (tmp_path / "again").iterdir():
+        assert file.read_bytes() == (tmp_path / "through" / file.name).read_bytes(), file.name
+
+
+def isolated():
+    """The policy with and without a drafter, per kind of optimizer: digests after five steps."""
+    found = {}
+    for distributed in (False, True):
+        for drafter in ({"clip_grad": 0.02}, False):
+            options = {"lr": 1e-2, "clip_grad": 0.05, "distributed": distributed}
+            trainer = build(parallel={"expert": 2}, drafter=drafter, optimizer=options)
+            for seed in range(3):
+                trainer.train_step(data_of(trainer, seed, budget=160), objective="grpo")
+            policy = [*trainer.policy.parameters(), *experts.biases(trainer.policy).values()]
+            states = [s for part in trainer.learner.parts for s in part.optimizer.optimizer.state.values()]
+            moments = [s[name] for s in states for name in ("step", "exp_avg", "exp_avg_sq")]
+            found[distributed, bool(drafter)] = digest([*policy, *moments])
+    return found
+
+
+def test_policy_is_the_same_with_and_without_drafter():
+    for rank in on_ranks(2, isolated):
+        assert rank[False, True] == rank[False, False]
+        assert rank[True, True] == rank[True, False]
+
+
+def continued(weights, parallel, moments):
+    """The drafter's step from a file of moments, which another layout may have written."""
+    trainer = build(model=EXACT, parallel=parallel, **{k: dict(v) for k, v in CLIPPED.items()})
+    trainer.load_hf(weights)
+    trainer.take_drafter_moments(moments)
+    taken = dict(trainer.export_drafter_moments())
+    trainer.train_step(data_of(trainer, 5, budget=160), objective="grpo")
+    return taken, dict(trainer.export("drafter"))
+
+
+def test_moments_go_on_in_another_layout(weights):
+    (moments, _) = on_ranks(2, first_moments, weights)[0], None
+    (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, moments)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in moments.items())
+    (taken, same), _ = on_ranks(2, continued, weights, {}, moments)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in moments.items())
+    assert far(drafter, same) < CLOSE
+
+
+def first_moments(weights):
+    trainer = build(model=EXACT, parallel={"expert": 2}, **{k: dict(v) for k, v in CLIPPED.items()})
+    trainer.load_hf(weights)
+    trainer.train_step(data_of(trainer, budget=160), objective="grpo")
+    return dict(trainer.export_drafter_moments())
