@@ -24,6 +24,7 @@ class EngineDescription(TypedDict):
 
     configs  the speculative configurations that it can switch between, each (num_steps, topk, num_draft_tokens)
     held     why speculation is held off; "" if it is not
+    unnamed  why pushes are checked by what the models' loaders were given, and not by what the engine holds; "" if not
     """
 
     verifier: Verifier
@@ -33,6 +34,7 @@ class EngineDescription(TypedDict):
     max_total_tokens: int
     max_running_requests: int
     held: str
+    unnamed: str
 
 
 class RolloutEngine(Protocol):

@@ -177,6 +177,19 @@ def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Itera
         yield Row(f"{to}final_layernorm.weight", (f"{frm}shared_head.norm.weight",))
 
 
+def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
+    if g.mtp_layers > 1:
+        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
+    if not g.mtp_layers:
+        return
+    yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
+    yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
+    yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
+    yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.")
+    yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
+
+
 # ---- families -------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +246,30 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from nextn(g, block)
 
 
+def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
+
+    The drafter's names are those that SGLang's `qwen3_moe_mtp.py` reads; Transformers has no drafter of this family.
+    Raises ValueError for layers without experts, since SGLang gives every layer experts, and for biases.
+    """
+    g = Geometry.of(config)
+    count = need(config, "num_experts")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ValueError("decoder_sparse_step and mlp_only_layers: only experts in every layer are supported")
+    if config.get("attention_bias"):
+        raise ValueError("attention_bias: biases of Qwen3-MoE's attention are not supported")
+
+    def block(megatron: str, hf: str) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        yield from attention(megatron, hf, g, bias=False, qk_norm=True)
+        yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="")
+
+    yield from outer(g)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
+    yield from mtp_module(g, block)
+
+
 def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
     """Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention, dense or mixture of experts.
 
@@ -258,14 +295,7 @@ def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from outer(g)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", types[n] == "full_attention")
-    if g.mtp_layers > 1:
-        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
-    if g.mtp_layers:
-        yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
-        yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
-        yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
-        yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.", True)
-        yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
+    yield from mtp_module(g, lambda megatron, hf: block(megatron, hf, True))
 
 
 def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row]:
@@ -326,8 +356,14 @@ class FamilyFacts:
     embedded              the embedded engine runs the target
     embedded_drafter      the embedded engine runs the drafter
     added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
-    sglang_files          SGLang's files with the classes of target and drafter; (): not needed, or no drafter
-    sglang_drafter        SGLang's class of the drafter, whose weights can be read back; "": none
+    sglang_files          SGLang's files with the classes of target and drafter; (): unknown
+    sglang_drafter        SGLang's class of the drafter; "": unknown, or no drafter
+    sglang_drafter_names  (prefix of that class's parameters, prefix in the checkpoint), the first that fits counts;
+                          {layers} stands for the number of the target's layers
+    pushed                SGLang's classes hold every byte of a push where it belongs, at tensor parallel sizes 1, 2
+                          and 4: `tests/rollout/test_pushed_families.py`. Engines of other families are checked by what
+                          their loaders were given
+    served                an SGLang engine gave the log-probs of Transformers before and after a push
     """
 
     rows: Callable[[Mapping[str, Any]], Iterator[Row]]
@@ -342,6 +378,9 @@ class FamilyFacts:
     added_drafter: str = ""
     sglang_files: tuple[str, ...] = ()
     sglang_drafter: str = ""
+    sglang_drafter_names: tuple[tuple[str, str], ...] = ()
+    pushed: bool = False
+    served: bool = False
 
     def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
         """Whether this model's q, k and v projections have biases."""
@@ -352,12 +391,16 @@ class FamilyFacts:
         return bool(config.get("use_qk_norm")) if self.qk_norm == "config" else self.qk_norm == "always"
 
 
+_NEXTN = (("model.decoder.", "model.layers.{layers}."), ("model.", "model.layers.{layers}."))
+
 FAMILIES: dict[str, FamilyFacts] = {
     "LlamaForCausalLM": FamilyFacts(
         dense,
         qkv_bias="never",
         transformers="Llama",
         embedded=True,
+        sglang_files=("llama",),
+        pushed=True,
     ),
     "MiMoForCausalLM": FamilyFacts(
         dense,
@@ -369,6 +412,12 @@ FAMILIES: dict[str, FamilyFacts] = {
         added_drafter="MiMoForCausalLM",
         sglang_files=("mimo", "mimo_mtp"),
         sglang_drafter="MiMoMTP",
+        sglang_drafter_names=(
+            ("model.mtp_block.", "model.mtp_layers.0."),
+            ("model.", "model.mtp_layers.0."),
+        ),
+        pushed=True,
+        served=True,
     ),
     "Qwen2ForCausalLM": FamilyFacts(
         dense,
@@ -377,19 +426,44 @@ FAMILIES: dict[str, FamilyFacts] = {
         transformers="Qwen2",
         embedded=True,
         added_drafter="MiMoForCausalLM",
+        sglang_files=("qwen2",),
+        pushed=True,
     ),
     "Qwen3ForCausalLM": FamilyFacts(
         dense,
         qk_norm="always",
         zero_first_embedding=True,
         transformers="Qwen3",
+        sglang_files=("qwen3",),
+        pushed=True,
     ),
-    "DeepseekV3ForCausalLM": FamilyFacts(deepseek_v3, added_drafter="DeepseekV3ForCausalLM"),
+    "Qwen3MoeForCausalLM": FamilyFacts(
+        qwen3_moe,
+        qkv_bias="never",
+        qk_norm="always",
+        added_drafter="Qwen3MoeForCausalLM",
+        sglang_files=("qwen3_moe", "qwen3_moe_mtp"),
+        sglang_drafter="Qwen3MoeForCausalLMMTP",
+        sglang_drafter_names=(("model.", "mtp."), ("", "mtp.")),
+        pushed=True,
+    ),
+    "DeepseekV3ForCausalLM": FamilyFacts(
+        deepseek_v3,
+        added_drafter="DeepseekV3ForCausalLM",
+        sglang_files=("deepseek_v2", "deepseek_nextn"),
+        sglang_drafter="DeepseekV3ForCausalLMNextN",
+        sglang_drafter_names=_NEXTN,
+        pushed=True,
+    ),
     "Glm4MoeForCausalLM": FamilyFacts(
         deepseek_v3,
         qk_norm="config",
         rotary_share=0.5,
         added_drafter="Glm4MoeForCausalLM",
+        sglang_files=("glm4_moe", "glm4_moe_nextn"),
+        sglang_drafter="Glm4MoeForCausalLMNextN",
+        sglang_drafter_names=_NEXTN,
+        pushed=True,
     ),
     "Qwen3NextForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
     "Qwen3_5ForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),

@@ -11,7 +11,7 @@ signs would cancel. The length is not part of it: compared tensors have one shap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -117,6 +117,16 @@ def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
         extra=tuple(sorted(held.keys() - expected.keys())),
         differing=tuple(sorted(name for name in expected.keys() & held.keys() if expected[name] != held[name])),
     )
+
+
+def as_delivered(delivered: Mapping[str, Mapping[str, int]], is_drafter: Callable[[str], bool]) -> dict[str, int]:
+    """Join the fingerprints of what an engine's loaders of `target` and `drafter` were given.
+
+    A push gives each loader all tensors, and each takes its own. So the drafter's tensors count by the drafter's loader
+    alone, and all others by the target's.
+    """
+    found = {name: mark for name, mark in delivered["target"].items() if not is_drafter(name)}
+    return found | {name: mark for name, mark in delivered["drafter"].items() if is_drafter(name)}
 
 
 def _list(names: tuple[str, ...]) -> str:

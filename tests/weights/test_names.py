@@ -93,11 +93,13 @@ def test_impossible_requests_say_what_is_wrong():
 
 
 def test_records_of_families_agree_with_what_is_trained_and_read_back():
-    from megatron_rlspec.rollout.sglang.server import served_weights
     from megatron_rlspec.weights.families import FAMILIES, names_where
     from megatron_rlspec.weights.model_config import SCHEMAS
 
     assert SCHEMAS.keys() <= FAMILIES.keys()
-    assert {facts.sglang_drafter for facts in FAMILIES.values()} - {""} == served_weights._DRAFTERS.keys()
+    for facts in FAMILIES.values():
+        assert bool(facts.sglang_drafter) == bool(facts.sglang_drafter_names)
+        assert facts.sglang_files or not facts.pushed
+        assert facts.pushed or not facts.served
     assert all(facts.added_drafter in ("", *FAMILIES) for facts in FAMILIES.values())
     assert set(names_where(lambda facts: facts.embedded_drafter)) <= set(names_where(lambda facts: facts.embedded))

@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEng
 from megatron_rlspec.weights import contract
 from megatron_rlspec.weights.contract import Findings, HealthError, enforce
 from megatron_rlspec.weights.detectors import Action, Finding
-from megatron_rlspec.weights.fingerprint import Difference, compare
+from megatron_rlspec.weights.fingerprint import Difference, as_delivered, compare
 from megatron_rlspec.weights.names import family_of
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class _Examination:
         """None if the engine reports neither what it holds nor what it was given."""
         if not self.quantised and engine.url not in self.by_delivery:
             try:
-                return compare(sent, engine.fingerprints())
+                return compare(sent, engine.held_fingerprints())
             except RefusedError as error:
                 logger.info("rlspec: by delivery only: %s", error)
         try:
@@ -169,6 +169,5 @@ class _Examination:
             self.unchecked.add(engine.url)
             return None
         self.by_delivery.add(engine.url)
-        # Each loader is given all tensors and takes its own.
-        needed = {name: given["drafter" if self.is_drafter(name) else "target"].get(name) for name in sent}
-        return compare(sent, {name: mark for name, mark in needed.items() if mark is not None})
+        found = as_delivered(given, self.is_drafter)
+        return compare(sent, {name: found[name] for name in sent if name in found})

@@ -263,6 +263,7 @@ class EmbeddedEngine:
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,
             "held": self._held,
+            "unnamed": "",
         }
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -18,10 +19,13 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+from megatron_rlspec.weights.fingerprint import as_delivered
+from megatron_rlspec.weights.push import buckets
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
 _BUCKET_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
 
 
 class RefusedError(EngineError):
@@ -57,7 +61,7 @@ class SGLangEngine:
         self._transport = transport or Http()
         self._paused = False
         self._broken = ""
-        self._shapes: dict[str, list[int]] | None = None
+        self._held: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
@@ -115,9 +119,9 @@ class SGLangEngine:
             self._post("resume")
 
     def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
-        if self._shapes is None:
-            self._shapes = self._field("control/shapes", "shapes", dict)
-        buckets = _buckets(self._checked(tensors, self._shapes))
+        held = self._holds()
+        sent = tensors if held["unnamed"] else self._checked(tensors, held["shapes"])
+        waiting = _buckets(sent)
         try:
             self._post("weights/begin", params={"scope": scope})
         except EngineError as error:
@@ -125,11 +129,11 @@ class SGLangEngine:
                 raise
             self._post("weights/end")
             self._post("weights/begin", params={"scope": scope})
-        bucket = next(buckets, None)
+        bucket = next(waiting, None)
         if bucket is None:
             raise ValueError(f"update_weights(version={version}): no tensors")
         while bucket is not None:
-            following = next(buckets, None)
+            following = next(waiting, None)
             last = {"version": str(version)} if following is None else {}
             self._transport.send(self._post, bucket, {"scope": scope, **last})
             bucket = following
@@ -192,11 +196,33 @@ class SGLangEngine:
         return [(SpecConfig(**config), *rest) for config, *rest in rounds]
 
     def fingerprints(self) -> dict[str, int]:
+        """Compute those of the tensors held; where their names are not known, of those that the loaders were given."""
+        held = self._holds()
+        if held["unnamed"]:
+            return as_delivered(self.delivered(), set(held["drafter"]).__contains__)
+        return self.held_fingerprints()
+
+    def held_fingerprints(self) -> dict[str, int]:
+        """Compute `weights.fingerprint` of every tensor held. Raises RefusedError where their names are not known."""
         return self._field("control/fingerprints", "fingerprints", dict)
 
     def delivered(self) -> dict[str, dict[str, int]]:
-        """Fingerprints of what pushes last gave to the loaders of `target` and `drafter`, where they are remembered."""
+        """Return fingerprints of what pushes last gave to the loaders of `target` and `drafter`.
+
+        Raises RefusedError where they are not remembered.
+        """
         return self._post("control/delivered")
+
+    def _holds(self) -> dict[str, Any]:
+        """Return `shapes` by name, the `drafter`'s names, and why there are no shapes (`unnamed`); asked once."""
+        if self._held is None:
+            answer = {"drafter": [], "unnamed": "", **self._post("control/shapes")}
+            if not isinstance(answer.get("shapes"), dict):
+                raise self._not_an_engine("control/shapes", answer)
+            if answer["unnamed"]:
+                logger.warning("%s: pushes are checked by what its loaders were given: %s", self.url, answer["unnamed"])
+            self._held = answer
+        return self._held
 
     def describe(self) -> EngineDescription:
         """Also has `sglang`, its version, and `controller`, the class that switches configurations there.
@@ -350,17 +376,11 @@ def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Dictionaries of about `_BUCKET_BYTES`, on the CPU, each tensor with a storage of its own."""
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
-        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    """Yield dictionaries of about `_BUCKET_BYTES`, on the CPU, each tensor with a storage of its own."""
+    for bucket in buckets(tensors, _BUCKET_BYTES):
+        yield {name: _own(tensor) for name, tensor in bucket}
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

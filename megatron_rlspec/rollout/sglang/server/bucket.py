@@ -25,27 +25,38 @@ WIDEST = 8  # bytes of one number
 
 @dataclass(frozen=True)
 class ServedTensors:
-    """What an engine holds: shapes by checkpoint name, and which names are the drafter's."""
+    """What an engine holds.
+
+    shapes    by the checkpoint's names
+    drafter   which names are the drafter's
+    elements  at least so many numbers
+    unnamed   why there are no shapes; "" if there are. Then only the models' loaders can refuse a tensor
+    """
 
     shapes: Mapping[str, Sequence[int]]
     drafter: frozenset[str]
+    elements: int = 0
+    unnamed: str = ""
 
     @property
     def largest_bucket(self) -> int:
         """Bytes that a bucket of everything may have."""
-        return LONGEST_HEADER + WIDEST * sum(math.prod(shape) for shape in self.shapes.values())
+        named = sum(math.prod(shape) for shape in self.shapes.values())
+        return LONGEST_HEADER + WIDEST * max(named, self.elements)
 
     def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
-        """Raises Refusal unless the engine holds `name` of this shape and `scope` covers it."""
+        """Raise Refusal unless the engine holds `name` of this shape and `scope` covers it."""
+        if self.unnamed and (scope == "all" or not self.drafter):
+            return
         expected = self.shapes.get(name)
-        if expected is None:
+        if expected is None and not self.unnamed:
             near = difflib.get_close_matches(name[:200], self.shapes, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise Refusal(400, f"the engine has no tensor {plain(name)}{hint}")
         if scope != "all" and (name in self.drafter) != (scope == "drafter"):
             owner = "drafter" if name in self.drafter else "target"
             raise Refusal(400, f"{plain(name)} is the {owner}'s; scope is {scope}")
-        if list(shape) != list(expected):
+        if expected is not None and list(shape) != list(expected):
             raise Refusal(400, f"{plain(name)} is {list(shape)}, but the engine's is {list(expected)}")
 
 

@@ -15,19 +15,21 @@ from typing import Any
 from megatron_rlspec.rollout.sglang.server import decisions, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
+    Deliveries,
+    UnnamedError,
     fingerprints,
     models_of,
     of_scheduler,
-    record_deliveries,
 )
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.names import family_of
 
 METHOD = "rlspec"
 DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
-_deliveries: dict[str, dict[str, int]] = {"target": {}, "drafter": {}}
+_deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 _held: dict[str, Any] = {}  # the reason of `hold` and the rule that `release` restores; empty otherwise
 
 
@@ -37,9 +39,11 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     def handle(original: Callable, scheduler: Any, request: Any) -> Any:
         return _handle(settings, original, scheduler, request)
 
+    def watch(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        _watch_loaders(settings, scheduler)
+
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
-    if settings.deliveries:
-        yield "sglang.srt.managers.scheduler.Scheduler.__init__", _record_deliveries, "AFTER"
+    yield "sglang.srt.managers.scheduler.Scheduler.__init__", watch, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
@@ -89,6 +93,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
         "held": _held.get("reason", ""),
+        "unnamed": _unnamed(scheduler),
     }
 
 
@@ -148,29 +153,60 @@ def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"fingerprints": fingerprints(scheduler)}
+    return {"fingerprints": fingerprints(scheduler, _deliveries["target"], _deliveries["drafter"])}
 
 
-def _record_deliveries(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    target, drafter = models_of(scheduler)
-    record_deliveries(target, _deliveries["target"])
-    if drafter is not None:
-        record_deliveries(drafter, _deliveries["drafter"])
+def _watch_loaders(settings: Settings, scheduler: Any) -> None:
+    unnamed = _unnamed(scheduler)
+    if unnamed:
+        logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
+    for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
+        if model is not None:
+            deliveries.watch(model, fingerprints=settings.deliveries or bool(unnamed))
+
+
+def _unnamed(scheduler: Any) -> str:
+    """Why weights cannot be read under their checkpoint's names; "" if they can."""
+    try:
+        list(of_scheduler(scheduler))
+    except UnnamedError as error:
+        return str(error)
+    return ""
 
 
 def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    if not settings.deliveries:
+    if not settings.deliveries and not _unnamed(scheduler):
         raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
-    return _deliveries
+    return {name: deliveries.marks for name, deliveries in _deliveries.items()}
 
 
 def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    """Shapes by name, and the names of the drafter's own tensors."""
-    held = list(of_scheduler(scheduler))
+    """Return shapes by name, the names of the drafter's own tensors, and how many numbers the engine holds at least.
+
+    Where names are not known (`unnamed` says why), there are no shapes, and the drafter's names are the family's table.
+    """
+    models = [model for model in models_of(scheduler) if model is not None]
+    elements = sum(parameter.numel() for model in models for parameter in model.parameters())
+    elements *= scheduler.server_args.tp_size
+    try:
+        held = list(of_scheduler(scheduler))
+    except UnnamedError as error:
+        drafter = _drafter_names(scheduler)
+        return {"shapes": {}, "drafter": drafter, "elements": elements, "unnamed": str(error)}
     return {
         "shapes": {part.name: list(part.shape) for part in held},
         "drafter": [part.name for part in held if part.drafter],
+        "elements": elements,
+        "unnamed": "",
     }
+
+
+def _drafter_names(scheduler: Any) -> list[str]:
+    """Return the drafter's names by the family's table; [] for a family without one."""
+    try:
+        return list(family_of(scheduler.model_config.hf_config.to_dict()).drafter_names)
+    except ValueError:
+        return []
 
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {

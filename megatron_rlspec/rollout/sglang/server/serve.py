@@ -341,8 +341,9 @@ def _register_models(path: str) -> None:
     for architecture in json.loads((Path(path) / "config.json").read_text()).get("architectures") or ():
         facts = FAMILIES.get(architecture)
         for name in facts.sglang_files if facts is not None else ():
-            entry = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
-            ModelRegistry.models[entry.__name__] = entry
+            entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+            for entry in entries if isinstance(entries, list) else [entries]:
+                ModelRegistry.models[entry.__name__] = entry
 
 
 def _listening(options: argparse.Namespace) -> bool:

@@ -1,28 +1,43 @@
-"""The weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
+"""Read the weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
 
-Under tensor parallelism every rank holds parts. A fingerprint is a sum over a tensor's words, so each rank sums over
-what it holds, at its place in the full tensor, and only sums travel between ranks.
+SGLang stacks several of a checkpoint's tensors into one parameter, and each rank holds a part of it. `named_tensors`
+takes these parameters apart again, for the families whose record says `pushed`. A fingerprint is a sum over a tensor's
+words, so each rank sums over its part, at the part's place in the full tensor, and only sums travel between ranks.
+
+Raises `UnnamedError` for weights whose form is not known here: another family, quantised weights, a layout for special
+kernels. Such an engine is checked by the tensors that its loaders were given (`Deliveries`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_rlspec.weights.families import FAMILIES
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
+_ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
+_DRAFTERS = {
+    record.sglang_drafter: record.sglang_drafter_names for record in FAMILIES.values() if record.sglang_drafter
+}
+
+
+class UnnamedError(NotImplementedError):
+    """The checkpoint's names of an engine's weights are not known. The message is one line."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on."""
+    """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on.
+
+    A rank without any of it, as of other ranks' experts, has an empty `part` and `first` -1.
+    """
 
     name: str
     part: Tensor
@@ -31,131 +46,245 @@ class TensorPart:
     first: int = 0
     drafter: bool = False
 
-    def fingerprint(self) -> int:
-        """This part's share of the full tensor's fingerprint. Raises ValueError if a word crosses the part's edge."""
-        if tuple(self.part.shape) == self.shape:
-            return fingerprint(self.part)
+    def fingerprint(self, dtype: torch.dtype | None = None) -> int:
+        """Return this part's share of the full tensor's fingerprint, in the number type `dtype` if that is exact.
+
+        SGLang stores some tensors in a wider type than the one in which they were pushed (routers in float32).
+        Raises ValueError if a word crosses the part's edge.
+        """
+        part = _narrowed(self.part, dtype)
+        if tuple(part.shape) == self.shape:
+            return fingerprint(part)
+        if not part.numel():
+            return 0
         if self.dim == 0:
-            return fingerprint(self.part, start=self.first * self.part[0].numel())
-        width = self.part.shape[1] * self.part.element_size()
+            return fingerprint(part, start=self.first * part[0].numel())
+        width = part.shape[1] * part.element_size()
         if width % _WORD:
             raise ValueError(f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}")
-        full = self.part.new_zeros(self.shape)
-        full.narrow(self.dim, self.first, self.part.shape[self.dim]).copy_(self.part)
+        full = part.new_zeros(self.shape)
+        full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
         return fingerprint(full)
 
 
+def _narrowed(part: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or dtype == part.dtype:
+        return part
+    narrowed = part.to(dtype)
+    return narrowed if torch.equal(narrowed.to(part.dtype), part) else part
+
+
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
-    """Every rank's `[tensors]` fingerprints and first rows or columns -> those of the full tensors.
+    """Join every rank's `[tensors]` fingerprints and first rows or columns to fingerprints of the full tensors.
 
     Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
     """
-    return [
-        sum(mark for _, mark in set(zip(at, of_ranks, strict=True))) % (1 << 64)
-        for at, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True)
-    ]
+    found = []
+    for at, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True):
+        parts = set(zip(at, of_ranks, strict=True))
+        found.append(sum(mark for _, mark in parts) % (1 << 64))
+    return found
 
 
-def fingerprints(scheduler: Any) -> dict[str, int]:
-    """Of every tensor of the engine; all tensor-parallel ranks of SGLang's `Scheduler` must call it."""
+@dataclass
+class Deliveries:
+    """What a model's loader was last given, by the checkpoint's names.
+
+    dtypes  number types
+    marks   fingerprints; remembered only if `watch` is told so, since they cost a pass over all weights
+    """
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
+
+    def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
+        """From now on, note every tensor that the loader of `model` is given.
+
+        This works for every architecture, and for quantised weights, whose stored form cannot be compared.
+        """
+        load = model.load_weights
+
+        def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                self.dtypes[name] = tensor.dtype
+                if fingerprints:
+                    self.marks[name] = fingerprint(tensor)
+                yield name, tensor
+
+        def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+            return load(noted(weights), *args, **kwargs)
+
+        model.load_weights = load_weights
+
+
+def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dict[str, int]:
+    """Compute the fingerprint of every tensor of the engine. All tensor-parallel ranks must call it.
+
+    `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
+    """
     held = list(of_scheduler(scheduler))
-    mine = torch.tensor([[_signed(h.fingerprint()) for h in held], [h.first for h in held]])
+    own = []
+    for part in held:
+        dtypes = drafter.dtypes if part.drafter else target.dtypes
+        own.append(_signed(part.fingerprint(dtypes.get(part.name))))
+    mine = torch.tensor([own, [part.first for part in held]])
     group = _parallel().tp_group.cpu_group
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
     marks, firsts = zip(*(rank.tolist() for rank in found), strict=True)
-    return dict(zip((h.name for h in held), joined(marks, firsts), strict=True))
+    return dict(zip((part.name for part in held), joined(marks, firsts), strict=True))
 
 
 def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
-    """What this rank's live models hold."""
-    parallel = _parallel()
-    if parallel.pp_size > 1:
-        raise NotImplementedError(
-            "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
-        )
-    return named_tensors(*models_of(scheduler), parallel.tp_rank)
+    """Yield what this rank's live models hold. Raises UnnamedError."""
+    if _parallel().pp_size > 1:
+        raise UnnamedError("weights of an engine with pipeline parallelism cannot be read; serve with --tp alone")
+    arguments = scheduler.server_args
+    if arguments.enable_eplb or arguments.ep_num_redundant_experts:
+        raise UnnamedError("experts that SGLang places by load (EPLB) cannot be told apart")
+    return named_tensors(*models_of(scheduler))
 
 
-def models_of(scheduler: Any) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-    """Target and drafter, or None without speculation."""
+def models_of(scheduler: Any) -> tuple[nn.Module, nn.Module | None]:
+    """Return target and drafter, or None without speculation."""
     runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
     return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 
 
-def record_deliveries(model: torch.nn.Module, marks: dict[str, int]) -> None:
-    """From now on, note in `marks` the fingerprint of every tensor that the model's loader is given, by its name.
+def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[TensorPart]:
+    """Yield every parameter under its checkpoint's name; those that the drafter shares with the target, once.
 
-    This works for every architecture and for quantised weights, whose stored form cannot be compared.
+    Raises UnnamedError.
     """
-    load = model.load_weights
-
-    def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            marks[name] = fingerprint(tensor)
-            yield name, tensor
-
-    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        return load(noted(weights), *args, **kwargs)
-
-    model.load_weights = load_weights
-
-
-def named_tensors(target: torch.nn.Module, drafter: torch.nn.Module | None, rank: int) -> Iterator[TensorPart]:
-    """Every parameter under its checkpoint's name; those the drafter shares with the target appear once."""
+    name = type(target).__name__
+    if name not in FAMILIES or not FAMILIES[name].pushed:
+        raise UnnamedError(f"SGLang's {name} stores weights in a form that is not known here")
     if drafter is not None and type(drafter).__name__ not in _DRAFTERS:
-        raise NotImplementedError(f"checkpoint names of {type(drafter).__name__}; known are {', '.join(_DRAFTERS)}")
-    shared = {parameter.data_ptr() for parameter in target.parameters()}
-    yield from _unfused(target, rank, lambda name: name)
+        raise UnnamedError(f"SGLang's {type(drafter).__name__} stores weights in a form that is not known here")
+    yield from _unstacked(target)
     if drafter is None:
         return
-    rename = _DRAFTERS[type(drafter).__name__]
-    for held in _unfused(drafter, rank, rename):
-        if held.part.data_ptr() not in shared:
-            yield replace(held, drafter=True)
+    layers = str(target.config.num_hidden_layers)
+    prefixes = [(ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]]
+    shared = {id(parameter) for parameter in target.parameters()}
+    for part in _unstacked(drafter, shared):
+        yield replace(part, name=_renamed(part.name, prefixes), drafter=True)
 
 
-def _mimo_drafter(name: str) -> str:
-    if name.startswith("model.mtp_block."):
-        return "model.mtp_layers.0." + name.removeprefix("model.mtp_block.")
-    return re.sub(r"^model\.(\w+_layernorm|input_proj)\.", r"model.mtp_layers.0.\1.", name)
+def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for ours, theirs in prefixes:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    raise UnnamedError(f"the drafter's {name} has no known name in the checkpoint")
 
 
-# SGLang's draft class -> its parameter names in the checkpoint.
-_DRAFTERS = {"MiMoMTP": _mimo_drafter}
-
-
-def _unfused(model: torch.nn.Module, rank: int, rename: Any) -> Iterator[TensorPart]:
-    for prefix, module in model.named_modules():
+def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[TensorPart]:
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        stem, _, last = prefix.rpartition(".")
         for leaf, parameter in module.named_parameters(recurse=False):
-            for part, tensor, rows, dim, first in _parts(prefix, module, leaf, parameter.data, rank):
-                shape = list(tensor.shape)
-                shape[dim] = rows
-                yield TensorPart(rename(f"{part}.{leaf}"), tensor, tuple(shape), dim, first)
+            if id(parameter) in without:
+                continue
+            method = type(getattr(module, "quant_method", None)).__name__
+            if not method.startswith(("Unquantized", "NoneType")):
+                raise UnnamedError(f"{prefix} is quantised ({method})")
+            if hasattr(module, "moe_tp_rank"):
+                yield from _experts(stem, module, leaf, parameter.data)
+            elif last == "kv_b_proj":
+                yield _columns(f"{prefix}.{leaf}", module, _what_decodes(modules[stem], parameter.data))
+            elif last == "fused_qkv_a_proj_with_mqa":
+                sizes = (modules[stem].q_lora_rank, len(parameter) - modules[stem].q_lora_rank)
+                for name, part in zip(("q_a_proj", "kv_a_proj_with_mqa"), parameter.data.split(sizes), strict=True):
+                    yield TensorPart(f"{stem}.{name}.{leaf}", part, tuple(part.shape))
+            else:
+                yield from _of_layer(prefix, module, leaf, parameter.data)
 
 
-def _parts(prefix: str, module: Any, leaf: str, data: Tensor, rank: int) -> Iterator[tuple[str, Tensor, int, int, int]]:
-    """(checkpoint's module name, tensor, full size along dim, dim, first) of what SGLang stacks into one parameter."""
+def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
+    """Yield the parts of a layer's parameter that no mixture of experts and no latent attention has."""
     stem, _, last = prefix.rpartition(".")
+    rank = _rank(module)
     if last == "qkv_proj":
-        head, replicas = module.head_size, module.num_kv_head_replicas
-        q, kv = module.q_proj_shard_size, module.kv_proj_shard_size
-        total_q, total_kv = module.total_num_heads * head, module.total_num_kv_heads * head
-        shares = (("q_proj", q, total_q, rank), ("k_proj", kv, total_kv, rank // replicas))
-        shares += (("v_proj", kv, total_kv, rank // replicas),)
-        for (name, size, total, index), tensor in zip(shares, data.split([q, kv, kv]), strict=True):
-            yield f"{stem}.{name}", tensor, total, 0, size * index
+        head = module.head_size
+        q = module.q_proj_shard_size
+        kv = module.kv_proj_shard_size
+        kv_rank = rank // module.num_kv_head_replicas
+        queries, keys, values = data.split([q, kv, kv])
+        yield _rows(f"{stem}.q_proj.{leaf}", queries, module.total_num_heads * head, q * rank)
+        yield _rows(f"{stem}.k_proj.{leaf}", keys, module.total_num_kv_heads * head, kv * kv_rank)
+        yield _rows(f"{stem}.v_proj.{leaf}", values, module.total_num_kv_heads * head, kv * kv_rank)
     elif last == "gate_up_proj":
-        sizes = module.output_partition_sizes
-        for name, total, tensor in zip(("gate_proj", "up_proj"), module.output_sizes, data.split(sizes), strict=True):
-            yield f"{stem}.{name}", tensor, total, 0, len(tensor) * rank
+        gate, up = data.split(module.output_partition_sizes)
+        yield _rows(f"{stem}.gate_proj.{leaf}", gate, module.output_sizes[0], len(gate) * rank)
+        yield _rows(f"{stem}.up_proj.{leaf}", up, module.output_sizes[1], len(up) * rank)
     elif hasattr(module, "shard_indices"):  # Vocabularies are padded for the kernels.
-        first, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
-        yield prefix, data[: end - first], module.org_vocab_size, 0, first
-    elif leaf == "weight" and hasattr(module, "input_is_parallel"):
-        yield prefix, data, module.input_size, 1, module.input_size_per_partition * rank
+        first = module.shard_indices.org_vocab_start_index
+        end = module.shard_indices.org_vocab_end_index
+        yield _rows(f"{prefix}.{leaf}", data[: end - first], module.org_vocab_size, first)
+    elif hasattr(module, "input_is_parallel") and leaf == "weight":
+        shape = (len(data), module.input_size)
+        yield TensorPart(f"{prefix}.{leaf}", data, shape, 1, module.input_size_per_partition * rank)
+    elif hasattr(module, "output_size_per_partition"):
+        if hasattr(module, "output_sizes"):
+            raise UnnamedError(f"{prefix} stacks tensors whose names are not known here")
+        yield _columns(f"{prefix}.{leaf}", module, data)
     else:
-        yield prefix, data, len(data), 0, 0
+        yield TensorPart(f"{prefix}.{leaf}", data, tuple(data.shape))
+
+
+def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
+    """Yield each expert's tensors of a `FusedMoE`: w13 [experts, gate and up rows, H], w2 [experts, H, columns].
+
+    SGLang may put a shared expert behind the routed ones; its loader takes it under its own name all the same.
+    """
+    special = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_flashinfer_mxfp4_moe")
+    if any(getattr(module, flag, False) for flag in special):
+        raise UnnamedError(f"{stem}.experts is laid out for another kernel than SGLang's Triton and CUTLASS ones")
+    if getattr(module.quant_method, "w13_swiglu_interleaved", False) or leaf not in ("w13_weight", "w2_weight"):
+        raise UnnamedError(f"{stem}.experts holds {leaf} in a form that is not known here")
+    width = module.intermediate_size_per_partition
+    first = width * module.moe_tp_rank
+    total = width * module.moe_tp_size
+    up_first = getattr(module.quant_method, "load_up_proj_weight_first", False)
+    routed = module._num_global_routed
+    for expert in range(routed + module.num_fused_shared_experts):
+        slot = module._map_global_expert_id_to_local_expert_id(expert)
+        name = f"{stem}.experts.{expert}" if expert < routed else f"{stem}.shared_experts"
+        part = data[slot] if slot >= 0 else data.new_empty(0, data.shape[2])
+        at = first if slot >= 0 else _ELSEWHERE
+        if leaf == "w2_weight":
+            yield TensorPart(f"{name}.down_proj.weight", part, (data.shape[1], total), 1, at)
+            continue
+        one, other = part.chunk(2) if slot >= 0 else (part, part)
+        gate, up = (other, one) if up_first else (one, other)
+        yield TensorPart(f"{name}.gate_proj.weight", gate, (total, data.shape[2]), 0, at)
+        yield TensorPart(f"{name}.up_proj.weight", up, (total, data.shape[2]), 0, at)
+
+
+def _what_decodes(attention: Any, weight: Tensor) -> Tensor:
+    """Return latent attention's `kv_b_proj`, or what its decode kernels read instead if that is something else.
+
+    They read two copies, `w_kc` and `w_vc`, which SGLang makes after loading. A push that does not renew them differs.
+    """
+    if attention.w_kc is None or attention.w_vc is None:
+        return weight
+    copied = torch.cat((attention.w_kc, attention.w_vc.transpose(1, 2)), dim=1).flatten(0, 1)
+    return weight if copied.shape == weight.shape and torch.equal(copied, weight) else copied
+
+
+def _columns(name: str, module: Any, data: Tensor) -> TensorPart:
+    """Return the part of a layer that is parallel over its outputs."""
+    return _rows(name, data, module.output_size, len(data) * _rank(module))
+
+
+def _rows(name: str, data: Tensor, total: int, first: int) -> TensorPart:
+    return TensorPart(name, data, (total, *data.shape[1:]), 0, first)
+
+
+def _rank(module: Any) -> int:
+    """Return this rank's place among those that share the layer, which may be fewer than all tensor-parallel ranks."""
+    group = getattr(module, "tp_group", None)  # of SGLang 0.5.23; layers of 0.5.15 have the number
+    return getattr(module, "tp_rank", 0) if group is None else group.rank_in_group
 
 
 def _signed(mark: int) -> int:

@@ -257,10 +257,12 @@ class Sglang0523:
         )
 
     def prepare_cpu(self) -> None:
-        """Keep SGLang from a CPU backend that cannot speculate, its choice without compiled operators."""
+        """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU."""
+        import torch
         from sglang.srt.arg_groups import attention_hook
 
         attention_hook._attention_backend_platform_fallbacks = lambda view: {}
+        torch.cuda.synchronize = lambda device=None: None
 
     def hooks(self) -> Iterator[Hook]:
         """Return the hooks of this version beyond those of `control` and `verifier`."""

@@ -244,10 +244,10 @@ async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONRespons
 
 
 async def _served() -> ServedTensors:
-    """What the engine holds; asked of the scheduler once, since names and shapes never change."""
+    """Return what the engine holds; asked of the scheduler once, since names and shapes never change."""
     if _push.served is None:
         found = await run_command("shapes", {})
-        _push.served = ServedTensors(found["shapes"], frozenset(found["drafter"]))
+        _push.served = ServedTensors(found["shapes"], frozenset(found["drafter"]), found["elements"], found["unnamed"])
     return _push.served
 
 

@@ -1,0 +1,158 @@
+"""SGLang's own model classes for every rank of an engine, in this process and without process groups.
+
+SGLang builds its layers from the sizes and ranks of its runtime context, so one process can build rank after rank.
+The groups are empty shells: building and loading communicate nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rlspec.rollout.sglang.cpu import stand_ins
+from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, named_tensors
+from megatron_rlspec.weights.families import facts_of
+from megatron_rlspec.weights.fingerprint import fingerprint
+
+stand_ins.install()
+os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
+
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.layers.moe.utils import draft_model_build_scope  # noqa: E402
+from sglang.srt.model_loader import loader  # noqa: E402
+from sglang.srt.models.registry import ModelRegistry  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+
+@dataclass
+class Rank:
+    """The models of one rank."""
+
+    context: Any
+    target: nn.Module
+    drafter: nn.Module | None
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give both loaders all tensors in one call, as an engine does with a bucket."""
+        with runtime_context.use_context(self.context):
+            for model in self.models():
+                model.load_weights(tensors.items())
+
+    def models(self) -> list[nn.Module]:
+        return [self.target] if self.drafter is None else [self.target, self.drafter]
+
+    def held(self) -> list[TensorPart]:
+        return list(named_tensors(self.target, self.drafter))
+
+
+def engine(
+    config: Mapping[str, Any], folder: Path, tp: int, ep: int = 1, device: str = "cpu", fused: int = 0
+) -> list[Rank]:
+    """Build target and drafter of every rank; `fused`: shared experts that stand among the routed ones, as on a GPU."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    for name in facts_of(config).sglang_files:
+        entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+        for entry in entries if isinstance(entries, list) else [entries]:
+            ModelRegistry.models[entry.__name__] = entry
+    return [_rank(config, folder, tp, ep, rank, device, fused) for rank in range(tp)]
+
+
+def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, device: str, fused: int) -> Rank:
+    drafts = bool(config.get("num_nextn_predict_layers"))
+    arguments = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        dtype=config["torch_dtype"],
+        tp_size=tp,
+        ep_size=ep,
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        **({"speculative_algorithm": "EAGLE"} if drafts else {}),
+    )
+    place = runtime_context.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0)
+    context = runtime_context.create_context(arguments, role="scheduler", ranks=place)
+    with runtime_context.use_context(context):
+        context.parallel.override_permanently(**_groups(context.parallel))
+        target = _build(arguments, device, False, fused)
+        drafter = _build(arguments, device, True, fused) if drafts else None
+        if drafter is not None:
+            with _no_gpu_to_wait_for():
+                drafter.set_embed_and_head(*target.get_embed_and_head())
+    return Rank(context, target, drafter)
+
+
+def _build(arguments: ServerArgs, device: str, draft: bool, fused: int) -> nn.Module:
+    model_config = ModelConfig.from_server_args(arguments, is_draft_model=draft)
+    resolve = loader.resolve_shared_experts_config
+
+    def resolved(*asked: Any) -> Any:
+        import msgspec
+
+        return msgspec.structs.replace(resolve(*asked), num_fused_shared_experts=fused, fusion_disabled=not fused)
+
+    loader.resolve_shared_experts_config = resolved
+    scope = draft_model_build_scope() if draft else contextlib.nullcontext()
+    try:
+        with torch.device(device), loader.set_default_torch_dtype(model_config.dtype), scope:
+            return loader._initialize_model(model_config, loader.LoadConfig()).requires_grad_(False)
+    finally:
+        loader.resolve_shared_experts_config = resolve
+
+
+def _groups(parallel: Any) -> dict[str, Any]:
+    places: dict[str, tuple[int, int]] = {}
+    for name in ("tp", "attn_tp", "moe_tp", "moe_ep"):
+        places[name] = (getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size"))
+    for name in ("pp", "attn_cp", "moe_dp", "world"):
+        places[name] = (0, 1)
+    return {f"{name}_group": _group(*place) for name, place in places.items()}
+
+
+def _group(rank: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank_in_group=rank,
+        world_size=size,
+        is_first_rank=rank == 0,
+        is_last_rank=rank == size - 1,
+        cpu_group=None,
+        device_group=None,
+        ranks=list(range(size)),
+        rank=rank,
+    )
+
+
+@contextlib.contextmanager
+def _no_gpu_to_wait_for() -> Iterator[None]:
+    wait = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = wait
+
+
+def fingerprints(ranks: list[Rank], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, int]:
+    """As `served_weights.fingerprints`, with the exchange between ranks in this process."""
+    held = [rank.held() for rank in ranks]
+    names = [[part.name for part in parts] for parts in held]
+    assert all(row == names[0] for row in names), "ranks name their tensors in different orders"
+    marks = [[part.fingerprint((dtypes or {}).get(part.name)) for part in parts] for parts in held]
+    found = joined(marks, [[part.first for part in parts] for parts in held])
+    assert len(set(names[0])) == len(names[0])
+    return dict(zip(names[0], found, strict=True))
+
+
+def expected(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
