@@ -23,7 +23,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,10 @@ _DAMAGED = "its checksum differs from what was written: the file is damaged"
 _INDEX, _BACKEND, _COMMON = ".metadata", "metadata.json", "common.pt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
-# Modules for which Megatron stores an (empty) extra state, and misses it when it loads.
+# Modules for which Megatron stores an (empty) extra state, and misses it when it loads: linear layers, and under
+# Transformer Engine norms that are not fused into one, and the core attention of MTP layers.
 _LINEAR = re.compile(r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
+_NORM = re.compile(r"norm\.weight$")
 
 
 @dataclass(frozen=True)
@@ -451,9 +453,8 @@ class TorchDistWriter:
                     whole = whole.clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 entries.append(_append(stream, where, whole, tuple(tensor.shape), dtype))
-                if _LINEAR.search(name):
-                    stem = where.key.rpartition(".")[0]
-                    entries.append(_append(stream, Place(f"{stem}._extra_state", where.at, where.of), [None], (), ""))
+                for key in _extra_states(where.key, self.family.spec):
+                    entries.append(_append(stream, Place(key, where.at, where.of), [None], (), ""))
         write_json(self._note(group), {"entries": [asdict(entry) for entry in entries], "checksums": checksums})
         return sum(entry.length for entry in entries)
 
@@ -497,6 +498,15 @@ class TorchDistWriter:
 
     def _note(self, group: int) -> Path:
         return self.directory / f"group-{group:05d}.json"
+
+
+def _extra_states(key: str, spec: str) -> Iterator[str]:
+    """Yield the keys of the extra states that Megatron looks for where it looks for the tensor `key`."""
+    module = key.removesuffix(".weight")
+    if _LINEAR.search(key) or (spec == "te" and _NORM.search(key)):
+        yield f"{module}._extra_state"
+    if spec == "te" and module.endswith(".self_attention.linear_proj"):
+        yield f"{module.removesuffix('linear_proj')}core_attention._extra_state"
 
 
 def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dtype: str) -> _Entry:

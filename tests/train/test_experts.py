@@ -9,7 +9,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from moe_oracles import GLM4_MOE, checkpoint, logits
 from test_model_parity import drafter_logits
-from train_ranks import batches, config, digest, on_ranks, samples
+from train_ranks import batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.train import drafter as drafter_module
 from megatron_rlspec.train import experts
@@ -88,10 +88,9 @@ def test_policy_and_drafter_are_transformers(hf, tmp_path):
 
 def state(trainer):
     """All that a policy's next step depends on, and Megatron's record of balancing losses."""
-    inner = trainer.learner.optimizer.optimizer
-    moments = [x for s in inner.state.values() for x in (s["step"], s["exp_avg"], s["exp_avg_sq"])]
+    inner = moments(trainer.learner.optimizer.optimizer)
     tracker = [entry["values"] for _, entry in sorted(get_moe_layer_wise_logging_tracker().items())]
-    return digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values(), *moments, *tracker])
+    return digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values(), *inner, *tracker])
 
 
 def five_steps(trainer):

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from megatron.core import parallel_state as ps
-from train_ranks import HF_CONFIG, batches, config, digest, on_ranks, samples
+from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.train.step import Trainer
 
@@ -157,9 +157,8 @@ def keep_gradients(trainer):
 def state(trainer):
     """Digest of this rank's policy parameters, gradients and optimizer state."""
     policy, inner = list(trainer.policy.parameters()), trainer.learner.optimizer.optimizer
-    moments = [x for s in inner.state.values() for x in (s["step"], s["exp_avg"], s["exp_avg_sq"])]
     gradients = [] if trainer.learner.adam.distributed else [p.main_grad for p in policy]
-    return digest([*policy, *gradients, *moments])
+    return digest([*policy, *gradients, *moments(inner)])
 
 
 def measure_all(cells, weights):

@@ -132,6 +132,12 @@ def batches(
     )
 
 
+def moments(optimizer: Any) -> list[torch.Tensor]:
+    """All state of a torch optimizer: torch's AdamW counts updates per parameter, fused ones in the group."""
+    steps = [torch.tensor(group.get("step", 0)) for group in optimizer.param_groups]
+    return [tensor for state in optimizer.state.values() for _, tensor in sorted(state.items())] + steps
+
+
 def digest(tensors: Any) -> str:
     """Of the bits of tensors, in order."""
     total = hashlib.sha256()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits
 from train_ranks import on_ranks
-from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits
+from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, spelling
 
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.weights.checkpoint import write_hf
@@ -48,7 +48,8 @@ def in_layout(config, tensors, expected, source: Path, target: Path | None, tens
     state = dist_checkpointing.load({"model": sharded(network)}, str(checkpoint_directory(source)))
     network.load_state_dict(state["model"], strict=False)
 
-    family, full = family_of(config), dict(family_of(config).to_megatron(tensors))
+    family = family_of(config, spec=spelling())
+    full = {canonical(name): tensor for name, tensor in family.to_megatron(tensors)}
     first_layer = get_transformer_layer_offset(network.config)
     experts = (network.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -87,7 +88,7 @@ def in_layouts(config, tensors, expected, directory: Path, layouts, save: bool):
 def prove(model: str, directory: Path, layouts, save: bool) -> None:
     config, tensors, expected = made(model, directory)
     write_hf(directory / "hf", config, {name: tensor.clone() for name, tensor in tensors.items()})
-    convert(plan(directory / "hf", directory / "megatron", spec="local"))
+    convert(plan(directory / "hf", directory / "megatron", spec=spelling()))
     on_ranks(4, in_layouts, config, tensors, expected, directory, layouts, save)
     family = family_of(config)
     for layout in layouts if save else ():

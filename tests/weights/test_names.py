@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, one_rank
+from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, one_rank, spelling
 
 from megatron_rlspec.weights.names import canonical, family_of
 
@@ -11,7 +11,7 @@ IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().
 
 def logits_in_megatron(config, tensors):
     model = megatron_model(config)
-    full = dict(family_of(config).to_megatron(tensors))
+    full = dict(family_of(config, spec=spelling()).to_megatron(tensors))
     parameters = dict(model.named_parameters())
     assert set(full) - {"output_layer.weight"} == set(parameters) - {"output_layer.weight"}
     with torch.no_grad():

@@ -42,6 +42,11 @@ def qwen2_model(config: dict[str, Any], layers: int | None = None) -> torch.nn.M
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**plain)).eval()
 
 
+def spelling() -> str:
+    """The layer specs that `megatron_model` has."""
+    return "te" if runtime.has_transformer_engine() else "local"
+
+
 def random_(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every tensor redrawn, norms around 1: nothing may be left at a value that hides a mistake."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,13 +104,15 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = None, **options: Any) -> torch.nn.Module:
-    """A plain megatron-core GPTModel with its MTP block, local specs; of this rank."""
+    """A plain megatron-core GPTModel with its MTP block, of this rank: Transformer Engine's specs if it is there."""
     parallel = parallel or ParallelConfig()
     runtime.init_distributed(parallel)
+    engine = runtime.has_transformer_engine()
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
         get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -135,6 +142,7 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "use_cpu_initialization": True,
+        "moe_grouped_gemm": engine and "num_moe_experts" in options,
     }
     rotary_percent = options.pop("rotary_percent", 1.0)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
@@ -143,13 +151,15 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
         from megatron.core.transformer.moe import moe_utils
 
         moe_utils.te_general_gemm = None  # 0.16.1 forgets to say so where Transformer Engine is missing
-        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization="RMSNorm")
+        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=engine, normalization="RMSNorm")
+    elif engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=transformer.qk_layernorm)
-    if transformer.multi_latent_attention:
+    if transformer.multi_latent_attention and not engine:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = _latent_core_attention()
-    mtp = transformer.mtp_num_layers and get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False)
+    mtp = transformer.mtp_num_layers and get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=engine)
     return GPTModel(
         config=transformer,
         transformer_layer_spec=spec,

@@ -1,0 +1,75 @@
+"""The layers that our specs become, and their parameters."""
+
+import json
+import re
+
+import te_signatures
+import torch
+from moe_oracles import GLM4_MOE
+from test_experts import SMALL
+from test_experts import build as build_experts
+from test_parallel_equality import PLAIN, build
+from train_ranks import on_ranks
+
+from megatron_rlspec.train import runtime
+
+CELL = PLAIN | {"dtype": "float32"}
+
+
+def classes(module):
+    return {re.sub(r"\.\d+\.", ".N.", name): type(part).__name__ for name, part in module.named_modules()}
+
+
+def built():
+    dense = build(CELL)
+    experts = build_experts(SMALL | {"first_k_dense_replace": 1}, model={})
+    adam = type(dense.learner.optimizer.optimizer)
+    made = {"dense": dense, "experts": experts}
+    return (
+        {name: (classes(t.policy), classes(t.drafter)) for name, t in made.items()},
+        f"{adam.__module__}.{adam.__name__}",
+        sorted(name for name, _ in experts.policy.named_parameters()),
+    )
+
+
+def test_the_branch_is_taken():
+    ((seen, adam, names),) = on_ranks(1, built)
+    assert runtime.has_transformer_engine()
+    assert adam == "transformer_engine.pytorch.optimizers.FusedAdam"
+    policy, drafter = seen["dense"]
+    layer = "decoder.layers.N."
+    assert policy[f"{layer}self_attention.linear_qkv"] == "TELayerNormColumnParallelLinear"
+    assert policy[f"{layer}self_attention.linear_proj"] == "TERowParallelLinear"
+    assert policy[f"{layer}self_attention.core_attention"] == "TEDotProductAttention"
+    assert policy[f"{layer}mlp.linear_fc1"] == "TELayerNormColumnParallelLinear"
+    assert policy["decoder.final_layernorm"] == "RMSNorm"
+    (block,) = {name.rpartition(".")[0] for name in drafter if name.endswith(".self_attention")}
+    assert drafter[f"{block}.self_attention.core_attention"] == "PackedAttention"  # chain-exact: no other one is
+    assert drafter[f"{block}.self_attention.linear_qkv"] == "TELayerNormColumnParallelLinear"
+    assert drafter["mtp.layers.N.eh_proj"] == "TEColumnParallelLinear"
+    policy, drafter = seen["experts"]
+    for found, where in ((policy, layer.rstrip(".")), (drafter, block)):
+        assert found[f"{where}.mlp.experts"] == "TEGroupedMLP"
+        assert found[f"{where}.mlp.experts.linear_fc1"] == "TEColumnParallelGroupedLinear"
+        assert found[f"{where}.mlp.experts.linear_fc2"] == "TERowParallelGroupedLinear"
+        assert found[f"{where}.pre_mlp_layernorm"] == "RMSNorm"  # in front of a router, so not fused
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
+    assert len([name for name in names if ".experts.linear_fc1." in name]) == GLM4_MOE["n_routed_experts"]
+
+
+def test_parameters_have_the_recorded_names():
+    import transformer_engine.pytorch as te
+
+    sizes = {
+        "Linear": {"in_features": 4, "out_features": 6},
+        "LayerNormLinear": {"in_features": 4, "out_features": 6},
+        "GroupedLinear": {"num_gemms": 2, "in_features": 4, "out_features": 6},
+        "RMSNorm": {"normalized_shape": 4},
+        "LayerNorm": {"normalized_shape": 4},
+    }
+    record = json.loads(te_signatures.RECORD.read_text())["2.11"]["parameters"]
+    for layer, size in sizes.items():
+        made = getattr(te, layer)(**size, device="cpu")
+        assert sorted({re.sub(r"\d+$", "{i}", name) for name, _ in made.named_parameters()}) == record[layer], layer
+        assert "_extra_state" in made.state_dict() and made.state_dict()["_extra_state"].dtype == torch.uint8

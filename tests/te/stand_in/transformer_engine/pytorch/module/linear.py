@@ -1,0 +1,226 @@
+"""Linear layers: plain, behind a norm, and one for each of several experts."""
+
+import torch
+import torch.nn.functional as F
+
+from transformer_engine.pytorch.distributed import into_column, out_of_row, set_tensor_model_parallel_attributes
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.norms import apply_norm
+
+
+class _Linear(TransformerEngineBaseModule):
+    """`num_gemms` weights of the same shape; None stands for one, called `weight`."""
+
+    def _build(self, num_gemms, in_features, out_features, tp_group, tp_size, parallel_mode, bias, return_bias, **how):
+        assert parallel_mode in (None, "column", "row")
+        self._join(tp_group, tp_size)
+        self.parallel_mode = parallel_mode
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+        self.sequence_parallel = self.tp_size > 1 and how["sequence_parallel"]
+        self.fuse_wgrad_accumulation = how["fuse_wgrad_accumulation"]
+        assert not self.fuse_wgrad_accumulation, "gradient_accumulation_fusion"
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        dtype = how["params_dtype"] or torch.get_default_dtype()
+        init = how["init_method"] or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
+        for index in range(num_gemms or 1):
+            suffix = "" if num_gemms is None else str(index)
+            shape = (self.out_features, self.in_features)
+            tracker = how["get_rng_state_tracker"]
+            self._make(f"weight{suffix}", shape, dtype, how["device"], init, tracker, how.get("rng_tracker_name"))
+            weight = getattr(self, f"weight{suffix}")
+            set_tensor_model_parallel_attributes(weight, True, int(parallel_mode == "row"), 1)
+            if not bias:
+                setattr(self, f"bias{suffix}", torch.empty(0, dtype=dtype, device=how["device"]))
+                continue
+            self._make(f"bias{suffix}", (self.out_features,), dtype, how["device"], torch.nn.init.zeros_)
+            added = getattr(self, f"bias{suffix}")
+            if parallel_mode == "row":
+                added.sequence_parallel = self.sequence_parallel
+            elif parallel_mode == "column":
+                set_tensor_model_parallel_attributes(added, True, 0, 1)
+
+    def _multiply(self, x):
+        self._check(x)
+        if self.parallel_mode == "column" and self.tp_size > 1:
+            x = into_column(x, self.tp_group, self.sequence_parallel)
+        row = self.parallel_mode == "row" and self.tp_size > 1
+        out = F.linear(x, self.weight, self.bias if self.apply_bias and not row else None)
+        if row:
+            out = out_of_row(out, self.tp_group, self.sequence_parallel)
+            out = out + self.bias if self.apply_bias else out
+        return (out, self.bias) if self.return_bias else out
+
+
+class Linear(_Linear):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        parameters_split=None,
+        device="cuda",
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+        save_original_input=False,
+    ):
+        super().__init__()
+        assert parameters_split is None and not delay_wgrad_compute and symmetric_ar_type is None
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input
+        self.rng_tracker_name = rng_tracker_name
+        self._build(
+            None,
+            in_features,
+            out_features,
+            tp_group,
+            tp_size,
+            parallel_mode,
+            bias,
+            return_bias,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            init_method=init_method,
+            params_dtype=params_dtype,
+            device=device,
+        )
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        return self._multiply(inp)
+
+
+class LayerNormLinear(_Linear):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        eps=1e-5,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        init_method=None,
+        bias=True,
+        normalization="LayerNorm",
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        return_layernorm_output=False,
+        return_layernorm_output_gathered=False,
+        parameters_split=None,
+        zero_centered_gamma=False,
+        device="cuda",
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+    ):
+        super().__init__()
+        assert normalization in ("LayerNorm", "RMSNorm")
+        assert parameters_split is None and not delay_wgrad_compute and symmetric_ar_type is None
+        assert not return_layernorm_output and not return_layernorm_output_gathered
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.ub_name = ub_name
+        dtype = params_dtype or torch.get_default_dtype()
+        start = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self._make("layer_norm_weight", (in_features,), dtype, device, start)
+        if normalization == "LayerNorm":
+            self._make("layer_norm_bias", (in_features,), dtype, device, torch.nn.init.zeros_)
+        else:
+            self.layer_norm_bias = None
+        self._build(
+            None,
+            in_features,
+            out_features,
+            tp_group,
+            tp_size,
+            parallel_mode,
+            bias,
+            return_bias,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            init_method=init_method,
+            params_dtype=params_dtype,
+            device=device,
+        )
+        for parameter in filter(lambda p: p is not None, (self.layer_norm_weight, self.layer_norm_bias)):
+            parameter.sequence_parallel = self.sequence_parallel
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        self._check(inp)
+        norm = self.normalization, inp, self.layer_norm_weight, self.layer_norm_bias
+        return self._multiply(apply_norm(*norm, self.eps, self.zero_centered_gamma))
+
+
+class GroupedLinear(_Linear):
+    """The caller has dispatched the tokens, so no rank communicates here."""
+
+    def __init__(
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        device="cuda",
+        ub_name=None,
+        delay_wgrad_compute=False,
+    ):
+        super().__init__()
+        assert not delay_wgrad_compute
+        self.num_gemms = num_gemms
+        self.ub_name = ub_name
+        self.rng_tracker_name = rng_tracker_name
+        self._build(
+            num_gemms,
+            in_features,
+            out_features,
+            tp_group,
+            tp_size,
+            parallel_mode,
+            bias,
+            return_bias,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            init_method=init_method,
+            params_dtype=params_dtype,
+            device=device,
+        )
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        self._check(inp)
+        assert len(m_splits) == self.num_gemms and sum(m_splits) == inp.shape[0]
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        parts = zip(inp.split(m_splits), weights, biases, strict=True)
+        out = torch.cat([F.linear(x, w, b if self.apply_bias else None) for x, w, b in parts])
+        return (out, biases) if self.return_bias else out

@@ -1,0 +1,120 @@
+"""The stand-in has Transformer Engine's names and keywords, and Megatron finds in it what it finds in the real one."""
+
+import json
+
+import pytest
+import te_signatures
+from te_signatures import has, imports, names
+
+from megatron_rlspec import contracts
+
+RECORD = json.loads(te_signatures.RECORD.read_text())
+OURS = contracts.installed([str(te_signatures.STAND_IN)])
+VERSION = "2.11"  # whose imports the stand-in answers like the real one
+# What megatron-core imports, the real one has and the stand-in lacks, by what would use it. Each is imported in a
+# `try` or inside a function, and none of our options leads there.
+LEFT_OUT = {
+    "FP8 and FP4": (
+        "common.recipe.NVFP4BlockScaling",
+        "pytorch.Fp8Padding",
+        "pytorch.Fp8Unpadding",
+        "pytorch.float8_tensor.Float8Tensor",
+        "pytorch.fp8_model_init",
+        "pytorch.quantized_model_init",
+        "pytorch.tensor.float8_blockwise_tensor.Float8BlockwiseQTensor",
+        "pytorch.tensor.float8_tensor.Float8Tensor",
+        "pytorch.tensor.mxfp8_tensor.MXFP8Tensor",
+        "pytorch.tensor.nvfp4_tensor.NVFP4Tensor",
+        "pytorch.tensor.utils.cast_master_weights_to_fp8",
+        "pytorch.tensor.utils.post_all_gather_processing",
+        "pytorch.tensor.utils.replace_raw_data",
+    ),
+    "CUDA graphs of layers": (
+        "pytorch.distributed.is_fp8_activation_recompute_enabled",
+        "pytorch.graph.make_graphed_callables",
+        "pytorch.graph.restore_fp8_tensors",
+        "pytorch.graph.save_fp8_tensors",
+        "pytorch.graph.set_capture_end",
+        "pytorch.graph.set_capture_start",
+        "pytorch.utils.make_weak_ref",
+    ),
+    "moe_permute_fusion": (
+        "pytorch.permutation.moe_permute",
+        "pytorch.permutation.moe_permute_with_probs",
+        "pytorch.permutation.moe_sort_chunks_by_index",
+        "pytorch.permutation.moe_sort_chunks_by_index_with_probs",
+        "pytorch.permutation.moe_unpermute",
+    ),
+    "the fused cross entropy: our losses are our own": ("pytorch.cross_entropy.parallel_cross_entropy",),
+    "fused_single_qkv_rope": ("pytorch.attention.rope.apply_fused_qkv_rotary_pos_emb",),
+    "offloading": ("pytorch.cpu_offload_v1",),
+    "megatron's inference engine": (
+        "pytorch.constants.TE_DType",
+        "pytorch.distributed.gather_along_first_dim",
+        "pytorch.distributed.reduce_scatter_along_first_dim",
+    ),
+    "te_general_gemm, beside get_workspace, which 2.11 lacks": ("pytorch.cpp_extensions.general_gemm",),
+}
+
+
+def positions(text):
+    """Names of the parameters, and of those without a default."""
+    found = contracts.signature("m.f", {"m": f"def f{text}: ..."}.get).parameters
+    required = [p for p in found.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return list(found), [p.name for p in required]
+
+
+def unlike(ours, theirs):
+    """Why a call that fits our signature may not fit theirs; "" if it does."""
+    (own, _), (known, required) = positions(ours), positions(theirs)
+    open_ended = "kwargs" in known
+    unknown = [name for name in own if name not in known and not open_ended]
+    if unknown:
+        return f"{unknown} not in {theirs}"
+    if missing := set(required) - set(own):
+        return f"{missing} not in ours"
+    shared = [name for name in known if name in own]
+    return "" if shared == [name for name in own if name in known] else f"another order than {theirs}"
+
+
+@pytest.mark.parametrize("version", RECORD)
+def test_the_stand_in_has_its_names_and_keywords(version):
+    """Else: python tests/te/te_signatures.py TRANSFORMER_ENGINE_CHECKOUT, and see what changed."""
+    known = RECORD[version]["signatures"]
+    assert sorted(known) == sorted(names())
+    ours = te_signatures.signatures(OURS)
+    wrong = {
+        name: ours[name] or "missing"
+        for name in names()
+        if ours[name] is None or known[name] is None or (known[name] and unlike(ours[name], known[name]))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("version", RECORD)
+def test_parameters_and_extra_state_are_the_same_in_every_version(version):
+    assert RECORD[version]["parameters"] == RECORD[VERSION]["parameters"]
+    assert all(RECORD[version]["signatures"][n] is not None for n in names() if n.endswith("extra_state"))
+
+
+def test_megatron_finds_what_it_finds_in_the_real_one():
+    real = RECORD[VERSION]["imports"]
+    assert sorted(real) == imports(), "another megatron-core: record again"
+    left_out = {f"transformer_engine.{name}" for group in LEFT_OUT.values() for name in group}
+    answers = {name: has(name, OURS) for name in real}
+    assert {name for name, found in real.items() if found and not answers[name]} == left_out
+    assert not {name for name, found in real.items() if answers[name] and not found}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        ("(a, b=...)", "(a, c=..., b=...)", ""),
+        ("(a, b=...)", "(a, c=...)", "not in (a"),
+        ("(a)", "(a, b)", "not in ours"),
+        ("(b, a)", "(a, b)", "another order"),
+        ("(a, b=...)", "(a, **kwargs)", ""),
+    ],
+)
+def test_a_difference_is_seen(ours, theirs, why):
+    assert why in unlike(ours, theirs) and bool(unlike(ours, theirs)) == bool(why)
