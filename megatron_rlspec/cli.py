@@ -117,7 +117,7 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        return _complain(_told(error), code)
+        return _complain(_told(error), code, every_rank=getattr(error, "every_rank", False))
     return ended if isinstance(ended, int) else 0
 
 
@@ -243,11 +243,13 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
         yield waiting
 
 
-def _complain(message: str, code: int) -> int:
-    """Print the message on rank 0, because every rank finds the same mistake. Returns `code`."""
+def _complain(message: str, code: int, every_rank: bool = False) -> int:
+    """Print the message, on rank 0 alone unless it can concern one rank only. Returns `code`."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdigit():
         print(f"rlspec: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    elif every_rank:
+        print(f"rlspec: rank {rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 

@@ -11,10 +11,12 @@ V: vocabulary; n: samples of one group.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -113,13 +115,22 @@ class DrafterLoss(Protocol):
     def __call__(self, rows: DrafterRows, /) -> Tensor: ...
 
 
+class FunctionError(ConfigError):
+    """A function of the user's own raised an exception. The other ranks may not meet it, so every rank prints it."""
+
+    every_rank = True
+
+
 def is_function(text: str) -> bool:
     """Whether an option's value names a function instead of something built in."""
     return ":" in text
 
 
 def load(option: str, name: str) -> Callable[..., Any]:
-    """Import `module:function` from the working directory. Raises ConfigError, one line that names `option`."""
+    """Import `module:function` from the working directory. Raises ConfigError, one line that names `option`.
+
+    The function that is returned raises FunctionError, with file and line, for whatever the user's code raises.
+    """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -137,7 +148,19 @@ def load(option: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{option}={name}: {signature}: {error}; expected a function of one argument") from None
     except ValueError:  # some built-in callables have no signature
         pass
-    return found
+
+    @functools.wraps(found)
+    def told(rows: Any, /) -> Any:
+        try:
+            return found(rows)
+        except Exception as error:  # whatever the function's own code raises
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = " ".join(str(error).split())[:300]
+            raise FunctionError(
+                f"{option}={name}: {type(error).__name__}: {reason} ({place.filename}:{place.lineno}, in {place.name})"
+            ) from error
+
+    return told
 
 
 def check(config: Config) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from short_run import words
 
-from megatron_rlspec import custom
+from megatron_rlspec import cli, custom
 from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.types import Prompt, Sample
@@ -69,3 +69,15 @@ def test_what_cannot_be_used_is_told_in_one_line(text, expected):
 def test_a_wrong_result_is_told_in_one_line():
     with pytest.raises(ConfigError, match=r"drafter.loss: the function returned float \[\]; expected a tensor \[4\]"):
         custom.checked("drafter.loss", 1.0, 4)
+
+
+def test_an_exception_in_the_function_is_told_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_losses.py").write_text("def own(rows):\n    return {}['no such\\nkey']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "1")  # data can differ between ranks, so rank 0 may not meet the exception
+    own = custom.load("algorithm.loss", "broken_losses:own")
+    assert cli.run(lambda: own(None)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlspec: rank 1: algorithm.loss=broken_losses:own: KeyError: ")
+    assert line.endswith("broken_losses.py:2, in own)")
