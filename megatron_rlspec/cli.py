@@ -148,6 +148,7 @@ def train(argv: list[str]) -> None:
     """Run `rlspec train`. Mistakes in options and files are found before the heavy imports."""
     if "--dry-run" in argv:
         return dry_run(argv)
+    environment.prepare(os.environ)
     config = parse("train", argv)
     check_inputs(config, "train")
     interruption = Interruption().install()
@@ -160,6 +161,7 @@ def train(argv: list[str]) -> None:
 
 def sft(argv: list[str]) -> None:
     """Run `rlspec sft`."""
+    environment.prepare(os.environ)
     config = parse("sft", argv)
     check_inputs(config, "sft")
     interruption = Interruption().install()

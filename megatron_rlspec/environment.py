@@ -1,12 +1,40 @@
-"""Check what torchrun, or another launcher, says about ranks in the environment. Standard library only."""
+"""The environment of ranks: what a launcher says there, and what CUDA and NCCL need. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from megatron_rlspec.config import ConfigError
 
+# CUDA and NCCL read these once, at their first call. A value that is set already stays.
+RANKS = {
+    # Kernels then start in the order of their calls. Megatron's tensor and context parallelism rely on it, and its
+    # argument check (megatron/training/arguments.py, validate_args) ends a job below Blackwell without it.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # SGLang's engines have 0 (entrypoints/engine.py, _set_envs_and_config) unless it is set there, and the members of a
+    # group that weights travel through must have the same.
+    "NCCL_CUMEM_ENABLE": "0",
+}
+SHARED = "NCCL_CUMEM_ENABLE"
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+
+
+def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that train ranks need, with the values that `environment` has already."""
+    return {name: environment.get(name, value) for name, value in RANKS.items()}
+
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Set what a train rank needs, before CUDA and NCCL start."""
+    environment.update(of_ranks(environment))
+
+
+def disagreement(engine: str, environment: Mapping[str, str]) -> str:
+    """Say in one line why NCCL could not join this rank and an engine that has `engine` in SHARED; "" if it can."""
+    own = of_ranks(environment)[SHARED]
+    if engine in ("", own):
+        return ""
+    return f"{SHARED} is {own} for this rank and {engine} for the engine; start both with the same value"
 
 
 def ranks_started(environment: Mapping[str, str]) -> int:

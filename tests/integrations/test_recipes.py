@@ -31,6 +31,7 @@ def command(recipe, folder, checkout, **environment):
         "PATH": f"{rlspec.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "SLIME": str(checkout),
+        "MEGATRON": "/megatron",
         "MODEL": "/model",
         "LOAD": "/load",
         "DATA": "/data.jsonl",

@@ -140,7 +140,8 @@ def test_ray_job_gets_the_environment(tmp_path, joined):
     command = ["ray", "job", "submit", *option, "--", "python3", "train.py"]
     whole = slime.complete(command, planned(), tmp_path)
     given = slime.flags(whole)
-    assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", **planned().environment}
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
+    assert json.loads(given["--runtime-env-json"])["env_vars"] == {"A": "1", **needed, **planned().environment}
     assert whole.index("train.py") > whole.index("--")
 
 
@@ -155,7 +156,22 @@ def test_workers_of_a_cluster_that_stands_already_get_the_environment(inherited)
     outer = {slime.RAY_JOB: json.dumps(inherited)} if inherited else {}
     job = json.loads(slime.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[slime.RAY_JOB])
     theirs = inherited.get("runtime_env", {}).get("env_vars", {})
-    assert job == {**inherited, "runtime_env": {"env_vars": {**theirs, "RLSPEC_SGLANG": "{}"}}}
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
+    assert job == {**inherited, "runtime_env": {"env_vars": {**theirs, **needed, "RLSPEC_SGLANG": "{}"}}}
+
+
+def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
+    """The job's own variables win over those of the shell, and both over the defaults."""
+    shell = {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "HOME": "/home"}
+    job = json.loads(slime.job_environment({}, shell)[slime.RAY_JOB])["runtime_env"]["env_vars"]
+    assert job == {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    inner = json.dumps({"runtime_env": {"env_vars": {"NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": "/other"}}})
+    job = json.loads(slime.job_environment({}, shell | {slime.RAY_JOB: inner})[slime.RAY_JOB])["runtime_env"]
+    assert job["env_vars"]["NCCL_CUMEM_ENABLE"] == "0" and job["env_vars"]["PYTHONPATH"] == "/other"
+    runtime = json.dumps({"env_vars": {"NCCL_CUMEM_ENABLE": "1"}})
+    command = ["ray", "job", "submit", "--runtime-env-json", runtime, "--", "python3", "train.py"]
+    whole = slime.complete(command, planned(), tmp_path)
+    assert json.loads(slime.flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_a_command_without_slimes_driver():

@@ -21,6 +21,7 @@ import pytest
 import tiny_mimo
 import torch
 
+from megatron_rlspec import environment
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
@@ -560,6 +561,13 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
             continue
         with pytest.raises(EngineError, match="ended while starting: rlspec serve: .*" + message):
             launch(model, tmp_path / f"{name}.log", arguments=arguments).wait(60)
+
+
+def test_engine_has_the_nccl_setting_that_train_ranks_take(engines: dict[str, SGLangEngine]) -> None:
+    """SGLang chose it: nothing sets it here. A rank that sets another is refused (`tests/test_environment.py`)."""
+    engine = engines["plain"]
+    assert engine.describe()["nccl_cumem_enable"] == environment.RANKS["NCCL_CUMEM_ENABLE"]
+    assert environment.disagreement(engine.describe()["nccl_cumem_enable"], {}) == ""
 
 
 def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rlspec import environment
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.rollout.sglang.settings import MIXED_CHUNK, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -263,7 +264,7 @@ def driver(command: Sequence[str]) -> int:
     raise ConfigError(f"no {' or '.join(DRIVERS)} in the command {shlex.join(command) or '(empty)'}")
 
 
-def _into_job(head: list[str], environment: Mapping[str, str]) -> list[str]:
+def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
     """Add the environment to the runtime environment of a `ray job submit`; its workers do not inherit ours."""
     if "submit" not in head:
         return head
@@ -273,25 +274,36 @@ def _into_job(head: list[str], environment: Mapping[str, str]) -> list[str]:
         name, equals, value = word.partition("=")
         if before == "--runtime-env-json" or (name == "--runtime-env-json" and equals):
             runtime = json.loads(word if not equals or before == "--runtime-env-json" else value)
-            runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+            runtime["env_vars"] = _of_workers(runtime.get("env_vars", {}), added)
             word = (f"{name}=" if before != "--runtime-env-json" else "") + json.dumps(runtime)
             done = True
         out.append(word)
     if not done:
         at = out.index("submit") + 1
-        out[at:at] = ["--runtime-env-json", json.dumps({"env_vars": dict(environment)})]
+        out[at:at] = ["--runtime-env-json", json.dumps({"env_vars": _of_workers({}, added)})]
     return out
 
 
-def job_environment(environment: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """What makes a driver hand `environment` to its workers in a Ray cluster that was started before it.
+def _of_workers(theirs: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of all Ray workers: the user's, what train ranks need, and ours.
+
+    slime starts its train ranks with NCCL_CUMEM_ENABLE of its driver, and SGLang its engines with that of the node
+    (ray/actor_group.py, entrypoints/engine.py). As a variable of the job it is the same everywhere.
+    """
+    return {**theirs, **environment.of_ranks(theirs), **added}
+
+
+def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """What makes a driver hand `added` to its workers in a Ray cluster that was started before it.
 
     Those inherit from the cluster, not from the driver. `ray.init` merges this variable, by which Ray's own job server
     tells a driver its runtime environment (`ray/_private/worker.py`, read at 2.60).
     """
     job = json.loads(inherited.get(RAY_JOB, "{}"))
     runtime = job.get("runtime_env") or {}
-    runtime["env_vars"] = {**runtime.get("env_vars", {}), **environment}
+    # PYTHONPATH: where the driver finds Megatron, its workers must find it, too.
+    own = {name: inherited[name] for name in ("PYTHONPATH", *environment.RANKS) if name in inherited}
+    runtime["env_vars"] = _of_workers({**own, **runtime.get("env_vars", {})}, added)
     return {RAY_JOB: json.dumps({**job, "runtime_env": runtime})}
 
 
@@ -351,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec slime: {note}", flush=True)
     whole = complete(command, added, Path(options.folder).absolute())
     for title, entries in (
-        ("environment", [f"{k}={v}" for k, v in added.environment.items()]),
+        ("environment", [f"{k}={v}" for k, v in {**environment.RANKS, **added.environment}.items()]),
         ("flags", added.flags),
         ("args", [f"{k}: {v}" for k, v in added.settings.items()]),
     ):
@@ -359,7 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(shlex.join(whole))
         return 0
-    os.execvpe(whole[0], whole, {**os.environ, **added.environment, **job_environment(added.environment, os.environ)})
+    own = {**os.environ, **environment.of_ranks(os.environ), **added.environment}
+    os.execvpe(whole[0], whole, {**own, **job_environment(added.environment, os.environ)})
 
 
 def as_yaml(added: Additions, folder: Path) -> str:
@@ -368,7 +381,8 @@ def as_yaml(added: Additions, folder: Path) -> str:
     for name, value in flags(added.flags).items():
         settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)
     head = "".join(f"# {note}\n" for note in added.notes)
-    head += "".join(f"# set in the environment of all Ray workers: {k}={v}\n" for k, v in added.environment.items())
+    for name, text in {**environment.RANKS, **added.environment}.items():
+        head += f"# set in the environment of all Ray workers: {name}={text}\n"
     if added.adaptive:
         path = folder / "adaptive.json"
         settings["sglang_speculative_adaptive_config"] = str(path)

@@ -225,7 +225,8 @@ class SGLangEngine:
         return self._held
 
     def describe(self) -> EngineDescription:
-        """Also has `sglang`, its version, and `controller`, the class that switches configurations there.
+        """Also has `sglang`, its version, `controller`, the class that switches configurations there, and the value of
+        NCCL_CUMEM_ENABLE there.
 
         Raises NotAnEngineError where something else answers.
         """

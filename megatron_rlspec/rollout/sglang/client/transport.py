@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import loopback
+from megatron_rlspec import environment, loopback
 from megatron_rlspec.engine import EngineError
 
 Post = Callable[..., dict[str, Any]]
@@ -93,7 +93,11 @@ class GroupBroadcast:
     def _join(self, post: Post, threads: ThreadPoolExecutor) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-        size = 1 + post("control/describe")["tensor_parallel"]
+        described = post("control/describe")
+        problem = environment.disagreement(described.get("nccl_cumem_enable", ""), os.environ)
+        if problem and self.backend == "nccl":
+            raise EngineError(f"weight group: {problem}")
+        size = 1 + described["tensor_parallel"]
         self._made += 1
         listening = loopback.listener(self.address)
         port = listening.getsockname()[1]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megatron_rlspec.environment import SHARED
 from megatron_rlspec.rollout.sglang.server import decisions, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
@@ -94,6 +96,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "max_running_requests": scheduler.max_running_requests,
         "held": _held.get("reason", ""),
         "unnamed": _unnamed(scheduler),
+        "nccl_cumem_enable": os.environ.get(SHARED, ""),
     }
 
 
