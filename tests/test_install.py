@@ -1,0 +1,251 @@
+"""pip itself says what an installation would replace in environments that train or serve (`pip install --dry-run`).
+
+The environments hold stand-ins: the metadata of a distribution without its files, from which pip decides. The fast case
+needs no package index: everything that this package asks for is there already. The slow cases resolve against the index
+that pip is configured with, for each Python in VERSIONS, which is found as python3.11 or by the variable PYTHON311.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+REQUIREMENTS = ROOT / "requirements"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("", *PROJECT["optional-dependencies"])
+VERSIONS = ("3.11", "3.12")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A distribution of an environment: its version, what it asks for, and whether it is an editable checkout."""
+
+    version: str
+    requires: tuple[str, ...] = ()
+    editable: bool = False
+
+
+@dataclass(frozen=True)
+class Environment:
+    holds: dict[str, Held]
+    extras: tuple[str, ...] = field(default=EXTRAS)  # those that bring nothing that the environment lacks
+
+
+# slime 624b824a8's image: Megatron-LM as a checkout of a pre-release, numpy below 2.
+SLIME = Environment(
+    {
+        "torch": Held("2.11.0+cu129"),
+        "megatron-core": Held("0.16.0rc0", ("torch>=2.6.0", "numpy"), editable=True),
+        "transformers": Held("5.12.1", ("numpy>=1.17",)),
+        "sglang": Held("0.5.15.post1", ("torch==2.11.0", "transformers==5.12.1", "numpy"), editable=True),
+        "transformer-engine": Held("2.16.1"),
+        "transformer-engine-cu12": Held("2.16.1"),
+        "transformer-engine-torch": Held("2.16.1", ("torch>=2.1", "transformer_engine_cu12==2.16.1")),
+        "apex": Held("0.1"),
+        "slime": Held("0.3.1", ("transformers", "numpy"), editable=True),
+        "numpy": Held("1.26.4"),
+        "scipy": Held("1.17.1", ("numpy>=1.26.4",)),
+    }
+)
+# SGLang's image with a nightly build, and a Megatron-LM checkout that is ahead of every release.
+SGLANG = Environment(
+    {
+        "torch": Held("2.14.1+cu130"),
+        "megatron-core": Held("0.20.0rc0", ("torch>=2.6.0", "numpy"), editable=True),
+        "transformers": Held("5.19.0", ("numpy>=1.17",)),
+        "sglang": Held("0.5.24.dev20261101+g0123abc", ("torch==2.14.1", "transformers==5.19.0", "numpy")),
+        "transformer-engine": Held("2.20.2"),
+        "numpy": Held("2.3.5"),
+    }
+)
+# NVIDIA's PyTorch image: pre-releases of torch and Transformer Engine, and nothing to serve with.
+PYTORCH = Environment(
+    {
+        "torch": Held("2.13.0a0+0123abc.nv26.05"),
+        "transformer-engine": Held("2.17.0.dev0+0123abc"),
+        "numpy": Held("1.26.4"),
+    },
+    ("", "train", "dev"),
+)
+ENVIRONMENTS = {"slime": SLIME, "sglang": SGLANG, "pytorch": PYTORCH}
+
+
+def interpreter(version: str) -> str:
+    variable = f"PYTHON{version.replace('.', '')}"
+    named = os.environ.get(variable) or shutil.which(f"python{version}") or ""
+    code = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    said = subprocess.run([named, "-c", code], capture_output=True, text=True).stdout.strip() if named else ""
+    if said != version:
+        pytest.fail(f"Python {version} not found: put python{version} on PATH, or set {variable} to its path")
+    return named
+
+
+def make_environment(python: str, folder: Path, holds: dict[str, Held]) -> str:
+    """Make a virtual environment that holds the stand-ins. Returns its interpreter."""
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name, held in holds.items():
+        info = site / f"{name.replace('-', '_')}-{held.version}.dist-info"
+        info.mkdir()
+        asks = "".join(f"Requires-Dist: {requirement}\n" for requirement in held.requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {held.version}\n{asks}")
+        (info / "RECORD").write_text("")
+        (info / "INSTALLER").write_text("pip\n")
+        if held.editable:
+            origin = {"url": (folder / "src" / name).as_uri(), "dir_info": {"editable": True}}
+            (info / "direct_url.json").write_text(json.dumps(origin))
+    return str(folder / "bin/python")
+
+
+def would_install(python: str, what: list[str], report: Path, *, index: bool) -> dict[str, str]:
+    """Return names and versions that `pip install WHAT` would put into the environment of `python`."""
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--quiet", "--report", report]
+    environment = dict(os.environ)
+    if not index:
+        command.append("--no-index")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        environment["PIP_CONFIG_FILE"] = os.devnull
+    done = subprocess.run([*command, *what], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    planned = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    return {canonicalize_name(metadata["name"]): metadata["version"] for metadata in planned}
+
+
+def pins(name: str) -> dict[str, Requirement]:
+    """Return the requirements of a file in requirements/ by name."""
+    lines = [line.partition(" #")[0] for line in (REQUIREMENTS / name).read_text().splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    by_name = {canonicalize_name(requirement.name): requirement for requirement in found}
+    assert len(by_name) == len(found), f"{name} names a distribution twice"
+    return by_name
+
+
+def asked(requirements: Iterable[str], extra: str = "") -> list[Requirement]:
+    """Return the requirements that hold on this machine, for one extra or for none."""
+    parsed = [Requirement(text) for text in requirements]
+    return [wanted for wanted in parsed if wanted.marker is None or wanted.marker.evaluate({"extra": extra})]
+
+
+def brought(known: Iterable[str]) -> dict[str, Held]:
+    """Return what this package's dependencies bring, and what that asks for of the distributions `known`.
+
+    Read from the environment that the tests run in.
+    """
+    found: dict[str, Held] = {}
+    waiting = asked(PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), []))
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or name in known:
+            continue
+        there = importlib.metadata.distribution(name)
+        needs = asked(there.requires or ())
+        for extra in requirement.extras:
+            needs += asked(there.requires or (), extra)
+        of_known = (need for need in needs if canonicalize_name(need.name) in known)
+        found[name] = Held(there.version, tuple(str(need).partition(";")[0] for need in of_known))
+        waiting += needs
+    return found
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This package as a wheel, built by setuptools in the environment that the tests run in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_rlspec", source / "megatron_rlspec", ignore=ignored)
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / done.stdout.split()[-1]
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    here = {p.relative_to(ROOT).as_posix() for p in (ROOT / "megatron_rlspec").rglob("*") if p.is_file()}
+    here = {name for name in here if "__pycache__" not in name}
+    there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert there == here and "megatron_rlspec/report.html.j2" in there
+
+
+@pytest.mark.parametrize("name", ["slime", "sglang"])
+def test_pip_replaces_nothing_where_everything_is_there(name, wheel, tmp_path):
+    """All extras at once, without an index: pip would fail if one thing that is there did not do."""
+    environment = ENVIRONMENTS[name]
+    holds = brought(environment.holds) | environment.holds
+    python = make_environment(sys.executable, tmp_path / "venv", holds)
+    everything = f"{wheel}[{','.join(filter(None, EXTRAS))}]"
+    assert set(would_install(python, [everything], tmp_path / "report.json", index=False)) == {"megatron-rlspec"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "name, extra", [(name, extra) for name, there in ENVIRONMENTS.items() for extra in there.extras]
+)
+def test_pip_replaces_nothing_that_trains_or_serves(name, extra, version, wheel, tmp_path):
+    """With the package index: newer versions of everything can be had, and what is there stays."""
+    python = make_environment(interpreter(version), tmp_path / "venv", ENVIRONMENTS[name].holds)
+    planned = would_install(python, [f"{wheel}[{extra}]" if extra else str(wheel)], tmp_path / "r.json", index=True)
+    assert "megatron-rlspec" in planned
+    replaced = set(planned) & set(ENVIRONMENTS[name].holds)
+    assert not replaced, {held: (ENVIRONMENTS[name].holds[held].version, planned[held]) for held in replaced}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pip_takes_a_release_of_megatron_core_where_there_is_none(version, tmp_path):
+    """The specifier lets a pre-release stay, and still asks for none."""
+    (wanted,) = (text for text in PROJECT["optional-dependencies"]["train"] if text.startswith("megatron-core"))
+    python = make_environment(
+        interpreter(version), tmp_path / "venv", {"torch": Held("2.14.1"), "numpy": Held("2.3.5")}
+    )
+    planned = would_install(python, [wanted], tmp_path / "r.json", index=True)
+    assert re.fullmatch(r"0\.\d+\.\d+", planned["megatron-core"]) and "torch" not in planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_slime_s_image_gets_is_all_that_it_lacks(version, wheel, tmp_path):
+    """After requirements/slime-image.txt only what the image has from slime and SGLang is still asked for."""
+    added = {name: Held(next(iter(pin.specifier)).version) for name, pin in pins("slime-image.txt").items()}
+    python = make_environment(interpreter(version), tmp_path / "venv", SLIME.holds | added)
+    planned = would_install(python, [str(wheel)], tmp_path / "r.json", index=True)
+    assert not set(planned) & set(added)
+
+
+def test_every_lock_answers_what_the_package_asks_for():
+    bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
+    gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["optional-dependencies"]["gpu"])}
+    for lock, wanted in (("gpu.txt", bare | gpu), ("cpu.txt", bare | gpu)):
+        pinned = pins(lock)
+        for name, requirement in wanted.items():
+            (exact,) = pinned[name].specifier
+            assert exact.operator == "==" and requirement.specifier.contains(exact.version), f"{lock}: {requirement}"
+
+
+def test_image_locks_name_nothing_that_the_images_bring():
+    serving = {"torch", "transformers", "sglang", "sglang-kernel", "triton", "flashinfer-python", "numpy", "scipy"}
+    training = {"megatron-core", "transformer-engine", "apex", "slime"}
+    assert not set(pins("slime-image.txt")) & (serving | training)
+    assert not set(pins("sglang-image.txt")) & serving
+    whole = pins("gpu.txt")
+    assert all(str(whole[name]) == str(pin) for name, pin in pins("sglang-image.txt").items())
+    versions = {str(pin.specifier) for pin in pins("transformer-engine.txt").values()}
+    assert len(versions) == 1 and not set(pins("transformer-engine.txt")) & set(whole)
