@@ -3,7 +3,7 @@
 "present" and "absent" are results of upstream's own code, run now (`train/probes.py`, `integrations/slime/probes.py`,
 `rollout/sglang/server/probes.py`). Each package runs in a process of its own without a GPU, so a running job is not
 disturbed. Names and signatures are read from the source instead (`contracts.py`). Defects without a probe, found by
-reading, are listed as "read".
+reading, are listed as "read". Where a GPU is visible, or with `--gpu`, it says what the machine lacks (`machine.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_rlspec import arguments, contracts, files
+from megatron_rlspec import arguments, contracts, files, machine
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.integrations import patches
 from megatron_rlspec.rollout.sglang.server import versions as sglang
@@ -343,14 +343,22 @@ def versions() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report. Exit status: 1 if the given configuration is affected, else 0; 2 for a mistake."""
+    """Print the report.
+
+    Exit status: 1 if the given configuration is affected, or if `--gpu` finds that something is lacking which stops
+    training or serving; else 0; 2 for a mistake.
+    """
     parser = arguments.Parser(
         prog="rlspec doctor",
         description="Run the known defects of the installed megatron-core, SGLang and slime, and say which are there.",
-        epilog="Exit status: 0; 1 if the configuration given by --config would run into a defect; 2 for a mistake.",
+        epilog="Exit status: 0; 1 if the configuration given by --config would run into a defect, or if --gpu finds "
+        "that training or serving on GPUs cannot start; 2 for a mistake.",
     )
     parser.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
     parser.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
+    parser.add_argument(
+        "--gpu", action="store_true", help="check the packages for GPUs also where none is visible (image builds)"
+    )
     parser.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--worker", choices=MODULES, help=argparse.SUPPRESS)
@@ -367,18 +375,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         files.check_output(options.json)
     config = load(options.config) if options.config else None
     results = examine(options.names or None, options.path)
+    wanted = options.gpu or (machine.visible_gpus() > 0 and not options.names)
+    lacking = machine.lacks(machine.gather(options.path)) if wanted else None
     if config is not None:
         results = affected(results, config)
+    of_machine = [ProbeResult(lack.name, "GPU machine", "present", lack.text) for lack in lacking or ()]
+    text = json.dumps([asdict(f) for f in [*results, *of_machine]], indent=2)
     if options.json == "-":
-        print(json.dumps([asdict(f) for f in results], indent=2))
+        print(text)
     else:
-        _show(results, config, patches.found(options.path))
+        _show(results, config, patches.found(options.path), lacking)
         if options.json:
-            files.write_output(options.json, json.dumps([asdict(f) for f in results], indent=2) + "\n")
-    return int(any(f.hits for f in results))
+            files.write_output(options.json, text + "\n")
+    return int(any(f.hits for f in results) or (options.gpu and any(lack.stops for lack in lacking or ())))
 
 
-def _show(results: Sequence[ProbeResult], config: Config | None, patched: Mapping[str, str]) -> None:
+def _show(
+    results: Sequence[ProbeResult],
+    config: Config | None,
+    patched: Mapping[str, str],
+    lacking: Sequence[machine.Lack] | None = None,
+) -> None:
     """One paragraph a defect: its name whole on a line of its own, so that it can be copied back as an argument."""
     from rich.console import Console
     from rich.padding import Padding
@@ -401,6 +418,10 @@ def _show(results: Sequence[ProbeResult], config: Config | None, patched: Mappin
     console.print()
     for name, now in patched.items():
         console.print(Text(f"patches/{name}: {now}"), soft_wrap=True)
+    for lack in lacking or ():
+        console.print(Text(f"GPU machine: {lack.text}", "bold red" if lack.stops else "yellow"), soft_wrap=True)
+    if lacking is not None and not lacking:
+        console.print(Text("GPU machine: nothing is missing"))
     if config is not None:
         hit = ", ".join(f.name for f in results if f.hits)
         console.print(Text(f"this configuration is {f'affected by {hit}' if hit else 'not affected'}"), soft_wrap=True)
