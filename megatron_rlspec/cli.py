@@ -58,7 +58,7 @@ ERRORS = {
     "megatron_rlspec.session:RunStopped": 1,
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
-EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang"}
+EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang", "matplotlib": "plot"}
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "

@@ -78,7 +78,7 @@ PYTORCH = Environment(
         "transformer-engine": Held("2.17.0.dev0+0123abc"),
         "numpy": Held("1.26.4"),
     },
-    ("", "train", "dev"),
+    ("", "train", "plot", "dev"),
 )
 ENVIRONMENTS = {"slime": SLIME, "sglang": SGLANG, "pytorch": PYTORCH}
 
@@ -232,7 +232,8 @@ def test_what_slime_s_image_gets_is_all_that_it_lacks(version, wheel, tmp_path):
 
 def test_every_lock_answers_what_the_package_asks_for():
     bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
-    gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["optional-dependencies"]["gpu"])}
+    extras = PROJECT["optional-dependencies"]
+    gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["gpu"] + extras["plot"])}
     for lock, wanted in (("gpu.txt", bare | gpu), ("cpu.txt", bare | gpu)):
         pinned = pins(lock)
         for name, requirement in wanted.items():
@@ -249,3 +250,12 @@ def test_image_locks_name_nothing_that_the_images_bring():
     assert all(str(whole[name]) == str(pin) for name, pin in pins("sglang-image.txt").items())
     versions = {str(pin.specifier) for pin in pins("transformer-engine.txt").values()}
     assert len(versions) == 1 and not set(pins("transformer-engine.txt")) & set(whole)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md", "docs/slime.md"])
+def test_documented_commands_name_files_that_are_there_and_leave_images_alone(page):
+    commands = re.findall(r"^[^`|#\n]*pip install [^`\n]*", (ROOT / page).read_text(), re.M)
+    assert commands
+    for command in commands:
+        assert "--no-deps" in command, command
+        assert all((ROOT / name).is_file() for name in re.findall(r"-r (\S+)", command)), command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
+import importlib
 import importlib.metadata
 import io
 import math
@@ -91,6 +92,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_picture(path: Path) -> None:
+    """Find before anything is measured that a picture cannot be drawn or written."""
+    importlib.import_module("matplotlib")
     files.check_output(path)
     if path.suffix and path.suffix[1:].lower() not in PICTURES:
         raise files.FileError(f"{path}: pictures of type {path.suffix} are not drawn; expected {', '.join(PICTURES)}")

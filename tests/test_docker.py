@@ -1,0 +1,79 @@
+"""The Dockerfiles are read as Docker reads them. They are not built: that needs Docker and their base images."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILES = sorted((ROOT / "tools/docker").glob("*.Dockerfile"))
+INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN"}
+BASES = {"slime": "slimerl/slime:latest", "own-loop": "lmsysorg/sglang:v0.5.23"}
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return (instruction, arguments): lines that end with a backslash are joined, comments are dropped."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
+
+
+def read(path: Path) -> list[tuple[str, str]]:
+    return instructions(path.read_text())
+
+
+def test_lines_are_joined_and_comments_dropped():
+    assert instructions("# a\nFROM x\n\nRUN a && \\\n# b\n    c\n") == [("FROM", "x"), ("RUN", "a && c")]
+
+
+def test_there_is_one_for_each_gpu_environment():
+    assert {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES} == set(BASES)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_instructions_are_docker_s(path):
+    found = read(path)
+    assert {word for word, _ in found} <= INSTRUCTIONS
+    base = BASES[path.name.removesuffix(".Dockerfile")]
+    assert found[:2] == [("ARG", f"IMAGE={base}"), ("FROM", "${IMAGE}")]
+    for word, rest in found[2:]:
+        assert word != "FROM"
+        if word == "ENV" or word == "ARG":
+            assert re.fullmatch(r"[A-Z_]+=[\w/.-]+", rest), rest
+        if word == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_is_copied_exists_and_is_enough_to_install(path):
+    copied: set[str] = set()
+    for word, rest in read(path):
+        if word != "COPY":
+            continue
+        *sources, target = shlex.split(rest)
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            lands = target.rstrip("/") == "." or target.endswith("/") or len(sources) == 1
+            assert lands, f"several files need a folder, not {target}"
+            copied.add((Path(target) / Path(source).name).as_posix() if target.endswith("/") else source)
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "megatron_rlspec"} <= copied
+    for word, rest in read(path):
+        for name in re.findall(r"-r (\S+)", rest) if word == "RUN" else ():
+            assert name in copied, f"{name} is not copied before it is read"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_pip_replaces_nothing_of_the_image(path):
+    installs = [rest for word, rest in read(path) if word == "RUN" and re.search(r"\bpip3? install\b", rest)]
+    assert installs[-1].endswith(" .")
+    assert all("--no-deps" in rest.split() for rest in installs)
+    assert all("--no-build-isolation" in rest.split() for rest in installs if "transformer-engine" in rest)
+    assert not any(word in rest for rest in installs for word in ("--upgrade", "--force-reinstall", " -U"))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_doctor_has_the_last_word(path):
+    word, rest = read(path)[-1]
+    assert word == "RUN" and rest.split()[:3] == ["rlspec", "doctor", "--gpu"]

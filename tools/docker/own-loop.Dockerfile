@@ -1,0 +1,25 @@
+# SGLang's image with megatron-core, Transformer Engine and this package, for the own loop. Build in the repository root
+# (not built yet: no GPU machine was at hand):
+#   docker build -f tools/docker/own-loop.Dockerfile -t rlspec .
+#   docker run --rm --gpus all --ipc=host --shm-size=16g --ulimit memlock=-1 --ulimit stack=67108864 -it rlspec bash
+ARG IMAGE=lmsysorg/sglang:v0.5.23
+FROM ${IMAGE}
+
+WORKDIR /opt/megatron_rlspec
+COPY requirements/sglang-image.txt requirements/transformer-engine.txt requirements/
+RUN pip install --no-cache-dir --no-deps -r requirements/sglang-image.txt
+# Compiled against the image's torch, with the image's nvcc, for the GPUs that are named (90: H100, H200).
+ARG NVTE_CUDA_ARCHS=90
+RUN NVTE_CUDA_ARCHS="${NVTE_CUDA_ARCHS}" \
+    pip install --no-cache-dir --no-deps --no-build-isolation -r requirements/transformer-engine.txt
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY megatron_rlspec megatron_rlspec
+COPY patches patches
+COPY examples examples
+COPY benchmarks benchmarks
+RUN pip install --no-cache-dir --no-deps .
+
+# SGLang sets its own engines' values of these two; here they are the trainer's.
+ENV CUDA_DEVICE_MAX_CONNECTIONS=1
+ENV NCCL_CUMEM_ENABLE=0
+RUN rlspec doctor --gpu
