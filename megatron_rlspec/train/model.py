@@ -89,6 +89,8 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
 
 def check(hf_config: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError, naming the key, if this model cannot be trained here under this configuration."""
+    if config.model.dtype == "float64" and runtime.device().type == "cuda" and runtime.has_transformer_engine():
+        raise ConfigError("model.dtype=float64: Transformer Engine has no float64; use bfloat16")
     where = config.model.path or "the model"
     typed = check_config(hf_config, where)
     tensor = config.parallel.tensor

@@ -261,6 +261,8 @@ def _create_moments(part: Part, updates: int) -> None:
     inner = part.optimizer.optimizer
     if not updates:
         inner.state.clear()
+        for group in part.groups:
+            group.pop("step", None)
         return
     counts_in_state = isinstance(inner, torch.optim.AdamW)
     for group in inner.param_groups:

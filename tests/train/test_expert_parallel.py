@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from test_experts import BALANCED, build, data_of, made
-from train_ranks import digest, on_ranks
+from train_ranks import digest, moments, on_ranks
 
 from megatron_rlspec.train import experts
 from megatron_rlspec.weights.checkpoint import CheckpointError
@@ -47,7 +47,7 @@ def trained(weights, parallel, **sections):
 def parameters(trainer):
     for learner in trainer._learners().values():
         for name, parameter in learner.ddp.module.named_parameters():
-            yield name, parameter, ".local_experts." in name
+            yield name, parameter, ".mlp.experts." in name
 
 
 def dense_bits(trainer):
@@ -113,10 +113,8 @@ def states(trainer):
     found = []
     for learner in trainer._learners().values():
         for part in learner.parts:
-            for group in part.groups:
-                for parameter in group["params"]:
-                    state = part.optimizer.optimizer.state[parameter]
-                    found += [parameter, *(state[name] for name in ("step", "exp_avg", "exp_avg_sq"))]
+            found += [parameter for group in part.groups for parameter in group["params"]]
+            found += moments(part.optimizer.optimizer) if part.groups else []
         found += [*learner.ddp.module.parameters(), *experts.biases(learner.ddp.module).values()]
     return digest(found)
 
@@ -167,9 +165,8 @@ def isolated():
             for seed in range(3):
                 trainer.train_step(data_of(trainer, seed, budget=160), objective="grpo")
             policy = [*trainer.policy.parameters(), *experts.biases(trainer.policy).values()]
-            states = [s for part in trainer.learner.parts for s in part.optimizer.optimizer.state.values()]
-            moments = [s[name] for s in states for name in ("step", "exp_avg", "exp_avg_sq")]
-            found[distributed, bool(drafter)] = digest([*policy, *moments])
+            states = [x for part in trainer.learner.parts for x in moments(part.optimizer.optimizer)]
+            found[distributed, bool(drafter)] = digest([*policy, *states])
     return found
 
 
@@ -179,22 +176,22 @@ def test_policy_is_the_same_with_and_without_drafter():
         assert rank[True, True] == rank[True, False]
 
 
-def continued(weights, parallel, moments):
+def continued(weights, parallel, saved):
     """The drafter's step from a file of moments, which another layout may have written."""
     trainer = build(model=EXACT, parallel=parallel, **{k: dict(v) for k, v in CLIPPED.items()})
     trainer.load_hf(weights)
-    trainer.take_drafter_moments(moments)
+    trainer.take_drafter_moments(saved)
     taken = dict(trainer.export_drafter_moments())
     trainer.train_step(data_of(trainer, 5, budget=160), objective="grpo")
     return taken, dict(trainer.export("drafter"))
 
 
 def test_moments_go_on_in_another_layout(weights):
-    (moments, _) = on_ranks(2, first_moments, weights)[0], None
-    (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, moments)
-    assert all(torch.equal(taken[name], tensor) for name, tensor in moments.items())
-    (taken, same), _ = on_ranks(2, continued, weights, {}, moments)
-    assert all(torch.equal(taken[name], tensor) for name, tensor in moments.items())
+    saved = on_ranks(2, first_moments, weights)[0]
+    (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, saved)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in saved.items())
+    (taken, same), _ = on_ranks(2, continued, weights, {}, saved)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in saved.items())
     assert far(drafter, same) < CLOSE
 
 

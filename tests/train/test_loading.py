@@ -8,7 +8,7 @@ from moe_oracles import GLM4_MOE
 from test_parallel_equality import PLAIN, build, own_batches
 from train_ranks import HF_CONFIG, config, digest, on_ranks
 
-from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.config import ConfigError, ParallelConfig
 from megatron_rlspec.train import model, runtime
 from megatron_rlspec.train.step import Trainer
 
@@ -86,6 +86,16 @@ def test_what_would_be_ignored_is_refused(case):
     changes, parallel, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         model.transformer_config(HF_CONFIG | changes, config(parallel=parallel))
+
+
+def test_float64_is_refused_where_transformer_engine_computes(monkeypatch):
+    exact = config(model={"dtype": "float64"})
+    monkeypatch.setattr(runtime, "has_transformer_engine", lambda: True)
+    model.check(HF_CONFIG, exact)
+    monkeypatch.setattr(runtime, "device", lambda: torch.device("cuda", 0))
+    model.check(HF_CONFIG, config(model={"dtype": "float32"}))
+    with pytest.raises(ConfigError, match=r"^model.dtype=float64: Transformer Engine has no float64; use bfloat16$"):
+        model.check(HF_CONFIG, exact)
 
 
 def test_ranks_must_fit_the_layout(monkeypatch):

@@ -31,6 +31,7 @@ SLOW_CELLS = {
 }
 EXPERTS = {
     "experts": {},
+    "experts split": {"parallel": {"expert": 2}},
     "experts, tensor": {"parallel": {"tensor": 2, "sequence": True}},
 }
 SLOW_EXPERTS = {
