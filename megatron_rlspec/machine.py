@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_rlspec import contracts
+from megatron_rlspec import contracts, environment
 
 OWN = "megatron-rlspec"
 # Distributions whose requirements are compared with what is installed, and the distributions that are compared. Others
@@ -29,10 +29,15 @@ ASKING = (OWN, "sglang", "transformers", "megatron-core", "transformer-engine", 
 COMPARED = {"torch", "transformers", "megatron-core", "sglang", "sglang-kernel", "numpy", "triton", "flashinfer-python"}
 COMPARED |= {"transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"}
 MODULES = ("torch", "megatron.core", "transformers", "sglang", "transformer_engine", "apex", "apex.optimizers", "slime")
+MODULES += ("megatron.training",)  # which slime imports, and the distribution megatron-core leaves out
 # Compiled against one torch and one CUDA: an import shows whether they fit. Module -> the module that must be there.
 COMPILED = {"torch": "torch", "transformer_engine.pytorch": "transformer_engine", "sgl_kernel": "sgl_kernel"}
 NEEDED = {"torch": "torch", "megatron.core": "megatron-core", "transformers": "transformers", "sglang": "sglang"}
-VARIABLES = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+# Why train ranks set the variables of environment.RANKS, for a machine where another value is set.
+BECAUSE = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "below Blackwell, Megatron's tensor and context parallelism need 1",
+    "NCCL_CUMEM_ENABLE": "SGLang's engines on other machines have 0, and push.transport=group needs equal values",
+}
 IMPORT_SECONDS = 300
 # An engine keeps one buffer for weights there: 256 MiB, or the largest tensor, which is an embedding of up to 1.6 GB.
 SHARED_BYTES_PER_GPU = 2 << 30
@@ -51,7 +56,7 @@ class Machine:
     requirements  distribution -> what it asks for on this machine, extras left out
     failures      module of COMPILED -> the error that its import ended with
     shared_bytes  size of /dev/shm; None if there is none
-    variables     those of VARIABLES that are set
+    variables     those of environment.RANKS that are set
     """
 
     gpus: int = 0
@@ -104,6 +109,12 @@ def _missing(machine: Machine) -> Iterator[Lack]:
         yield Lack(
             "gpu-transformer-engine",
             f"Transformer Engine is not installed, so training has no fast attention: {BUILD_ENGINE}",
+            True,
+        )
+    if "slime" in machine.modules and "megatron.training" not in machine.modules:
+        yield Lack(
+            "gpu-megatron-training",
+            "slime is installed, but megatron.training is not found: export PYTHONPATH=/path/to/Megatron-LM",
             True,
         )
     for module, error in machine.failures.items():
@@ -164,19 +175,12 @@ def _surroundings(machine: Machine) -> Iterator[Lack]:
             f"/dev/shm {size}, but pushing weights to {machine.gpus} engines needs up to {wanted >> 20} MiB: start the "
             f"container with --ipc=host or --shm-size={wanted >> 30}g",
         )
-    if "NCCL_CUMEM_ENABLE" not in machine.variables:
-        yield Lack(
-            "gpu-nccl",
-            "NCCL_CUMEM_ENABLE is not set: SGLang sets 0 for its engines alone, and push.transport=group fails where "
-            "the trainer has another value: export NCCL_CUMEM_ENABLE=0",
-        )
-    if (connections := machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")) != "1":
-        state = f"is {connections}" if connections else "is not set"
-        yield Lack(
-            "gpu-connections",
-            f"CUDA_DEVICE_MAX_CONNECTIONS {state}: before Blackwell, Megatron needs 1 to overlap communication with "
-            "tensor or context parallelism: export CUDA_DEVICE_MAX_CONNECTIONS=1",
-        )
+    for name, expected in environment.RANKS.items():
+        if (value := machine.variables.get(name, expected)) != expected:
+            yield Lack(
+                "gpu-environment",
+                f"{name} is {value} in this environment, and train ranks keep it, but {BECAUSE[name]}: unset {name}",
+            )
 
 
 def _unmet(machine: Machine, distribution: str) -> Iterator[tuple[Requirement, str | None]]:
@@ -217,7 +221,7 @@ def gather(path: Sequence[str] = ()) -> Machine:
         requirements={name: _requirements(name) for name in ASKING if name in installed},
         failures=failures,
         shared_bytes=_shared_bytes(),
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables={name: os.environ[name] for name in environment.RANKS if name in os.environ},
     )
 
 
@@ -247,10 +251,10 @@ def _shared_bytes() -> int | None:
 def _import_error(module: str, path: Sequence[str]) -> str:
     """Import a module in a process that sees no GPU. Returns the last line of its error, or an empty text."""
     paths = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no answer within {IMPORT_SECONDS} s"
     if done.returncode == 0:

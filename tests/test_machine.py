@@ -49,6 +49,7 @@ def versions(**changed: str | None) -> dict[str, str]:
 def test_a_complete_machine_lacks_nothing():
     assert machine.lacks(COMPLETE) == []
     assert machine.lacks(replace(COMPLETE, driver_cuda=(13, 2), torch_cuda=(13, 0))) == []
+    assert machine.lacks(replace(COMPLETE, variables={})) == []  # train ranks set both
     assert machine.lacks(replace(COMPLETE, driver_cuda=(12, 4), torch_cuda=(12, 9))) == []  # compatible within 12
 
 
@@ -58,7 +59,12 @@ def test_a_complete_machine_lacks_nothing():
         ({"versions": versions(math_verify=None)}, "gpu-dependency", True, "math-verify is needed, is not installed"),
         ({"versions": versions(numpy="1.24.0")}, "gpu-dependency", True, "numpy>=1.26 is needed, 1.24.0 is installed"),
         ({"modules": without("sglang")}, "gpu-sglang", True, "sglang is not installed"),
-        ({"modules": without("megatron")}, "gpu-megatron-core", True, "megatron-core is not installed"),
+        (
+            {"modules": frozenset(machine.MODULES) - {"megatron.core"}},
+            "gpu-megatron-core",
+            True,
+            "megatron-core is not installed",
+        ),
         ({"modules": without("transformer_engine")}, "gpu-transformer-engine", True, "--no-build-isolation"),
         ({"torch_cuda": None}, "gpu-torch", True, "torch 2.14.1+cu130 is built without CUDA"),
         ({"driver_cuda": (12, 8)}, "gpu-driver", True, "built for CUDA 13.0, but the driver runs CUDA up to 12.8"),
@@ -81,19 +87,19 @@ def test_a_complete_machine_lacks_nothing():
         ({"modules": without("apex")}, "gpu-apex", False, "--no-gradient-accumulation-fusion"),
         ({"shared_bytes": 64 << 20}, "gpu-shared-memory", False, "holds 64 MiB, but pushing weights to 8 engines"),
         ({"shared_bytes": None}, "gpu-shared-memory", False, "is missing"),
+        ({"variables": {"NCCL_CUMEM_ENABLE": "1"}}, "gpu-environment", False, "unset NCCL_CUMEM_ENABLE"),
         (
-            {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
-            "gpu-nccl",
+            {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
+            "gpu-environment",
             False,
-            "export NCCL_CUMEM_ENABLE=0",
+            "CUDA_DEVICE_MAX_CONNECTIONS is 8 in this environment",
         ),
         (
-            {"variables": {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
-            "gpu-connections",
-            False,
-            "CUDA_DEVICE_MAX_CONNECTIONS is 8",
+            {"modules": frozenset(machine.MODULES) - {"megatron.training"}},
+            "gpu-megatron-training",
+            True,
+            "export PYTHONPATH",
         ),
-        ({"variables": {"NCCL_CUMEM_ENABLE": "0"}}, "gpu-connections", False, "is not set"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -121,9 +127,11 @@ def test_slime_alone_asks_for_apex():
 
 
 def test_what_stops_a_run_comes_first():
-    machine_ = replace(COMPLETE, shared_bytes=0, variables={}, modules=without("sglang"), driver_cuda=(12, 0))
+    machine_ = replace(
+        COMPLETE, shared_bytes=0, variables={"NCCL_CUMEM_ENABLE": "1"}, modules=without("sglang"), driver_cuda=(12, 0)
+    )
     stops = [lack.stops for lack in machine.lacks(machine_)]
-    assert stops == [True, True, False, False, False]
+    assert stops == [True, True, False, False]
 
 
 def test_this_machine_is_read_as_it_is(tmp_path):

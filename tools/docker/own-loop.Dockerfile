@@ -19,7 +19,4 @@ COPY examples examples
 COPY benchmarks benchmarks
 RUN pip install --no-cache-dir --no-deps .
 
-# SGLang sets its own engines' values of these two; here they are the trainer's.
-ENV CUDA_DEVICE_MAX_CONNECTIONS=1
-ENV NCCL_CUMEM_ENABLE=0
 RUN rlspec doctor --gpu

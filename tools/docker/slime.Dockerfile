@@ -18,9 +18,6 @@ COPY patches patches
 COPY examples examples
 RUN pip install --no-cache-dir --no-deps .
 
-# Megatron-LM's training package is not part of the distribution megatron-core. SGLang sets its own engines' values of
-# the other two.
+# Megatron-LM's training package is not part of the distribution megatron-core.
 ENV PYTHONPATH=/root/Megatron-LM
-ENV CUDA_DEVICE_MAX_CONNECTIONS=1
-ENV NCCL_CUMEM_ENABLE=0
 RUN rlspec doctor --gpu --path /root/Megatron-LM --path /root/slime
