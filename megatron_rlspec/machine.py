@@ -28,8 +28,17 @@ OWN = "megatron-rlspec"
 ASKING = (OWN, "sglang", "transformers", "megatron-core", "transformer-engine", "transformer-engine-torch", "slime")
 COMPARED = {"torch", "transformers", "megatron-core", "sglang", "sglang-kernel", "numpy", "triton", "flashinfer-python"}
 COMPARED |= {"transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"}
-MODULES = ("torch", "megatron.core", "transformers", "sglang", "transformer_engine", "apex", "apex.optimizers", "slime")
-MODULES += ("megatron.training",)  # which slime imports, and the distribution megatron-core leaves out
+MODULES = (
+    "torch",
+    "megatron.core",
+    "megatron.training",  # slime imports it, and the distribution megatron-core leaves it out
+    "transformers",
+    "sglang",
+    "transformer_engine",
+    "apex",
+    "apex.optimizers",
+    "slime",
+)
 # Compiled against one torch and one CUDA: an import shows whether they fit. Module -> the module that must be there.
 COMPILED = {"torch": "torch", "transformer_engine.pytorch": "transformer_engine", "sgl_kernel": "sgl_kernel"}
 NEEDED = {"torch": "torch", "megatron.core": "megatron-core", "transformers": "transformers", "sglang": "sglang"}
