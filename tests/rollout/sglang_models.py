@@ -1,5 +1,7 @@
 """SGLang's own model classes for every rank of an engine, in this process and without process groups.
 
+Import it through the fixture of the same name: SGLang needs stand-ins on a machine without its compiled packages.
+
 SGLang builds its layers from the sizes and ranks of its runtime context, so one process can build rank after rank.
 The groups are empty shells: building and loading communicate nothing.
 """
@@ -9,30 +11,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.utils import draft_model_build_scope
+from sglang.srt.model_loader import loader
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
-from megatron_rlspec.rollout.sglang.cpu import stand_ins
 from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, named_tensors
 from megatron_rlspec.weights.families import facts_of
 from megatron_rlspec.weights.fingerprint import fingerprint
-
-stand_ins.install()
-os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
-
-from sglang.srt import runtime_context  # noqa: E402
-from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
-from sglang.srt.layers.moe.utils import draft_model_build_scope  # noqa: E402
-from sglang.srt.model_loader import loader  # noqa: E402
-from sglang.srt.models.registry import ModelRegistry  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 
 @dataclass
@@ -57,16 +54,25 @@ class Rank:
 
 
 def engine(
-    config: Mapping[str, Any], folder: Path, tp: int, ep: int = 1, device: str = "cpu", fused: int = 0
+    config: Mapping[str, Any],
+    folder: Path,
+    tp: int,
+    ep: int = 1,
+    device: str = "cpu",
+    fused: int = 0,
+    only: Sequence[int] = (),
 ) -> list[Rank]:
-    """Build target and drafter of every rank; `fused`: shared experts that stand among the routed ones, as on a GPU."""
+    """Build target and drafter of every rank, or of `only` those.
+
+    `fused`: shared experts that stand among the routed ones, as on a GPU.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     for name in facts_of(config).sglang_files:
         entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
         for entry in entries if isinstance(entries, list) else [entries]:
             ModelRegistry.models[entry.__name__] = entry
-    return [_rank(config, folder, tp, ep, rank, device, fused) for rank in range(tp)]
+    return [_rank(config, folder, tp, ep, rank, device, fused) for rank in only or range(tp)]
 
 
 def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, device: str, fused: int) -> Rank:
@@ -98,8 +104,6 @@ def _build(arguments: ServerArgs, device: str, draft: bool, fused: int) -> nn.Mo
     resolve = loader.resolve_shared_experts_config
 
     def resolved(*asked: Any) -> Any:
-        import msgspec
-
         return msgspec.structs.replace(resolve(*asked), num_fused_shared_experts=fused, fusion_disabled=not fused)
 
     loader.resolve_shared_experts_config = resolved

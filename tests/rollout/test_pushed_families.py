@@ -105,9 +105,7 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str,
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("architecture", PUSHED)
-def test_every_byte_of_a_push_is_where_it_belongs(architecture, tp, tmp_path):
-    import sglang_models
-
+def test_every_byte_of_a_push_is_where_it_belongs(sglang_models, architecture, tp, tmp_path):
     config = config_of(architecture)
     family = family_of(config)
     tensors = checkpoint(config, tmp_path / "checkpoint")
@@ -126,10 +124,8 @@ MIXTURES = tuple(name for name in PUSHED if family_of(config_of(name)).experts)
 WITH_SHARED = tuple(name for name in MIXTURES if any("shared_experts" in hf for hf in family_of(config_of(name)).by_hf))
 
 
-def pushed(architecture, folder, tp=2, ep=1, fused=0, seed=0, **changes):
+def pushed(sglang_models, architecture, folder, tp=2, ep=1, fused=0, seed=0, **changes):
     """Ranks that were given a checkpoint, and the checkpoint."""
-    import sglang_models
-
     config = config_of(architecture, **changes)
     tensors = checkpoint(config, folder / "checkpoint", seed)
     ranks = sglang_models.engine(config, folder / "engine", tp, ep, fused=fused)
@@ -138,90 +134,88 @@ def pushed(architecture, folder, tp=2, ep=1, fused=0, seed=0, **changes):
     return ranks, tensors
 
 
-def difference(ranks, tensors):
-    import sglang_models
-
+def difference(sglang_models, ranks, tensors):
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     return compare(sglang_models.expected(tensors), sglang_models.fingerprints(ranks, dtypes))
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_experts_that_are_spread_over_ranks_are_found(architecture, tp, ep, tmp_path):
-    ranks, tensors = pushed(architecture, tmp_path, tp, ep)
-    assert difference(ranks, tensors).empty
+def test_experts_that_are_spread_over_ranks_are_found(sglang_models, architecture, tp, ep, tmp_path):
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path, tp, ep)
+    assert difference(sglang_models, ranks, tensors).empty
     ranks[-1].target.model.layers[1].mlp.experts.w2_weight.data[-1, 3, 2] += 1
-    assert difference(ranks, tensors).differing == ("model.layers.1.mlp.experts.7.down_proj.weight",)
+    assert difference(sglang_models, ranks, tensors).differing == ("model.layers.1.mlp.experts.7.down_proj.weight",)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_a_wrong_expert_is_named(architecture, tmp_path):
-    ranks, tensors = pushed(architecture, tmp_path)
+def test_a_wrong_expert_is_named(sglang_models, architecture, tmp_path):
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
     layer = next(name for name in tensors if "experts.5.up_proj" in name).partition("experts.")[0] + "experts."
     new = {name: tensor + 1 for name, tensor in tensors.items()}
     late = {name: tensor for name, tensor in new.items() if not name.startswith(f"{layer}5.")}
     for rank in ranks:
         rank.load(late)
-    missing = difference(ranks, new)
+    missing = difference(sglang_models, ranks, new)
     assert missing.differing == tuple(f"{layer}5.{part}_proj.weight" for part in ("down", "gate", "up"))
     for rank in ranks:
         rank.load(new)
-    assert difference(ranks, new).empty
+    assert difference(sglang_models, ranks, new).empty
     experts = next(m for n, m in ranks[1].target.named_modules() if n == layer.removesuffix("."))
     experts.w13_weight.data[1:3] = experts.w13_weight.data[1:3].flip(0)
-    swapped = difference(ranks, new).differing
+    swapped = difference(sglang_models, ranks, new).differing
     assert swapped == tuple(f"{layer}{e}.{part}_proj.weight" for e in (1, 2) for part in ("gate", "up"))
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_a_wrong_expert_of_the_drafter_is_named(architecture, tmp_path):
-    ranks, tensors = pushed(architecture, tmp_path)
+def test_a_wrong_expert_of_the_drafter_is_named(sglang_models, architecture, tmp_path):
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
     experts = next(m for n, m in ranks[0].drafter.named_modules() if n.endswith("mlp.experts"))
     experts.w13_weight.data[3, -1, 0] += 1
-    found = difference(ranks, tensors).differing
+    found = difference(sglang_models, ranks, tensors).differing
     assert len(found) == 1 and found[0] in family_of(config_of(architecture)).drafter_names
     assert found[0].endswith(".mlp.experts.3.up_proj.weight")
 
 
 @pytest.mark.parametrize("architecture", WITH_SHARED)
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 2)])
-def test_a_shared_expert_among_the_routed_ones_is_found(architecture, tp, ep, tmp_path):
+def test_a_shared_expert_among_the_routed_ones_is_found(sglang_models, architecture, tp, ep, tmp_path):
     """On an H100 SGLang keeps the shared expert in one parameter with the routed ones."""
-    ranks, tensors = pushed(architecture, tmp_path, tp, ep, fused=1)
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path, tp, ep, fused=1)
     experts = ranks[0].target.model.layers[1].mlp.experts
     assert len(experts.w13_weight) == 8 // ep + 1
-    assert difference(ranks, tensors).empty
+    assert difference(sglang_models, ranks, tensors).empty
     experts.w2_weight.data[-1, 0, 0] += 1
-    assert difference(ranks, tensors).differing == ("model.layers.1.mlp.shared_experts.down_proj.weight",)
+    assert difference(sglang_models, ranks, tensors).differing == (
+        "model.layers.1.mlp.shared_experts.down_proj.weight",
+    )
 
 
 @pytest.mark.parametrize("architecture", PUSHED)
-def test_a_wider_stored_type_is_compared_in_the_type_pushed(architecture, tmp_path):
-    import sglang_models
-
-    ranks, tensors = pushed(architecture, tmp_path, torch_dtype="bfloat16")
+def test_a_wider_stored_type_is_compared_in_the_type_pushed(sglang_models, architecture, tmp_path):
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path, torch_dtype="bfloat16")
     wider = {part.name for part in ranks[0].held() if part.part.dtype != tensors[part.name].dtype}
     assert all(name.endswith("mlp.gate.weight") for name in wider), wider
     assert bool(wider) == (architecture == "Glm4MoeForCausalLM")
-    assert difference(ranks, tensors).empty
+    assert difference(sglang_models, ranks, tensors).empty
     assert set(compare(sglang_models.expected(tensors), sglang_models.fingerprints(ranks)).differing) == wider
     for name in wider:  # less than bfloat16 can hold
         held = next(part for part in ranks[0].held() if part.name == name)
         held.part.view(torch.int32)[0, 0] += 1
-    assert set(difference(ranks, tensors).differing) == wider
+    assert set(difference(sglang_models, ranks, tensors).differing) == wider
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
-def test_copies_that_latent_attention_decodes_with_are_compared(architecture, tmp_path, monkeypatch):
+def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, architecture, tmp_path, monkeypatch):
     """SGLang copies kv_b_proj after loading. A push renews the copies; if it did not, the tensor would differ."""
-    ranks, tensors = pushed(architecture, tmp_path)
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
     new = {name: tensor + 1 for name, tensor in tensors.items()}
     for rank in ranks:
         rank.load(new)
-    assert difference(ranks, new).empty
+    assert difference(sglang_models, ranks, new).empty
     for model in ranks[0].models():
         monkeypatch.setattr(model, "post_load_weights", lambda **_: None)
     ranks[0].load(tensors)
     ranks[1].load(tensors)
-    stale = difference(ranks, tensors).differing
+    stale = difference(sglang_models, ranks, tensors).differing
     assert stale == tuple(f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in range(4))

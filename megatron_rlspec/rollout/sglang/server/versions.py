@@ -1,7 +1,7 @@
-"""Everything in which the SGLang versions that we run in differ: 0.5.15.post1 (the one slime pins) and 0.5.23.
+"""Adapters to the SGLang versions that are supported: 0.5.15.post1, which slime pins, and 0.5.23.
 
-A version is told by the names it has, read from its source (`CONTRACTS`), so a later one that keeps the names of
-a known one is taken for it; one that keeps neither's is refused.
+Everything in which they differ stands here. `installed` reads the names in SGLang's source (`CONTRACTS`) and chooses
+the adapter whose names are all there. A later version that keeps them is treated alike; any other is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron_rlspec import contracts
 
 Hook = tuple[str, Callable, str]
 
-# What `rlspec serve` and the plugin replace, call, and read of SGLang's objects beyond the calls that stand in their
-# source: of every version, then of each.
+# Names of SGLang that `rlspec serve` and the plugin replace, call or read, with the parameters or fields they need.
+# `_EVERY` holds those of every version. Calls that stand in our own source are checked there, and left out here.
 _SPECULATIVE = "sglang.srt.speculative"
 _MANAGERS = "sglang.srt.managers"
 _EVERY: dict[str, tuple[str, ...]] = {
@@ -182,9 +182,9 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Sglang0523:
-    """0.5.23, and what keeps its names."""
+    """Adapts to 0.5.23, and to later versions that keep its names."""
 
-    spans = True  # an answer tells under which weights each of its tokens was drawn
+    spans = True  # an answer names the weights under which each of its tokens was drawn
     cpu_arguments = ("--attention-backend=intel_amx",)
     cpu_environment: Mapping[str, str] = {}
 
@@ -193,13 +193,13 @@ class Sglang0523:
         scheduler.send_control_output(output, request)
 
     def softmax(self, logits: Any) -> Any:
-        """Compute probabilities as plain decoding does."""
+        """Compute probabilities as SGLang's plain decoding does."""
         from sglang.kernels.ops.sampling import softmax
 
         return softmax(logits)
 
     def tensor_group(self) -> Any:
-        """The tensor parallel group: `world_size`, `broadcast`."""
+        """Return the tensor parallel group, which has `world_size` and `broadcast`."""
         from sglang.srt.runtime_context import get_parallel
 
         return get_parallel().tp_group
@@ -211,27 +211,29 @@ class Sglang0523:
         return draft_tp_context(drafter.parallel_layout)
 
     def samples_drafts(self, worker: Any) -> bool:
-        """Whether the `EAGLEWorkerV2` draws its drafts, and verifies them by rejection sampling."""
+        """Return whether the `EAGLEWorkerV2` samples its drafts and verifies them by rejection sampling."""
         from sglang.srt.runtime_context import get_spec
 
         return get_spec().speculative_use_rejection_sampling
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
-        """Run a pass of the target's worker that keeps hidden states."""
+        """Run a pass of the target's worker that returns hidden states."""
         return worker.forward_batch_generation(batch, capture_hidden_mode=capture_hidden_mode)
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
+        """Open a weight update; return success and SGLang's message."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         return await manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector))
 
     async def end_push(self, manager: Any) -> tuple[bool, str]:
+        """Close the weight update; return success and SGLang's message."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         return await manager.end_weight_update(EndWeightUpdateReqInput())
 
     def tensors(self, selector: str, version: str, payloads: list[bytes]) -> Any:
-        """A bucket of weights as a message; the last one bears a version, and flushes the cache."""
+        """Return a bucket of weights as a message. The last one names the version, and flushes the cache."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         return UpdateWeightsFromTensorReqInput(
@@ -239,11 +241,11 @@ class Sglang0523:
             load_format="flattened_bucket",
             flush_cache=bool(version),
             weight_version=version or None,
-            selector=selector,
+            **self.tensors_for(selector),
         )
 
     def broadcast(self, selector: str, version: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
-        """As `tensors`, received through a process group."""
+        """Return the message that has the ranks receive a bucket through a process group; otherwise as `tensors`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         return UpdateWeightsFromDistributedReqInput(
@@ -253,8 +255,16 @@ class Sglang0523:
             group_name=group,
             flush_cache=bool(version),
             weight_version=version or None,
-            selector=selector,
+            **self.broadcast_for(selector),
         )
+
+    def tensors_for(self, selector: str) -> dict[str, Any]:
+        """Return the fields of a `tensors` message that say which models load it: "all", "target" or "draft"."""
+        return {"selector": selector}
+
+    def broadcast_for(self, selector: str) -> dict[str, Any]:
+        """As `tensors_for`, of a `broadcast` message."""
+        return {"selector": selector}
 
     def prepare_cpu(self) -> None:
         """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU."""
@@ -277,7 +287,10 @@ class Sglang0523:
 
 
 class Sglang0515(Sglang0523):
-    """0.5.15.post1. Weights are updated without a session; over a process group only the target's, but for our hook."""
+    """Adapts to 0.5.15.post1.
+
+    It updates weights without a session. Through a process group it updates the target only; our hook adds the drafter.
+    """
 
     spans = False
     # It has no speculation on a CPU: its Triton backend does it, in Triton's interpreter.
@@ -308,28 +321,11 @@ class Sglang0515(Sglang0523):
     async def end_push(self, manager: Any) -> tuple[bool, str]:
         return True, ""
 
-    def tensors(self, selector: str, version: str, payloads: list[bytes]) -> Any:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    def tensors_for(self, selector: str) -> dict[str, Any]:
+        return {"disable_draft_model": selector == "target"}
 
-        return UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads,
-            load_format="flattened_bucket",
-            flush_cache=bool(version),
-            weight_version=version or None,
-            disable_draft_model=selector == "target",
-        )
-
-    def broadcast(self, selector: str, version: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-        return UpdateWeightsFromDistributedReqInput(
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            group_name=group,
-            flush_cache=bool(version),
-            weight_version=version or None,
-        )
+    def broadcast_for(self, selector: str) -> dict[str, Any]:
+        return {}
 
     def prepare_cpu(self) -> None:
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
@@ -351,7 +347,10 @@ class Sglang0515(Sglang0523):
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Flush although requests wait: SGLang would end. Requests that a pause took off the batch hold no cache."""
+    """Flush the cache although requests wait, after which SGLang would end.
+
+    Requests that a pause took off the batch hold no cache.
+    """
     waiting = scheduler.waiting_queue
     if scheduler._engine_paused:
         scheduler.waiting_queue = []
@@ -366,14 +365,14 @@ KNOWN: dict[str, type[Sglang0523]] = {"0.5.23": Sglang0523, "0.5.15.post1": Sgla
 
 @cache
 def installed() -> Sglang0523:
-    """The adapter to the SGLang that would be imported. Raises ImportError, in one line, if it is none we know."""
+    """Return the adapter to the installed SGLang. Raises ImportError, in one line, if no adapter fits."""
     if contracts.locate("sglang") is None:
         raise ImportError("SGLang is not installed here: pip install sglang==0.5.23")
     return adapter(contracts.installed())
 
 
 def adapter(read: contracts.Read) -> Sglang0523:
-    """The adapter to these sources. Raises ImportError, naming what is missing of the version that is nearest."""
+    """Return the adapter to these sources. Raises ImportError, naming what the nearest version has and they lack."""
     version = contracts.kept(CONTRACTS, read)
     if version is None:
         nearest = min(CONTRACTS, key=lambda known: len(contracts.lacking(CONTRACTS[known], read)))
