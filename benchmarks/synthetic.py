@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.weights.families import Row
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 
 def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -65,7 +65,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "down_proj.weight": (h, i),
         "input_proj.weight": (h, 2 * h),
     }
-    rows: dict[str, Row] = family_of(config).rows
+    rows: dict[str, Row] = name_table(config).rows
     names = [name for row in rows.values() for name in row.hf]
     return {name: next((shape for end, shape in by_end.items() if name.endswith(end)), (h,)) for name in names}
 

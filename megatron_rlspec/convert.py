@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_mtp=options.add_mtp,
             spec=options.spec,
         )
-        if options.check and not work.family.facts.transformers:
+        if options.check and not work.family.record.transformers:
             checked = ", ".join(names_where(lambda facts: facts.transformers))
             raise ValueError(f"--check: computes logits of {checked} only, not of {work.family.name}")
         if options.dry_run:

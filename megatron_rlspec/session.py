@@ -33,7 +33,7 @@ from megatron_rlspec.types import Group, PackedBatch
 from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
 
 
@@ -81,7 +81,7 @@ class Session:
         custom.check(config)
         self.hf_config, tensors = read_hf(config.model.path)
         try:
-            family = family_of(self.hf_config)
+            family = name_table(self.hf_config)
         except ValueError as error:
             raise CheckpointError(f"{config.model.path}: {error}") from None
         check(family, tensors, drafter=config.drafter.train)

@@ -27,7 +27,7 @@ from megatron_rlspec.rollout.sglang.server.serve import ServeError
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 MAKE_TASK = Path(__file__).parent.parent / "examples/quickstart/make_task.py"
 MODEL = tiny_mimo.config(hidden=16, layers=1, heads=2, kv_heads=1, ffn=16, vocab=64)
@@ -322,7 +322,7 @@ def checkpoint(spoil: Callable[[Path], object] = lambda path: None, drop: str = 
         write_hf(path, config, tensors, shard_bytes=4096)
         spoil(path)
         found, tensors = read_hf(path)
-        check(family_of(found), tensors)
+        check(name_table(found), tensors)
 
     return act
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from megatron_rlspec.weights.checkpoint import check, read_hf
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 SIZES = ("--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
@@ -93,7 +93,7 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
     short_run.script(QUICKSTART / "make_model.py", *options)
     told = capsys.readouterr().out
     config, tensors = read_hf(tmp_path / "model")
-    check(family_of(config), tensors)
+    check(name_table(config), tensors)
     decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     parameters = sum(p.numel() for p in decoder.parameters())
     assert f"{parameters:,} parameters" in told

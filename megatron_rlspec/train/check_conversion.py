@@ -21,8 +21,8 @@ from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.convert import HfSource
-from megatron_rlspec.weights.families import facts_of
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.families import record_of
+from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.torch_dist import TorchDistReader
 
 _TOKENS = 64
@@ -58,14 +58,14 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     """Compute the same in the modules that are trained, filled from a checkpoint by canonical name, on one rank."""
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
     runtime.init_distributed(options.parallel)
-    family, device = family_of(config), runtime.device()
+    family, device = name_table(config), runtime.device()
     is_hf = (path / "config.json").exists()
     source = HfSource(family, read_hf(path)[1]) if is_hf else TorchDistReader(path, family)
     model_config, base = transformer_config(config, options), rotary_base(config)
     policy = Policy(model_config, config, options.model.max_length)
     modules = [policy]
     if family.drafter_names:
-        rule = family.facts.zero_first_embedding
+        rule = family.record.zero_first_embedding
         drafter = Drafter(
             model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rotary_base=base, seed=0
         )
@@ -122,6 +122,6 @@ def transformers_logits(
 def _dense_model(config: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.nn.Module:
     import transformers
 
-    name = facts_of(config).transformers
+    name = record_of(config).transformers
     made = getattr(transformers, f"{name}Config")(**fields)
     return getattr(transformers, f"{name}ForCausalLM")(made).float().eval()

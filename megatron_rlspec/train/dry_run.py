@@ -25,7 +25,7 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import DTYPES, Policy, rotary_base, transformer_config
-from megatron_rlspec.weights.names import Family
+from megatron_rlspec.weights.names import NameTable
 
 _META = torch.device("meta")
 _GIB = 1 << 30
@@ -192,7 +192,7 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         return Stage(range(stage * each, (stage + 1) * each), _held(table, policy, described), drafter, repeated)
 
 
-def _held(table: Family, module: nn.Module, config: Any) -> Sizes:
+def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:
     names = {id(tensor): name for name, tensor in shards.global_names(module, config).items()}
     sizes = Counter[str]()
     for parameter in module.parameters():

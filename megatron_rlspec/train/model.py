@@ -22,7 +22,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
-from megatron_rlspec.weights.families import facts_of
+from megatron_rlspec.weights.families import record_of
 from megatron_rlspec.weights.model_config import check_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -46,7 +46,7 @@ def transformer_config(hf_config: Mapping[str, Any], config: Config) -> DecoderC
     """
     check(hf_config, config)
     dtype = DTYPES[config.model.dtype]
-    facts = facts_of(hf_config)
+    facts = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
     parallel = config.parallel
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -117,7 +117,7 @@ def rotary_base(hf_config: Mapping[str, Any]) -> float:
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
     stated = hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
-    return float(stated or facts_of(hf_config).rotary_share)
+    return float(stated or record_of(hf_config).rotary_share)
 
 
 def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.shards import global_names
-from megatron_rlspec.weights.names import Family
+from megatron_rlspec.weights.names import NameTable
 from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
 FILE = Path("optimizer", "drafter.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def find(model: Path, family: Family, weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorFile | None, str]:
+def find(model: Path, family: NameTable, weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorFile | None, str]:
     """Open the moments in a model directory: (the file, "") or (None, why it is not used); (None, "") without one.
 
     weights  shapes of the model's tensors by checkpoint name
@@ -41,7 +41,7 @@ def find(model: Path, family: Family, weights: Mapping[str, tuple[int, ...]]) ->
     return file, ""
 
 
-def _problem(file: TensorFile, family: Family, weights: Mapping[str, tuple[int, ...]]) -> str:
+def _problem(file: TensorFile, family: NameTable, weights: Mapping[str, tuple[int, ...]]) -> str:
     if "updates" not in file or file.shape("updates") != ():
         return "it has no scalar `updates`"
     for name in trained_names(family):
@@ -54,7 +54,7 @@ def _problem(file: TensorFile, family: Family, weights: Mapping[str, tuple[int, 
     return ""
 
 
-def trained_names(family: Family) -> list[str]:
+def trained_names(family: NameTable) -> list[str]:
     """Checkpoint names of the drafter tensors that an optimizer updates; routers' biases are not among them."""
     rows = {name: row for name, row in family.rows.items() if family.is_drafter(name)}
     return [hf for name, row in rows.items() if not name.endswith(".expert_bias") for hf in row.hf]
@@ -75,7 +75,7 @@ def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
     return found
 
 
-def take(learner: Learner, family: Family, file: Mapping[str, Tensor]) -> None:
+def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> None:
     """Put this rank's share of the file's moments into an optimizer that has not stepped yet."""
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
 from megatron_rlspec.weights.checkpoint import CheckpointError
-from megatron_rlspec.weights.names import Family, canonical, family_of
+from megatron_rlspec.weights.names import NameTable, canonical, name_table
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
-def family(hf_config: Mapping[str, Any], mtp_layers: int) -> Family:
+def family(hf_config: Mapping[str, Any], mtp_layers: int) -> NameTable:
     """Return the name table of this job's modules, for a drafter of `mtp_layers` layers."""
     spec = "te" if runtime.has_transformer_engine() else "local"
-    return family_of({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
+    return name_table({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tens
     return {renumber(name): tensor for name, tensor in held.items()}
 
 
-def load(table: Family, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
+def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, tensors: Mapping[str, Tensor]) -> None:
     """Copy every tensor that this rank holds a shard of, cast to its type.
 
     Raises CheckpointError where `tensors` lacks one, or has it in another shape.
@@ -66,7 +66,7 @@ def load(table: Family, modules: list[nn.Module], config: TransformerConfig, ten
 
 
 def export(
-    table: Family, policy: nn.Module, drafter: nn.Module | None, config: TransformerConfig, scope: Scope = "all"
+    table: NameTable, policy: nn.Module, drafter: nn.Module | None, config: TransformerConfig, scope: Scope = "all"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
 
@@ -88,7 +88,7 @@ def export(
 
 
 def export_stage(
-    table: Family, held: dict[str, Tensor], source: int, config: TransformerConfig
+    table: NameTable, held: dict[str, Tensor], source: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
 
@@ -103,7 +103,7 @@ def export_stage(
 
 
 def _stage_tensors(
-    table: Family, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
+    table: NameTable, held: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather one stage's parameters over its tensor- and expert-parallel ranks and send them to rank 0."""
     tensor_size = ps.get_tensor_model_parallel_world_size()
@@ -131,7 +131,7 @@ def _stage_tensors(
                 yield each, full.to("cpu", copy=True)  # a copy: the next step changes the parameter itself
 
 
-def _whole(table: Family, names: list[str], shard: Tensor, first_shard: bool) -> list[Any]:
+def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool) -> list[Any]:
     """Gather this stage's shards: the full tensors of `names` on its first rank, None for each on the others."""
     size = ps.get_tensor_model_parallel_world_size()
     if len(names) == 1 and ps.get_expert_model_parallel_rank():
@@ -169,7 +169,7 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def _full_shape(table: Family, name: str, parameter: Tensor, size: int) -> tuple[tuple[int, ...], torch.dtype]:
+def _full_shape(table: NameTable, name: str, parameter: Tensor, size: int) -> tuple[tuple[int, ...], torch.dtype]:
     shape = list(parameter.shape)
     cut = table.row(name).cut
     if cut.dim is not None:

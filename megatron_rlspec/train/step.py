@@ -68,7 +68,7 @@ class Trainer:
                 self.model_config,
                 depth=options.depth,
                 repeated_layer=options.repeated_layer,
-                zero_first_embedding=self.table.facts.zero_first_embedding,
+                zero_first_embedding=self.table.record.zero_first_embedding,
                 rotary_base=self.rotary_base,
                 seed=config.train.seed + 1,
             ).to(self.device)

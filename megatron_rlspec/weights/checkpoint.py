@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.weights import tensor_file
-from megatron_rlspec.weights.names import Family
+from megatron_rlspec.weights.names import NameTable
 from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
     return file_of
 
 
-def check(family: Family, tensors: LazyTensors, *, drafter: bool = True) -> None:
+def check(family: NameTable, tensors: LazyTensors, *, drafter: bool = True) -> None:
     """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json promises.
 
     `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.

@@ -21,9 +21,9 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.weights import checkpoint, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
-from megatron_rlspec.weights.families import facts_of
+from megatron_rlspec.weights.families import record_of
 from megatron_rlspec.weights.model_directory import check_model
-from megatron_rlspec.weights.names import Family, family_of
+from megatron_rlspec.weights.names import NameTable, name_table
 from megatron_rlspec.weights.tensor_file import TensorFile
 from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
 
@@ -36,7 +36,7 @@ _FINAL_NORM = "decoder.final_layernorm.weight"
 class HfSource(Mapping[str, Tensor]):
     """canonical Megatron name -> full tensor, fused from a Hugging Face checkpoint when asked for."""
 
-    def __init__(self, family: Family, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, family: NameTable, tensors: Mapping[str, Tensor]) -> None:
         self.family, self.tensors = family, tensors
 
     def __getitem__(self, name: str) -> Tensor:
@@ -62,7 +62,7 @@ class WithFreshDrafter(Mapping[str, Tensor]):
     deviation of 1: as it is, it belongs to the last layer's output, and would make the drafter certain of its mistakes.
     """
 
-    def __init__(self, family: Family, source: Mapping[str, Tensor]) -> None:
+    def __init__(self, family: NameTable, source: Mapping[str, Tensor]) -> None:
         self.family, self.source = family, source
         # The first layer of the drafter's own kind: with experts, or with full attention, where the drafter has them.
         wanted = _parts(family, "mtp.layers.0.transformer_layer.")
@@ -93,7 +93,7 @@ class WithFreshDrafter(Mapping[str, Tensor]):
     @property
     def _zero(self) -> float:
         """What a norm adds to its weight."""
-        return 1.0 if self.family.facts.zero_centered_norms else 0.0
+        return 1.0 if self.family.record.zero_centered_norms else 0.0
 
     @cached_property
     def _embedding_rms(self) -> float:
@@ -115,7 +115,7 @@ def _mean_squares(rows: Tensor) -> Tensor:
     return total / len(rows)
 
 
-def _parts(family: Family, prefix: str) -> set[str]:
+def _parts(family: NameTable, prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
 
 
@@ -124,7 +124,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if no engine runs a drafter for this family.
     """
-    name = facts_of(config).added_drafter
+    name = record_of(config).added_drafter
     if not name:
         raise ValueError(f"--add-mtp: no engine runs a drafter for {config['architectures'][0]}")
     return {**config, "architectures": [name], "num_nextn_predict_layers": 1}
@@ -137,7 +137,7 @@ class Conversion:
     source: Path
     target: Path
     to: Kind
-    family: Family
+    family: NameTable
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     groups: tuple[tuple[str, tuple[str, ...]], ...]
@@ -178,14 +178,14 @@ def plan(
     small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
     config = check_model(small_files, "convert", weights=False, tokenizer=False)
     checkpoint.check_companions(small_files)
-    family = family_of(config, spec)
+    family = name_table(config, spec)
     if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
         raise ValueError(
             f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
         )
     if add_mtp:
         config = config_with_drafter(config)
-        family = family_of(config, spec)
+        family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
@@ -276,7 +276,7 @@ class _HfSink:
         checkpoint.finish(self.directory, self.work.target, self.work.config, file_of, self.work.small_files)
 
 
-def _groups(family: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Group names: one group per layer, and one for each tensor outside of layers."""
     groups: dict[str, list[str]] = {}
     for name in family.rows:
@@ -285,7 +285,7 @@ def _groups(family: Family) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((label, tuple(names)) for label, names in groups.items())
 
 
-def _has_drafter(kind: Kind, source: Path, family: Family) -> bool:
+def _has_drafter(kind: Kind, source: Path, family: NameTable) -> bool:
     if kind == "hf":
         return any(name in read_hf(source)[1] for name in family.drafter_names)
     return any(map(family.is_drafter, TorchDistReader(source, family)))

@@ -1,7 +1,9 @@
-"""The tables: for every tensor of a model its Megatron name, its Hugging Face names, and the layout between them.
+"""Record what differs between model families, and name every tensor of a model for Megatron and for Hugging Face.
 
-A row holds for both directions, so the two cannot disagree; that both are *right* is shown by comparing logits with
-Transformers' and SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` respells them.
+A `Family` is the record of one architecture. Its rows give each tensor's Megatron name, its Hugging Face names, and the
+layout between them. Both directions read the same row. A row that is wrong in both still round-trips, so tests compare
+logits with Transformers' and SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows
+the others.
 
 How the drafters differ (SGLang's class in brackets):
 
@@ -11,9 +13,9 @@ How the drafters differ (SGLang's class in brackets):
     Qwen3-Next, Qwen3.5 (MTP)     embedding, hidden      1 + w           norm              as everywhere
     EAGLE-3                       none; fc of 3 hiddens  w               norm              as everywhere
 
-Bridges between Megatron and Hugging Face exist. mbridge 0.15.1 is a test oracle for names here, and not the converter:
-it needs Megatron's model objects on all ranks where the push has tensors, knows Transformer Engine's names only, and
-passes MiMo's input projection on without exchanging its halves.
+mbridge 0.15.1 also translates between Megatron and Hugging Face. Tests compare names with it. It is not used for the
+push: it needs Megatron's model objects on all ranks, it knows Transformer Engine's names only, and it does not exchange
+the halves of MiMo's input projection.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ from megatron_rlspec.weights.layouts import (
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron tensor.
+    """One Megatron tensor and its Hugging Face tensors.
 
-    `vocabulary`: its rows are tokens, and Megatron may pad them. `te_cut`: how Transformer Engine's layers cut it, if
-    not as the local ones do. `copies`: further Hugging Face names under which checkpoints repeat hf[0].
+    megatron    its canonical name (local layer specs)
+    hf          the Hugging Face names of its parts
+    layout      how the parts form the full tensor
+    cut         how tensor-parallel ranks cut the full tensor
+    vocabulary  its rows are tokens, which Megatron may pad
+    te_cut      how Transformer Engine's layers cut it, if differently
+    copies      further Hugging Face names under which checkpoints repeat hf[0]
     """
 
     megatron: str
@@ -60,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all tables need of a config.json."""
+    """Sizes in a config.json that all families have."""
 
     layers: int
     mtp_layers: int
@@ -73,9 +80,12 @@ class Geometry:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Geometry:
-        heads, hidden = need(config, "num_attention_heads"), need(config, "hidden_size")
-        unsaid = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")  # it has one, and does not say
-        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unsaid))
+        """Read the sizes. Raises ValueError for a missing or impossible one."""
+        heads = need(config, "num_attention_heads")
+        hidden = need(config, "hidden_size")
+        # Qwen3-Next has one drafter layer, and its config.json does not mention it.
+        unmentioned = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")
+        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned))
         geometry = cls(
             layers=need(config, "num_hidden_layers"),
             mtp_layers=mtp or 0,
@@ -92,7 +102,7 @@ class Geometry:
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """A size that config.json must state. Raises ValueError."""
+    """Return a size that config.json must state. Raises ValueError if it is missing or not positive."""
     if key not in config:
         raise ValueError(f"config.json has no {key!r}")
     if not isinstance(config[key], int) or config[key] < 1:
@@ -104,7 +114,10 @@ def need(config: Mapping[str, Any], key: str) -> Any:
 
 
 def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
-    """`mtp_copies`: each of the drafter's layers repeats embedding and head in the checkpoint."""
+    """Yield embedding, final norm and head.
+
+    `mtp_copies`: the checkpoint repeats embedding and head in each of the drafter's layers.
+    """
     prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
     copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
     yield Row(
@@ -117,12 +130,13 @@ def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
 
 
 def norms(megatron: str, hf: str) -> Iterator[Row]:
+    """Yield the two norms of a decoder layer."""
     yield Row(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",))
     yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
 
 
 def attention(megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False) -> Iterator[Row]:
-    """Grouped-query attention; `bias` of q, k and v; `gate` on its output (Qwen3-Next)."""
+    """Yield grouped-query attention; `bias`: of q, k and v; `gate`: on its output (Qwen3-Next)."""
     layout = (gated_qkv if gate else grouped_qkv)(g.groups, g.heads // g.groups, g.head_dim)
     for part in ("weight", "bias") if bias else ("weight",):
         sources = tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv")
@@ -134,8 +148,12 @@ def attention(megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool,
 
 
 def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
-    """Multi-head latent attention. Local specs cut the down projections by rows, Transformer Engine's repeat them."""
-    to, frm = f"{megatron}self_attention.", f"{hf}self_attn."
+    """Yield multi-head latent attention.
+
+    Local specs cut the down projections by rows. Transformer Engine's layers hold them whole on every rank.
+    """
+    to = f"{megatron}self_attention."
+    frm = f"{hf}self_attn."
     if q_lora_rank is None:
         yield Row(f"{to}linear_q_proj.weight", (f"{frm}q_proj.weight",), cut=COLUMN)
     else:
@@ -149,12 +167,13 @@ def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterato
 
 
 def mlp(megatron: str, hf: str) -> Iterator[Row]:
+    """Yield a gated MLP."""
     yield Row(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, COLUMN_GATE_UP)
     yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
 
 
 def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: str) -> Iterator[Row]:
-    """Mixture of experts under `mlp.`; `shared` is the checkpoint's name of the shared experts, "" for none."""
+    """Yield router and experts of a layer; `shared`: the checkpoint's name of its shared experts, "" for none."""
     yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
     if router_bias:
         yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
@@ -167,9 +186,10 @@ def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: st
 
 
 def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Iterator[Row]:
-    """Drafters that the checkpoint keeps behind the last layer, in Megatron's own order (embedding, hidden)."""
+    """Yield drafters that follow the last layer in the checkpoint, with Megatron's order (embedding, hidden)."""
     for n in range(g.mtp_layers):
-        to, frm = f"mtp.layers.{n}.", f"model.layers.{g.layers + n}."
+        to = f"mtp.layers.{n}."
+        frm = f"model.layers.{g.layers + n}."
         yield Row(f"{to}enorm.weight", (f"{frm}enorm.weight",))
         yield Row(f"{to}hnorm.weight", (f"{frm}hnorm.weight",))
         yield Row(f"{to}eh_proj.weight", (f"{frm}eh_proj.weight",), cut=COLUMN)
@@ -194,14 +214,14 @@ def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Itera
 
 
 def dense(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Llama, Qwen2 and Qwen3 (dense), and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
+    """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
 
-    A drafter added to a Qwen2 model takes MiMo's names and order, so that SGLang runs it as MiMo.
+    A drafter added to a Qwen2 model has MiMo's names and order, so that SGLang runs the model as MiMo.
     """
     g = Geometry.of(config)
-    facts = facts_of(config)
-    bias = facts.has_qkv_bias(config)
-    qk_norm = facts.has_qk_norm(config)
+    record = record_of(config)
+    bias = record.has_qkv_bias(config)
+    qk_norm = record.has_qk_norm(config)
 
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
@@ -212,7 +232,8 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
     for n in range(g.mtp_layers):
-        megatron, hf = f"mtp.layers.{n}.", f"model.mtp_layers.{n}."
+        megatron = f"mtp.layers.{n}."
+        hf = f"model.mtp_layers.{n}."
         yield Row(f"{megatron}enorm.weight", (f"{hf}token_layernorm.weight",))
         yield Row(f"{megatron}hnorm.weight", (f"{hf}hidden_layernorm.weight",))
         yield Row(f"{megatron}eh_proj.weight", (f"{hf}input_proj.weight",), SWAP_HALVES, COLUMN)
@@ -221,10 +242,15 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
-    """DeepSeek-V3 (latent attention) and GLM4-MoE (grouped-query attention): sigmoid router with a bias, NextN."""
+    """Yield the rows of DeepSeek-V3 (latent attention) and GLM4-MoE (grouped-query attention).
+
+    Both have a sigmoid router with a bias, and NextN drafters.
+    """
     g = Geometry.of(config)
+    record = record_of(config)
     latent = "kv_lora_rank" in config
-    dense, count = config.get("first_k_dense_replace", 0), need(config, "n_routed_experts")
+    dense = config.get("first_k_dense_replace", 0)
+    count = need(config, "n_routed_experts")
     shared = "shared_experts" if config.get("n_shared_experts") else ""
 
     def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
@@ -232,9 +258,8 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
         if latent:
             yield from latent_attention(megatron, hf, config.get("q_lora_rank"))
         else:
-            facts = facts_of(config)
-            bias = facts.has_qkv_bias(config)
-            yield from attention(megatron, hf, g, bias=bias, qk_norm=facts.has_qk_norm(config))
+            bias = record.has_qkv_bias(config)
+            yield from attention(megatron, hf, g, bias=bias, qk_norm=record.has_qk_norm(config))
         if n < dense:
             yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
         else:
@@ -247,7 +272,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
+    """Yield the rows of Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
 
     The drafter's names are those that SGLang's `qwen3_moe_mtp.py` reads; Transformers has no drafter of this family.
     Raises ValueError for layers without experts, since SGLang gives every layer experts, and for biases.
@@ -271,10 +296,11 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention, dense or mixture of experts.
+    """Yield the rows of Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention.
 
-    All norms are Gemma's (1 + w), for which Megatron needs `layernorm_zero_centered_gamma`; the delta net's output norm
-    is the exception. Names and bytes only: megatron-core 0.16.1 cannot train packed sequences through a delta net.
+    Their MLPs are dense or mixtures of experts. All norms but the delta net's output norm multiply by 1 + w, for which
+    Megatron needs `layernorm_zero_centered_gamma`. The family is converted and not trained: megatron-core 0.16.1 has no
+    delta net for packed sequences.
     """
     g = Geometry.of(config)
     every = config.get("full_attention_interval", 4)
@@ -299,11 +325,13 @@ def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row]:
-    """Qwen3-Next groups the input projection by key head, in two tensors; Qwen3.5 stacks it in four."""
-    key_heads, value_heads = need(config, "linear_num_key_heads"), need(config, "linear_num_value_heads")
+    """Yield a gated delta net. Qwen3-Next groups its input projection by key head, in two tensors; Qwen3.5 has four."""
+    key_heads = need(config, "linear_num_key_heads")
+    value_heads = need(config, "linear_num_value_heads")
     shape = (key_heads, value_heads, need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim"))
     q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
-    to, frm = f"{megatron}self_attention.", f"{hf}linear_attn."
+    to = f"{megatron}self_attention."
+    frm = f"{hf}linear_attn."
     if config["architectures"][0].startswith("Qwen3Next"):
         parts: tuple[str, ...] = ("qkvz", "ba")
         layout = gated_delta_net(*shape)
@@ -320,10 +348,10 @@ def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row
 
 
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
-    """An external EAGLE-3 drafter, in a checkpoint of its own; Megatron names as ModelOpt gives them.
+    """Yield the rows of an EAGLE-3 drafter, which has a checkpoint of its own. Megatron names are ModelOpt's.
 
-    Its attention reads (embedding, hidden) side by side, so q, k and v have 2H columns. `d2t` and `t2d` map between the
-    draft vocabulary and the target's; the embedding is the target's unless the checkpoint has one.
+    Its attention reads embedding and hidden state side by side, so q, k and v have 2H columns. `d2t` and `t2d` map
+    between the drafter's vocabulary and the target's. The embedding is the target's.
     """
     g = Geometry.of(config)
     to = "eagle_module."
@@ -344,10 +372,10 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class FamilyFacts:
-    """What is true of every model of one architecture, beside its name table. docs/adding-a-family.md explains each.
+class Family:
+    """What is true of every model of one architecture. docs/adding-a-family.md explains each field.
 
-    rows                  the name table: config.json -> its tensors
+    rows                  config.json -> a row for each tensor
     qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says
     rotary_share          share of a head's channels that is rotated, unless config.json says
     zero_first_embedding  the drafter reads 0 for the embedding at position 0
@@ -383,18 +411,18 @@ class FamilyFacts:
     served: bool = False
 
     def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
-        """Whether this model's q, k and v projections have biases."""
+        """Return whether this model's q, k and v projections have biases."""
         return bool(config.get("attention_bias")) if self.qkv_bias == "config" else self.qkv_bias == "always"
 
     def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
-        """Whether this model normalises queries and keys."""
+        """Return whether this model normalises queries and keys."""
         return bool(config.get("use_qk_norm")) if self.qk_norm == "config" else self.qk_norm == "always"
 
 
 _NEXTN = (("model.decoder.", "model.layers.{layers}."), ("model.", "model.layers.{layers}."))
 
-FAMILIES: dict[str, FamilyFacts] = {
-    "LlamaForCausalLM": FamilyFacts(
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
         dense,
         qkv_bias="never",
         transformers="Llama",
@@ -402,7 +430,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_files=("llama",),
         pushed=True,
     ),
-    "MiMoForCausalLM": FamilyFacts(
+    "MiMoForCausalLM": Family(
         dense,
         qkv_bias="always",
         zero_first_embedding=True,
@@ -419,7 +447,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         pushed=True,
         served=True,
     ),
-    "Qwen2ForCausalLM": FamilyFacts(
+    "Qwen2ForCausalLM": Family(
         dense,
         qkv_bias="always",
         zero_first_embedding=True,
@@ -429,7 +457,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_files=("qwen2",),
         pushed=True,
     ),
-    "Qwen3ForCausalLM": FamilyFacts(
+    "Qwen3ForCausalLM": Family(
         dense,
         qk_norm="always",
         zero_first_embedding=True,
@@ -437,7 +465,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_files=("qwen3",),
         pushed=True,
     ),
-    "Qwen3MoeForCausalLM": FamilyFacts(
+    "Qwen3MoeForCausalLM": Family(
         qwen3_moe,
         qkv_bias="never",
         qk_norm="always",
@@ -447,7 +475,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_drafter_names=(("model.", "mtp."), ("", "mtp.")),
         pushed=True,
     ),
-    "DeepseekV3ForCausalLM": FamilyFacts(
+    "DeepseekV3ForCausalLM": Family(
         deepseek_v3,
         added_drafter="DeepseekV3ForCausalLM",
         sglang_files=("deepseek_v2", "deepseek_nextn"),
@@ -455,7 +483,7 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_drafter_names=_NEXTN,
         pushed=True,
     ),
-    "Glm4MoeForCausalLM": FamilyFacts(
+    "Glm4MoeForCausalLM": Family(
         deepseek_v3,
         qk_norm="config",
         rotary_share=0.5,
@@ -465,21 +493,21 @@ FAMILIES: dict[str, FamilyFacts] = {
         sglang_drafter_names=_NEXTN,
         pushed=True,
     ),
-    "Qwen3NextForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
-    "Qwen3_5ForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
-    "Qwen3_5MoeForCausalLM": FamilyFacts(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
-    "LlamaForCausalLMEagle3": FamilyFacts(eagle3),
+    "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
+    "LlamaForCausalLMEagle3": Family(eagle3),
 }
 
 
-def facts_of(config: Mapping[str, Any]) -> FamilyFacts:
-    """The record of the family that a config.json belongs to. Raises ValueError for an unknown architecture."""
+def record_of(config: Mapping[str, Any]) -> Family:
+    """Return the record of a config.json's family. Raises ValueError for an unknown architecture."""
     architecture = (config.get("architectures") or ["missing"])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[architecture]
 
 
-def names_where(fact: Callable[[FamilyFacts], object]) -> tuple[str, ...]:
-    """Architectures whose record makes `fact` true."""
-    return tuple(name for name, facts in FAMILIES.items() if fact(facts))
+def names_where(fact: Callable[[Family], object]) -> tuple[str, ...]:
+    """Return the architectures whose record makes `fact` true."""
+    return tuple(name for name, record in FAMILIES.items() if fact(record))

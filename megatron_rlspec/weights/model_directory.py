@@ -195,10 +195,10 @@ def _check_names(
     directory: Path, config: Mapping[str, Any], headers: Mapping[str, Header], *, drafter: bool, extra: bool
 ) -> None:
     """Compare the tensors' names with the family's table."""
-    from megatron_rlspec.weights.names import family_of  # imports torch
+    from megatron_rlspec.weights.names import name_table  # imports torch
 
     try:
-        family = family_of(config)
+        family = name_table(config)
     except ValueError as error:
         raise ModelConfigError(f"{directory}: {error}") from None
     lost = [name for name in family.target_names if name not in headers]

@@ -1,7 +1,7 @@
-"""Hugging Face names <-> Megatron names, both directions from one table per family (`families.py`).
+"""Translate Hugging Face names to Megatron names and back, both by the family's rows (`families.py`).
 
-Tensors here are full: gathered over tensor, pipeline and expert parallel ranks, layer and expert numbers global.
-Megatron spells the same tensor in several ways, all of which are understood:
+All tensors here are full: gathered over tensor, pipeline and expert parallel ranks. Layers and experts are numbered
+over the whole model. Megatron has several names for one tensor, and all of them are accepted:
 
     local specs (canonical)                             Transformer Engine specs
     decoder.layers.N.input_layernorm.weight             decoder.layers.N.self_attention.linear_qkv.layer_norm_weight
@@ -22,10 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rlspec.weights.families import FamilyFacts, Geometry, Row, facts_of
+from megatron_rlspec.weights.families import Family, Geometry, Row, record_of
 from megatron_rlspec.weights.layouts import Cut
 
-# Fused norms: (the norm's local name, the layer that holds it under Transformer Engine), if the block has that layer.
+# (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv."),
     ("pre_mlp_layernorm.", "mlp.linear_fc1."),
@@ -39,7 +39,7 @@ _CANONICAL_BLOCK = r"\1.transformer_layer."
 
 
 def canonical(name: str) -> str:
-    """The local-spec, 0.16 spelling of any Megatron name; a DDP or Float16 wrapper's `module.` is dropped."""
+    """Return any Megatron name as megatron-core 0.16's local specs have it, without a wrapper's `module.`."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     name = _MTP_BLOCK.sub(_CANONICAL_BLOCK, name)
@@ -50,32 +50,41 @@ def canonical(name: str) -> str:
     return _EXPERT_TE.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
 
-def family_of(
+def name_table(
     hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local", mtp_block: str = "transformer_layer"
-) -> Family:
-    """The family that a config.json belongs to. `spec` and `mtp_block` choose the spelling that comes out."""
-    facts = facts_of(hf_config)
-    return Family(hf_config["architectures"][0], facts, hf_config, spec, mtp_block)
+) -> NameTable:
+    """Return the names of the model that a config.json describes.
+
+    `spec` and `mtp_block` choose the Megatron names that `spell` and `to_megatron` return. Raises ValueError for an
+    unknown architecture and for missing sizes.
+    """
+    record = record_of(hf_config)
+    return NameTable(hf_config["architectures"][0], record, hf_config, spec, mtp_block)
 
 
-class Family:
-    """One model's table.
+class NameTable:
+    """The names of one model: its family's rows for its sizes.
 
-    `rows` is keyed by canonical Megatron name, `by_hf` by Hugging Face name. `geometry.tied` models have no
-    `lm_head.weight`; for them `output_layer.weight` (the copy that Megatron's last pipeline stage keeps) reads the
-    embedding and writes nothing.
+    name       the architecture
+    record     the family's record
+    rows       by canonical Megatron name
+    by_hf      the same rows by Hugging Face name
+
+    A model with `geometry.tied` has no `lm_head.weight`. The copy of the embedding on Megatron's last pipeline stage,
+    `output_layer.weight`, reads the embedding's row and writes nothing.
     """
 
-    def __init__(self, name: str, facts: FamilyFacts, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
+    def __init__(self, name: str, record: Family, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
         self.name = name
-        self.facts = facts
+        self.record = record
         self.spec = spec
         self.mtp_block = mtp_block
         self.geometry = Geometry.of(hf_config)
-        self.rows: dict[str, Row] = {row.megatron: row for row in facts.rows(hf_config)}
+        self.rows: dict[str, Row] = {row.megatron: row for row in record.rows(hf_config)}
         self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
 
     def row(self, megatron_name: str) -> Row:
+        """Return the row of any Megatron name. Raises ValueError with the nearest known name."""
         name = canonical(megatron_name)
         if name == "output_layer.weight" and self.geometry.tied:
             name = "embedding.word_embeddings.weight"
@@ -87,10 +96,10 @@ class Family:
             raise ValueError(f"{self.name} has no Megatron tensor {megatron_name}{hint}") from None
 
     def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors that one full Megatron tensor holds; vocabulary padding is cut off.
+        """Yield the Hugging Face tensors that one full Megatron tensor holds, without padding of the vocabulary.
 
         Yields nothing for Transformer Engine's `_extra_state` and for a tied head. Names under which a checkpoint
-        repeats a tensor (`Row.copies`) are left to whoever writes one: engines do not read them.
+        repeats a tensor (`Row.copies`) are not yielded: engines do not read them.
         """
         if megatron_name.endswith("_extra_state"):
             return
@@ -104,10 +113,10 @@ class Family:
     def to_megatron(
         self, tensors: Mapping[str, Tensor], padded_vocab: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every Megatron tensor of the model, in table order, each read when its turn comes.
+        """Yield every Megatron tensor of the model in table order, and read `tensors` one row at a time.
 
-        `padded_vocab`: rows of embedding and head to pad to, with zeros. A tied model's `output_layer.weight` comes
-        last, for the pipeline stage that keeps a copy. A Hugging Face name that `tensors` lacks raises KeyError.
+        `padded_vocab`: pad embedding and head with zeros to so many rows. A tied model's `output_layer.weight` comes
+        last, for the pipeline stage that keeps a copy. Raises KeyError if `tensors` lacks a name.
         """
         for name, row in self.rows.items():
             yield self.spell(name), self._fuse(row, tensors, padded_vocab)
@@ -115,25 +124,25 @@ class Family:
             yield "output_layer.weight", self._fuse(self.row("output_layer.weight"), tensors, padded_vocab)
 
     def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
-        """Tensor-parallel rank's part of a full Megatron tensor."""
+        """Cut a tensor-parallel rank's part out of a full Megatron tensor. Raises ValueError if `size` does not fit."""
         try:
             return self._cut(megatron_name).shard(full, rank, size)
         except ValueError as error:
             raise ValueError(f"{megatron_name}, tensor parallel size {size}: {error}") from None
 
     def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor of all tensor-parallel ranks' parts, in rank order."""
+        """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor."""
         return self._cut(megatron_name).unshard(shards)
 
     def spell(self, canonical_name: str) -> str:
-        """The name that this family's layer specs give to a canonical name."""
+        """Return a canonical name as this model's layer specs have it."""
         name = canonical_name
         if self.mtp_block != "transformer_layer":
             name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
         return _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", self.fused(name)) if self.spec == "te" else name
 
     def fused(self, name: str) -> str:
-        """The name with its norm fused into the layer behind it, where the block has such a layer."""
+        """Return the name of a norm as part of the layer behind it, if the block has such a layer."""
         for norm, layer in _FUSED:
             block, found, leaf = name.partition(norm)
             if found and f"{_MTP_BLOCK.sub(_CANONICAL_BLOCK, block)}{layer}weight" in self.rows:
@@ -142,12 +151,12 @@ class Family:
 
     @staticmethod
     def is_drafter(name: str) -> bool:
-        """Whether a Megatron name belongs to the drafter; embedding and head are the target's."""
+        """Return whether a Megatron name belongs to the drafter. Embedding and head are the target's."""
         return canonical(name).startswith(("mtp.", "eagle_module."))
 
     @cached_property
     def drafter_names(self) -> tuple[str, ...]:
-        """Hugging Face names of the drafter's own tensors; empty if the model has no drafter."""
+        """Hugging Face names of the drafter's own tensors; () if the model has no drafter."""
         return tuple(hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf)
 
     @cached_property
@@ -158,6 +167,7 @@ class Family:
 
     @cached_property
     def target_names(self) -> tuple[str, ...]:
+        """Hugging Face names of the target's tensors."""
         return tuple(hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf)
 
     def _cut(self, megatron_name: str) -> Cut:

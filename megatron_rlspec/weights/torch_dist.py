@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rlspec import files
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json, write_json
-from megatron_rlspec.weights.names import Family, canonical
+from megatron_rlspec.weights.names import NameTable, canonical
 from megatron_rlspec.weights.tensor_file import checksum, verify
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -67,7 +67,7 @@ class Place:
     of: tuple[int, ...] = ()
 
 
-def place(family: Family, name: str, stacked: bool, spec: str) -> Place:
+def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
     """Return the place of a canonical name. `stacked`: layers form one tensor, as in models whose layers are alike."""
     at: list[int] = []
     of: list[int] = []
@@ -84,7 +84,7 @@ def place(family: Family, name: str, stacked: bool, spec: str) -> Place:
     return Place(key, tuple(at), tuple(of))
 
 
-def _stored_name(family: Family, name: str, spec: str) -> str:
+def _stored_name(family: NameTable, name: str, spec: str) -> str:
     """Return the stored name. Local specs fuse the names of both norms of a block, but none with latent attention."""
     if spec == "te":
         return family.fused(name)
@@ -96,7 +96,7 @@ def _stored_name(family: Family, name: str, spec: str) -> str:
     return name
 
 
-def uniform(family: Family) -> bool:
+def uniform(family: NameTable) -> bool:
     """Say whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
     kinds = {}
     for name in family.rows:
@@ -111,7 +111,7 @@ def uniform(family: Family) -> bool:
 class TorchDistReader(Mapping[str, Tensor]):
     """canonical Megatron name -> full tensor, read when asked for, from whatever shards the checkpoint has."""
 
-    def __init__(self, path: str | Path, family: Family) -> None:
+    def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
         if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
@@ -163,7 +163,7 @@ class TorchDistReader(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def _find(self, family: Family, name: str) -> Place | None:
+    def _find(self, family: NameTable, name: str) -> Place | None:
         candidates = (place(family, name, stacked, spec) for stacked in (True, False) for spec in ("te", "local"))
         return next((c for c in candidates if c.key in self._stored), None)
 
@@ -432,7 +432,7 @@ class _Entry:
 class TorchDistWriter:
     """Write groups of tensors, each to a file of its own that appears completely or not at all; then `finish`."""
 
-    def __init__(self, directory: Path, family: Family) -> None:
+    def __init__(self, directory: Path, family: NameTable) -> None:
         self.directory, self.family, self.stacked = directory, family, uniform(family)
         directory.mkdir(parents=True, exist_ok=True)
 

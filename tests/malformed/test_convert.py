@@ -22,7 +22,7 @@ from megatron_rlspec import convert as command
 from megatron_rlspec.weights import checkpoint, torch_dist
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.convert import HfSource, convert, plan
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 TO_MEGATRON = "convert hf out --quiet"
 TO_HF = "convert megatron out --quiet"
@@ -375,7 +375,7 @@ def test_any_flipped_bit_is_one_error_or_harmless(tmp_path_factory, data, checks
     position = data.draw(st.integers(0, max(8 * len(content) - 1, 0)))
     content[position // 8] ^= 1 << position % 8
     (root / name).write_bytes(content)
-    family = family_of(json.loads(model_files()["config.json"]))
+    family = name_table(json.loads(model_files()["config.json"]))
     original = HfSource(family, read_hf(write_model(folder / "hf"))[1])
     try:
         found = dict(torch_dist.TorchDistReader(root, family))

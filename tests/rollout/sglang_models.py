@@ -28,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
 from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, named_tensors
-from megatron_rlspec.weights.families import facts_of
+from megatron_rlspec.weights.families import record_of
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 
@@ -68,7 +68,7 @@ def engine(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
-    for name in facts_of(config).sglang_files:
+    for name in record_of(config).sglang_files:
         entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
         for entry in entries if isinstance(entries, list) else [entries]:
             ModelRegistry.models[entry.__name__] = entry

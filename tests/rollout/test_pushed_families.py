@@ -17,7 +17,7 @@ from weight_oracles import random_
 
 from megatron_rlspec.weights.families import FAMILIES, names_where
 from megatron_rlspec.weights.fingerprint import compare
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 PUSHED = names_where(lambda record: record.pushed)
 BASE = {
@@ -90,7 +90,7 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str,
     tensors = saved(plain, folder)
     layer = f"model.layers.{config['num_hidden_layers'] - 1}."
     hidden = config["hidden_size"]
-    for name in family_of(config).drafter_names:
+    for name in name_table(config).drafter_names:
         like = [other for other in tensors if other.startswith(layer) and name.endswith(other.removeprefix(layer))]
         if like:
             tensors[name] = tensors[max(like, key=len)].clone()
@@ -107,7 +107,7 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str,
 @pytest.mark.parametrize("architecture", PUSHED)
 def test_every_byte_of_a_push_is_where_it_belongs(sglang_models, architecture, tp, tmp_path):
     config = config_of(architecture)
-    family = family_of(config)
+    family = name_table(config)
     tensors = checkpoint(config, tmp_path / "checkpoint")
     ranks = sglang_models.engine(config, tmp_path / "engine", tp)
     assert set(tensors) == set(family.target_names + family.drafter_names)
@@ -120,8 +120,10 @@ def test_every_byte_of_a_push_is_where_it_belongs(sglang_models, architecture, t
     assert sglang_models.fingerprints(ranks) == sglang_models.expected(tensors)
 
 
-MIXTURES = tuple(name for name in PUSHED if family_of(config_of(name)).experts)
-WITH_SHARED = tuple(name for name in MIXTURES if any("shared_experts" in hf for hf in family_of(config_of(name)).by_hf))
+MIXTURES = tuple(name for name in PUSHED if name_table(config_of(name)).experts)
+WITH_SHARED = tuple(
+    name for name in MIXTURES if any("shared_experts" in hf for hf in name_table(config_of(name)).by_hf)
+)
 
 
 def pushed(sglang_models, architecture, folder, tp=2, ep=1, fused=0, seed=0, **changes):
@@ -173,7 +175,7 @@ def test_a_wrong_expert_of_the_drafter_is_named(sglang_models, architecture, tmp
     experts = next(m for n, m in ranks[0].drafter.named_modules() if n.endswith("mlp.experts"))
     experts.w13_weight.data[3, -1, 0] += 1
     found = difference(sglang_models, ranks, tensors).differing
-    assert len(found) == 1 and found[0] in family_of(config_of(architecture)).drafter_names
+    assert len(found) == 1 and found[0] in name_table(config_of(architecture)).drafter_names
     assert found[0].endswith(".mlp.experts.3.up_proj.weight")
 
 

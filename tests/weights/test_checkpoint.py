@@ -8,7 +8,7 @@ import transformers
 from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_round_trip_single_and_sharded(tmp_path, checkpoint, shard_bytes):
     assert again == config and set(lazy) == set(tensors)
     assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
     assert lazy.shape("lm_head.weight") == (128, 64)
-    check(family_of(config), lazy)
+    check(name_table(config), lazy)
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert (len(shards) > 1) == (shard_bytes == 100_000)
 
@@ -101,7 +101,7 @@ def test_an_index_that_promises_too_much(tmp_path, checkpoint):
 
 def test_models_that_cannot_be_trained(tmp_path, checkpoint):
     config, tensors = checkpoint
-    family = family_of(config)
+    family = name_table(config)
     plain = {name: t for name, t in tensors.items() if "mtp" not in name}
     write_hf(tmp_path / "plain", config, plain)
     lazy = read_hf(tmp_path / "plain")[1]
@@ -109,8 +109,8 @@ def test_models_that_cannot_be_trained(tmp_path, checkpoint):
         check(family, lazy)
     check(family, lazy, drafter=False)
     with pytest.raises(CheckpointError, match="no MTP layer: num_nextn_predict_layers is 0 or missing"):
-        check(family_of({**config, "num_nextn_predict_layers": 0}), lazy)
+        check(name_table({**config, "num_nextn_predict_layers": 0}), lazy)
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight has 128 rows, but config.json says vocab_size=130"):
-        check(family_of({**config, "vocab_size": 130}), lazy, drafter=False)
+        check(name_table({**config, "vocab_size": 130}), lazy, drafter=False)
     with pytest.raises(CheckpointError, match="lacks model.layers.4.input_layernorm.weight, .* and 9 more tensors"):
-        check(family_of({**config, "num_hidden_layers": 5}), lazy, drafter=False)
+        check(name_table({**config, "num_hidden_layers": 5}), lazy, drafter=False)

@@ -150,7 +150,7 @@ def run(*arguments):
 
 def without_swap(*arguments):
     """`run` with a table whose `eh_proj` keeps its halves, both ways; patched here, since a rank inherits no patch."""
-    real = module.family_of
+    real = module.name_table
 
     def wrong(*args, **kwargs):
         family = real(*args, **kwargs)
@@ -159,7 +159,7 @@ def without_swap(*arguments):
         return family
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "family_of", wrong)
+        patch.setattr(module, "name_table", wrong)
         return run(*arguments)
 
 

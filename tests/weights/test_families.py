@@ -6,7 +6,7 @@ import transformers
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, saved
 from weight_oracles import megatron_logits, megatron_model, one_rank, spelling
 
-from megatron_rlspec.weights.names import canonical, family_of
+from megatron_rlspec.weights.names import canonical, name_table
 
 IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
 QWEN3_NEXT = {
@@ -43,12 +43,12 @@ FAMILIES = {"glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK_V3, "qwen3_next": QWEN
 def test_target_names_and_shapes_are_those_that_transformers_writes(model, tmp_path):
     config = FAMILIES[model]
     theirs = saved(config, tmp_path)
-    assert set(family_of(config).target_names) == set(theirs)
+    assert set(name_table(config).target_names) == set(theirs)
 
 
 def logits_in_megatron(config, tensors):
     megatron = megatron_model(config, **OPTIONS[config["architectures"][0]])
-    full = dict(family_of(config, spec=spelling()).to_megatron(tensors))
+    full = dict(name_table(config, spec=spelling()).to_megatron(tensors))
     unread = ("_extra_state", "local_tokens_per_expert")
     held = {n: t for n, t in megatron.state_dict().items() if not n.endswith(unread)}
     assert set(full) == set(held)
@@ -86,7 +86,7 @@ def with_drafter(config, tmp_path):
 def test_round_trip_is_exact(model, spec, tmp_path):
     config = {**FAMILIES[model], "mtp_num_hidden_layers": 1}
     tensors = with_drafter(config, tmp_path)
-    family = family_of(config, spec=spec)
+    family = name_table(config, spec=spec)
     assert set(family.target_names + family.drafter_names) | copies(family) == set(tensors)
     back = [pair for name, full in family.to_megatron(tensors) for pair in family.to_hf(name, full)]
     assert len(back) == len(tensors) - len(copies(family))
@@ -102,25 +102,25 @@ def copies(family):
 @pytest.mark.parametrize("model", FAMILIES)
 def test_shards_join_again(model, tmp_path):
     config = {**FAMILIES[model], "mtp_num_hidden_layers": 1}
-    family = family_of(config)
+    family = name_table(config)
     for name, full in family.to_megatron(with_drafter(config, tmp_path)):
         assert torch.equal(family.unshard(name, [family.shard(name, full, rank, 2) for rank in range(2)]), full)
 
 
 def test_transformer_engine_keeps_some_norms_apart():
-    names = {name: family_of(GLM4_MOE, spec="te").spell(name) for name in family_of(GLM4_MOE).rows}
+    names = {name: name_table(GLM4_MOE, spec="te").spell(name) for name in name_table(GLM4_MOE).rows}
     assert names["decoder.layers.0.pre_mlp_layernorm.weight"].endswith("0.mlp.linear_fc1.layer_norm_weight")
     assert names["decoder.layers.1.pre_mlp_layernorm.weight"] == "decoder.layers.1.pre_mlp_layernorm.weight"
     expert = "mtp.layers.0.transformer_layer.mlp.experts.local_experts.3.linear_fc2.weight"
     assert names[expert] == "mtp.layers.0.transformer_layer.mlp.experts.linear_fc2.weight3"
-    family = family_of(DEEPSEEK_V3, spec="te")
+    family = name_table(DEEPSEEK_V3, spec="te")
     latent = "decoder.layers.2.self_attention."
     assert family.spell(f"{latent}q_layernorm.weight") == f"{latent}linear_q_up_proj.layer_norm_weight"
     assert family.spell(f"{latent}kv_layernorm.weight") == f"{latent}linear_kv_up_proj.layer_norm_weight"
     assert family.spell("decoder.layers.2.input_layernorm.weight") == "decoder.layers.2.input_layernorm.weight"
     down = torch.randn(24, 64)
     assert family.shard(f"{latent}linear_q_down_proj.weight", down, 0, 2) is down
-    assert family_of(DEEPSEEK_V3).shard(f"{latent}linear_q_down_proj.weight", down, 0, 2).shape == (12, 64)
+    assert name_table(DEEPSEEK_V3).shard(f"{latent}linear_q_down_proj.weight", down, 0, 2).shape == (12, 64)
 
 
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
@@ -131,7 +131,7 @@ def test_delta_net_projection_is_megatrons_split_of_transformers_values(model):
     layer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**known)).model.layers[0]
     module = layer.linear_attn
     x = torch.randn(1, 5, 64)
-    family = family_of(config)
+    family = name_table(config)
     row = family.row("decoder.layers.0.self_attention.in_proj.weight")
     parts = [module.get_parameter(name.removeprefix("model.layers.0.linear_attn.")) for name in row.hf]
     ours = x @ row.layout.fuse(parts).T
@@ -152,7 +152,7 @@ def test_gated_attention_is_megatrons_split_of_transformers_values():
     known = {k: v for k, v in QWEN3_NEXT.items() if k != "architectures"}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**known))
     module = model.model.layers[3].self_attn
-    row = family_of(QWEN3_NEXT).row("decoder.layers.3.self_attention.linear_qkv.weight")
+    row = name_table(QWEN3_NEXT).row("decoder.layers.3.self_attention.linear_qkv.weight")
     fused = row.layout.fuse([module.q_proj.weight, module.k_proj.weight, module.v_proj.weight])
     x = torch.randn(5, 64)
     query, gate, key, value = (x @ fused.T).view(5, 2, -1).split([32, 32, 16, 16], dim=-1)
@@ -164,7 +164,7 @@ def test_gated_attention_is_megatrons_split_of_transformers_values():
 
 
 def test_gemma_norms_need_no_change_but_the_delta_nets_own():
-    rows = family_of(QWEN3_NEXT).rows
+    rows = name_table(QWEN3_NEXT).rows
     weight = torch.rand(16) + 0.5
     assert rows["decoder.layers.0.input_layernorm.weight"].layout.fuse([weight]) is weight
     gated = rows["decoder.layers.0.self_attention.out_norm.weight"].layout
@@ -201,7 +201,7 @@ def test_eagle3_round_trip():
     }
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {"d2t": torch.arange(32) * 3, "t2d": torch.arange(128) % 4 == 0}
-    family = family_of(config)
+    family = name_table(config)
     back = dict(pair for name, full in family.to_megatron(tensors) for pair in family.to_hf(name, full))
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
     assert set(family.drafter_names) == set(tensors) and not family.target_names
@@ -221,7 +221,7 @@ def test_mbridge_gives_the_same_names(model):
     bridge = object.__new__(bridge_class)
     bridge.config = type("Config", (), {"num_layers": 4, "mtp_num_layers": 1})()
     bridge.hf_config = type("Config", (), {"num_hidden_layers": 4, "num_nextn_predict_layers": 1})()
-    family = family_of(config, spec="te")
+    family = name_table(config, spec="te")
     for name, row in family.rows.items():
         spelled = family.spell(name)
         if model == "deepseek_v3" and spelled.startswith("mtp."):

@@ -18,7 +18,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
 from megatron_rlspec.weights.health import Health
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, PushError
 
 MTP = "model.mtp_layers.0."
@@ -60,7 +60,7 @@ class Room:
         self.config, self.old = echo_checkpoint(0)
         self.new = echo_checkpoint(1)[1]
         self.engines = {name: Engine(self.config, self.old.items()) for name in "ab"}
-        is_drafter = set(family_of(self.config).drafter_names).__contains__
+        is_drafter = set(name_table(self.config).drafter_names).__contains__
         self.health = Health(
             Pusher(self.engines),
             is_drafter,

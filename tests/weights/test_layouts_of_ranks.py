@@ -12,7 +12,7 @@ from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mim
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan
-from megatron_rlspec.weights.names import canonical, family_of
+from megatron_rlspec.weights.names import canonical, name_table
 from megatron_rlspec.weights.torch_dist import TorchDistReader, checkpoint_directory
 
 IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def in_layout(config, tensors, expected, source: Path, target: Path | None, tens
     state = dist_checkpointing.load({"model": sharded(network)}, str(checkpoint_directory(source)))
     network.load_state_dict(state["model"], strict=False)
 
-    family = family_of(config, spec=spelling())
+    family = name_table(config, spec=spelling())
     full = {canonical(name): tensor for name, tensor in family.to_megatron(tensors)}
     first_layer = get_transformer_layer_offset(network.config)
     experts = (network.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -90,7 +90,7 @@ def prove(model: str, directory: Path, layouts, save: bool) -> None:
     write_hf(directory / "hf", config, {name: tensor.clone() for name, tensor in tensors.items()})
     convert(plan(directory / "hf", directory / "megatron", spec=spelling()))
     on_ranks(4, in_layouts, config, tensors, expected, directory, layouts, save)
-    family = family_of(config)
+    family = name_table(config)
     for layout in layouts if save else ():
         reader = TorchDistReader(directory / f"saved-{layout}", family)
         for name, full in family.to_megatron(tensors):

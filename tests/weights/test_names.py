@@ -4,14 +4,14 @@ import pytest
 import torch
 from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, one_rank, spelling
 
-from megatron_rlspec.weights.names import canonical, family_of
+from megatron_rlspec.weights.names import canonical, name_table
 
 IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def logits_in_megatron(config, tensors):
     model = megatron_model(config)
-    full = dict(family_of(config, spec=spelling()).to_megatron(tensors))
+    full = dict(name_table(config, spec=spelling()).to_megatron(tensors))
     parameters = dict(model.named_parameters())
     assert set(full) - {"output_layer.weight"} == set(parameters) - {"output_layer.weight"}
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_a_wrong_half_swap_shows_in_the_draft_logits_only():
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip_is_exact(spec, mtp_block, tied):
     config, tensors = mimo_checkpoint(tie_word_embeddings=tied)
-    family = family_of(config, spec=spec, mtp_block=mtp_block)
+    family = name_table(config, spec=spec, mtp_block=mtp_block)
     back = [pair for name, full in family.to_megatron(tensors, padded_vocab=160) for pair in family.to_hf(name, full)]
     assert len(back) == len(tensors)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in back)
@@ -53,7 +53,7 @@ def test_round_trip_is_exact(spec, mtp_block, tied):
 
 def test_transformer_engine_spelling():
     config, _ = mimo_checkpoint()
-    family = family_of(config, spec="te", mtp_block="mtp_model_layer")
+    family = name_table(config, spec="te", mtp_block="mtp_model_layer")
     names = {family.spell(name) for name in family.rows}
     assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in names
     assert "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.layer_norm_weight" in names
@@ -65,7 +65,7 @@ def test_transformer_engine_spelling():
 def test_shards_are_megatrons_own(size):
     """Rank r's key/value groups, gate and up rows, and vocabulary rows: by shape and by putting together again."""
     config, tensors = mimo_checkpoint()
-    family = family_of(config)
+    family = name_table(config)
     for name, full in family.to_megatron(tensors):
         shards = [family.shard(name, full, rank, size) for rank in range(size)]
         assert torch.equal(family.unshard(name, shards), full)
@@ -78,7 +78,7 @@ def test_shards_are_megatrons_own(size):
 
 def test_impossible_requests_say_what_is_wrong():
     config, tensors = mimo_checkpoint()
-    family = family_of(config)
+    family = name_table(config)
     with pytest.raises(ValueError, match="nearest: decoder.layers.0.self_attention.linear_qkv.weight"):
         list(family.to_hf("decoder.layers.0.self_attention.linear_kqv.weight", torch.zeros(1)))
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -87,9 +87,9 @@ def test_impossible_requests_say_what_is_wrong():
     with pytest.raises(ValueError, match="padded_vocab=100 is smaller than the 128 rows"):
         list(family.to_megatron(tensors, padded_vocab=100))
     with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; known: .*MiMoForCausalLM"):
-        family_of({"architectures": ["GPT2LMHeadModel"]})
+        name_table({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ValueError, match="config.json has no 'vocab_size'"):
-        family_of({k: v for k, v in config.items() if k != "vocab_size"})
+        name_table({k: v for k, v in config.items() if k != "vocab_size"})
 
 
 def test_records_of_families_agree_with_what_is_trained_and_read_back():

@@ -31,7 +31,7 @@ from megatron_rlspec.weights.convert import convert, plan
 from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
 from megatron_rlspec.weights.health import Health
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, PushError
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ class Room:
         self.config, self.old = echo_checkpoint(0)
         self.new = echo_checkpoint(1)[1]
         self.engines = dict(zip("ab", map(Engine, urls), strict=True))
-        is_drafter = set(family_of(self.config).drafter_names).__contains__
+        is_drafter = set(name_table(self.config).drafter_names).__contains__
         self.health = Health(
             Pusher(self.engines),
             is_drafter,

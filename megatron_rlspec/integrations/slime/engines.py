@@ -25,7 +25,7 @@ from megatron_rlspec.weights import contract
 from megatron_rlspec.weights.contract import Findings, HealthError, enforce
 from megatron_rlspec.weights.detectors import Action, Finding
 from megatron_rlspec.weights.fingerprint import Difference, as_delivered, compare
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 logger = logging.getLogger(__name__)
 Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint
@@ -120,7 +120,7 @@ def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
     """Return a test whether a tensor is the drafter's. Without a table of the family, all count as the target's."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     try:
-        return frozenset(family_of(config).drafter_names).__contains__
+        return frozenset(name_table(config).drafter_names).__contains__
     except ValueError:
         return frozenset().__contains__
 

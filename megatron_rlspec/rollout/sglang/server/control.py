@@ -25,7 +25,7 @@ from megatron_rlspec.rollout.sglang.server.served_weights import (
 )
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.names import family_of
+from megatron_rlspec.weights.names import name_table
 
 METHOD = "rlspec"
 DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
@@ -207,7 +207,7 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
 def _drafter_names(scheduler: Any) -> list[str]:
     """Return the drafter's names by the family's table; [] for a family without one."""
     try:
-        return list(family_of(scheduler.model_config.hf_config.to_dict()).drafter_names)
+        return list(name_table(scheduler.model_config.hf_config.to_dict()).drafter_names)
     except ValueError:
         return []
 
