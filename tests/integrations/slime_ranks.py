@@ -52,6 +52,7 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
  --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0
  {DRAFTER} --lr 1e-3 --n-samples-per-prompt 2 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
  --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
+EXPERTS = 4  # in cases with `--num-experts`
 WORDS = VOCABULARY  # that samples are made of, and that the head knows
 # Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
 LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
@@ -116,12 +117,23 @@ def seeded(model, optimizer, *_, **__):
 def fill(named_parameters):
     with torch.no_grad():
         for name, parameter in named_parameters:
-            name = plain(name)
+            name = of_all_experts(plain(name))
             generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel())
             noise = torch.randn(parameter.shape, generator=generator) * 0.08
             parameter.copy_(noise + (1 if parameter.dim() == 1 and "norm" in name else 0))
             if name == "output_layer.weight":
                 parameter[WORDS:] = 0
+
+
+def of_all_experts(name):
+    """A parameter's name with its expert's number among those of all ranks; slices of tensor-parallel ranks differ."""
+    if ".local_experts." not in name:
+        return name
+    parts = name.split(".")
+    at = parts.index("local_experts") + 1
+    held = EXPERTS // ps.get_expert_model_parallel_world_size()
+    parts[at] = str(int(parts[at]) + held * ps.get_expert_model_parallel_rank())
+    return ".".join(parts)
 
 
 def rollout_data():
@@ -159,7 +171,8 @@ def packed_for_cpu(get_batch):
         batch = get_batch(*args, **kwargs)
         size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
         here = drafter_fields(batch, 1, rank, size)
-        packed = packed_sequences(here.cu_seqlens_padded, GROUPS, size, rank, torch.device("cpu"))
+        groups = GROUPS // ps.get_tensor_model_parallel_world_size()
+        packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
         config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32)
         batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, 10000.0)
         return batch
@@ -184,7 +197,7 @@ def train_step(args, model, optimizer, scheduler):
 
 
 def parameters(model):
-    return {plain(n): p.detach().clone() for n, p in model[0].named_parameters()}
+    return {of_all_experts(plain(n)): p.detach().clone() for n, p in model[0].named_parameters()}
 
 
 def plain(name):
@@ -218,7 +231,7 @@ def capture(model, optimizer):
         def wrapped(*args, **kwargs):
             for name, parameter in model[0].named_parameters():
                 if getattr(parameter, "main_grad", None) is not None and (".mtp." in name) == bool(prefix):
-                    seen[plain(name)] = parameter.main_grad.detach().clone()
+                    seen[of_all_experts(plain(name))] = parameter.main_grad.detach().clone()
             return step(*args, **kwargs)
 
         return wrapped
@@ -274,7 +287,9 @@ def resumed(folder, cp, *extra):
         train_step(args, *built)
     slime_model.save(7, *built)
     train_step(args, *built)
-    found = {"through": parameters(built[0])}
+    written = saved / "iter_0000007" / slime_hooks.FOLDER
+    found = {"through": parameters(built[0]), "layout": json.loads((written / "layout.json").read_text())}
+    found["files"] = sorted(file.name for file in written.glob("drafter-*"))
     resume = arguments(folder, int(cp), " ".join(["--spec slime_ranks layer_spec", f"--load {saved}", *extra]))
     resume.load, resume.spec = str(saved), layer_spec_path()
     set_args(resume)
@@ -283,7 +298,7 @@ def resumed(folder, cp, *extra):
         if name == "lost":
             dist.barrier()
             if dist.get_rank() == 0:
-                (saved / "iter_0000007" / slime_hooks.FOLDER).rename(saved / "elsewhere")
+                written.rename(saved / "elsewhere")
             dist.barrier()
         built = build(resume)
         train_step(resume, *built)

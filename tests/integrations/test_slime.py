@@ -44,9 +44,14 @@ def environment():
     }
 
 
-@cache
 def run(mode, cp, *extra, replicas=1):
     """What rank 0 saved after `mode` of slime_ranks.py on `cp` context-parallel ranks of each data-parallel replica."""
+    return run_ranks(mode, cp, *extra, replicas=replicas)[0]
+
+
+@cache
+def run_ranks(mode, cp, *extra, replicas=1):
+    """What each rank saved."""
     size = cp * replicas
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
@@ -73,7 +78,8 @@ def run(mode, cp, *extra, replicas=1):
             process.wait()
             log.seek(0)
             assert process.returncode in (0, -signal.SIGKILL), log.read()[-3000:]
-        return torch.load(Path(folder, "rank0.pt"), weights_only=False)
+        saved = [Path(folder, f"rank{rank}.pt") for rank in range(size)]
+        return [torch.load(file, weights_only=False) for file in saved if file.exists()]
 
 
 def policy(named):

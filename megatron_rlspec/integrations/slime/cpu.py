@@ -5,7 +5,6 @@ With it and `train.runtime.install`, slime's `get_batch`, loss and `train_one_st
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,21 +58,11 @@ class CpuAccelerator(Accelerator):
         return 0
 
 
-class _Stream:
-    """A CUDA stream on a CPU: calls have finished when they return."""
-
-    def wait_stream(self, other: Any) -> None:
-        return None
-
-
 def install() -> None:
     """Install the CPU accelerator. Idempotent; does nothing if there is a CUDA device."""
     runtime.install()
     if torch.cuda.is_available():
         return
     accelerator.set_accelerator(CpuAccelerator())
-    # Megatron's argument checks ask for the architecture; `get_model` wraps DDP on a side stream.
+    # Megatron's argument checks ask for the architecture.
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
-    torch.cuda.Stream = _Stream
-    torch.cuda.current_stream = lambda *_: _Stream()
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
