@@ -196,6 +196,7 @@ ELSEWHERE: dict[str, str] = {
     "norm_epsilon": _MODEL,
     "untie_embeddings_and_output_weights": _MODEL,
     "num_experts": _MODEL,
+    "expert_tensor_parallel_size": "experts are split over parallel.tensor, as every layer is",
     "tie_word_embeddings": _MODEL,
     "min_lr": "the learning rate falls to a tenth of optimizer.lr over optimizer.decay_steps",
     "lr_decay_style": "the learning rate falls linearly over optimizer.decay_steps",

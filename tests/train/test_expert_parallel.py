@@ -23,7 +23,7 @@ SPLIT = {
     "expert and context": {"expert": 2, "context": 2},
     "expert and tensor": {"expert": 2, "tensor": 2, "sequence": True},
     "expert and pipeline": {"expert": 2, "pipeline": 2},
-    "expert, three ways": {"expert": 4},
+    "expert 4": {"expert": 4},
 }
 
 
@@ -100,7 +100,7 @@ def test_two_ranks_learn_as_with_whole_experts(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["expert and tensor", "expert and pipeline", "expert", "expert, three ways"])
+@pytest.mark.parametrize("name", ["expert and tensor", "expert and pipeline", "expert", "expert 4"])
 def test_four_ranks_learn_as_with_whole_experts(weights, name):
     compare(weights, 4, [name])
 
