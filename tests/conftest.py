@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
 LONGEST = (
     "rollout/test_sglang_engine.py",
+    "rollout/test_sglang_overlap.py",
     "train/test_parallel_equality.py",
     "test_lost_engines.py",
     "test_interrupted.py",

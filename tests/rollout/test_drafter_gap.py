@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rlspec.rollout.sglang.server import prefix_tree
+from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
+from megatron_rlspec.types import OFF, SpecConfig
 
 
 class Feeding(DrafterGap):
@@ -159,22 +162,25 @@ def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
     assert torch.equal(spec.draft_probs[3], drawn[3])  # `_extend` puts in those of the others
 
 
-def test_what_a_request_generates_while_behind_is_not_shared():
-    """In SGLang's prefix tree a later turn would find those tokens without the drafter's part."""
-    gap = Feeding(every=3)
-    reqs = {rid: SimpleNamespace(rid=rid, skip_radix_cache_insert=rid == "d") for rid in "abcd"}
-    requests = Requests(gap, *"abcd")
-    requests.reqs = lambda rids=None: [reqs[rid] for rid in (requests.length if rids is None else rids)]
+def test_what_a_request_generates_while_behind_stays_out_of_the_prefix_tree():
+    """There a later turn would find those tokens without the drafter's part of the cache."""
+    reqs = [
+        SimpleNamespace(skip_radix_cache_insert=asked, is_retracted=False, finished=lambda: False)
+        for asked in (False, False, True)
+    ]
 
-    def unshared():
-        return {rid for rid, req in reqs.items() if req.skip_radix_cache_insert}
+    def kept_out():
+        return [req.skip_radix_cache_insert for req in reqs]
 
-    requests.round()
-    assert unshared() == set("abcd")
-    requests.prefill("b")
-    assert unshared() == set("acd")
-    assert gap.close(requests.batch(), 1) == [1]
-    requests.round({"a": 1, "b": 2, "c": 1, "d": 1}, current="b")
-    assert unshared() == set("acd"), "b drafts, the others are behind"
-    assert gap.close(requests.batch(), 4) is None
-    assert unshared() == set("d"), "as its caller asked"
+    prefix_tree.follow(reqs, ())
+    assert kept_out() == [False, False, True], "as the third one's sender asked"
+    off = DecodeRound(OFF, 0, None)
+    prefix_tree.follow(reqs, off.behind(3))
+    assert kept_out() == [True, True, True]
+    probe = DecodeRound(SpecConfig(2), 0, [1])
+    prefix_tree.follow(reqs, probe.behind(3))
+    assert kept_out() == [True, False, True]
+    reqs[0].finished = lambda: True
+    everyone = DecodeRound(SpecConfig(2), 0, None)
+    prefix_tree.follow(reqs, everyone.behind(3))
+    assert kept_out() == [True, False, True], "the first had ended before the others caught up"

@@ -1,7 +1,7 @@
-"""Decode and extend attention in plain torch, with the signatures of `torch.ops.sgl_kernel`'s CPU operators.
+"""Compute decode and extend attention in plain torch, with the signatures of the CPU operators of `sgl_kernel`.
 
-Called by SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) for dense models in float32, bfloat16 and float16.
-Requests of one batch are padded to the longest, gathered from the paged cache, and masked.
+SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) calls them for dense models in float32, bfloat16 and float16.
+They gather the requests' keys and values from the paged cache, pad them to the longest request, and mask the padding.
 
 Shapes: B requests, L query tokens of one request, S cached tokens, h query and n key/value heads, d head size.
 `req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache.
@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# Padded query-key pairs of one prefill call; beyond this, requests are processed one by one instead of padded.
+# Query-key pairs of one padded prefill call. A larger one processes its requests one by one, without padding.
 _MAX_PADDED_PAIRS = 1 << 25
 
 
 class _Plan:
-    """What every layer of one forward pass shares: which cache rows to gather, and which of them each query sees."""
+    """What all layers of one forward pass share: the cache rows to gather, and the mask over them."""
 
     def __init__(
         self,
@@ -31,17 +31,17 @@ class _Plan:
     ) -> None:
         self.first_buffer = key_buffer.data_ptr()
         self.inputs = inputs
-        self.rows = rows.reshape(-1).clamp_(min=0)  # Behind a request's end stands anything; it is masked.
+        self.rows = rows.reshape(-1).clamp_(min=0)  # Beyond a request's end rows are arbitrary, and masked.
         self.shape = rows.shape
         self.mask = mask
         self.query_rows = query_rows
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[B, S, n, d] of a paged buffer; `index_select` takes a quarter of the time of indexing with a matrix."""
+        """Return [B, S, n, d] of a paged buffer. `index_select` takes a quarter of the time of indexing by a matrix."""
         return buffer.index_select(0, self.rows).view(*self.shape, *buffer.shape[1:])
 
     def serves(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
-        """A pass visits its first layer once, so meeting that layer's buffer again means that a new pass began."""
+        """Return whether this is the plan of the present pass. The first layer's buffer comes once a pass."""
         return key_buffer.data_ptr() != self.first_buffer and all(
             a is b for a, b in zip(self.inputs, inputs, strict=True)
         )
@@ -60,9 +60,9 @@ def _plan_for(key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """query [B, L, h, d]; key, value [B, S, n, d]; mask as `_additive` makes it. Returns [B, L, h, d].
+    """Attend: query [B, L, h, d]; key, value [B, S, n, d]; mask from `_additive`. Returns [B, L, h, d].
 
-    The h / n query heads of one key head become further query rows, so grouped heads cost no copy of the cache.
+    The h / n query heads of one key head become further query rows, so that grouped heads need no copy of the keys.
     """
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
@@ -72,7 +72,7 @@ def _attend(
 
 
 def _additive(visible: torch.Tensor, query: torch.Tensor, key_buffer: torch.Tensor) -> torch.Tensor:
-    """visible [B, L, S] bool -> 0 or -inf [B, 1, (h / n) * L, S] in the query's dtype."""
+    """Turn visible [B, L, S] bool into 0 or -inf, [B, 1, (h / n) * L, S], in the query's dtype."""
     mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
     group = query.shape[-2] // key_buffer.shape[-2]
     return mask.repeat(1, group, 1)[:, None]
@@ -105,7 +105,11 @@ def decode_attention_cpu(
     encoder_lens: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """One query per request. query, output [B, h, d]; buffers [rows, n, d]; key, value [B, n, d] go to rows `loc`."""
+    """Attend with one query per request: query, output [B, h, d]; buffers [rows, n, d].
+
+    key and value [B, n, d] are written to rows `loc` first. Raises NotImplementedError for what SGLang does not use
+    for dense models.
+    """
     _refuse(
         "decode_attention_cpu",
         logit_cap=logit_cap,
@@ -154,10 +158,10 @@ def extend_attention_cpu(
     tree_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Prefill, verify and draft-extend: the last `extend_lens[i]` tokens of request i attend causally to all before.
+    """Attend with the last `extend_lens[i]` tokens of request i: prefill, verify and draft-extend. Causal.
 
-    query, output [sum of extend_lens, h, d], request after request from `extend_start`; `seq_lens` counts the new
-    tokens, whose keys and values are in the buffers already.
+    query, output [sum of extend_lens, h, d], request after request from `extend_start`. `seq_lens` includes the new
+    tokens, whose keys and values are in the buffers already. Raises NotImplementedError as `decode_attention_cpu` does.
     """
     _refuse(
         "extend_attention_cpu",
@@ -168,7 +172,8 @@ def extend_attention_cpu(
         tree_mask=tree_mask is not None,
         non_causal=not is_causal,
     )
-    batch, total = len(seq_lens), query.shape[0]
+    batch = len(seq_lens)
+    total = query.shape[0]
     uniform = batch * max_extend_len == total
 
     def make() -> tuple:
@@ -195,7 +200,8 @@ def extend_attention_cpu(
         return
 
     plan = _plan_for(key_buffer, (req_to_token, req_pool_indices, seq_lens, extend_lens), make)
-    keys, values = plan.gather(key_buffer), plan.gather(value_buffer)
+    keys = plan.gather(key_buffer)
+    values = plan.gather(value_buffer)
     if uniform:
         out = _attend(query.view(batch, max_extend_len, *query.shape[1:]), keys, values, plan.mask, scaling)
         output.view(out.shape).copy_(out)

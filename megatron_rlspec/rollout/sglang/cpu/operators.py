@@ -1,7 +1,7 @@
-"""Plain torch operators with the names and argument order that SGLang's CPU engine expects of `sgl_kernel`.
+"""Compute in plain torch what SGLang's CPU engine calls in `sgl_kernel`, with the same names and arguments.
 
-They cover chain drafting (topk = 1); attention is in `attention.py`. All are vectorised over the batch, and nothing
-here imports sglang. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
+The operators cover chain drafting (topk = 1); attention is in `attention.py`. All of them work on the whole batch at
+once, and none imports sglang. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
 `kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
 
 Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
@@ -31,9 +31,9 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Write the next `end[i] - start[i]` entries of `out_cache_loc` to positions start[i]..end[i] of request i."""
-    rows, positions = _ragged(req_pool_indices, start, end)
-    req_to_token[rows, positions] = out_cache_loc[: len(rows)].to(req_to_token.dtype)
+    """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, one after the other."""
+    places = _places(req_pool_indices, start, end)
+    req_to_token[places] = out_cache_loc[: len(places[0])].to(req_to_token.dtype)
 
 
 def assign_extend_cache_locs_cpu(
@@ -44,16 +44,16 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Read the cache rows of positions start[i]..end[i] of every request, one after the other."""
-    rows, positions = _ragged(req_pool_indices, start, end)
-    out_cache_loc[: len(rows)] = req_to_token[rows, positions].to(out_cache_loc.dtype)
+    """Read the cache rows of positions start[i]..end[i] of every request into `out_cache_loc`: the reverse."""
+    places = _places(req_pool_indices, start, end)
+    out_cache_loc[: len(places[0])] = req_to_token[places].to(out_cache_loc.dtype)
 
 
-def _ragged(slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slot, position) of every element of the ranges start[i]..end[i], request after request."""
+def _places(slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
-    if bool((lengths == 1).all()):
-        return slots.long(), start.long()  # what most decode rounds ask for
+    if bool((lengths == 1).all()):  # as in most decode rounds
+        return slots.long(), start.long()
     rows = torch.repeat_interleave(slots.long(), lengths)
     first = torch.repeat_interleave(start.long() - (lengths.cumsum(0) - lengths), lengths)
     return rows, first + torch.arange(len(rows))
@@ -68,7 +68,7 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     num_steps: int,
 ) -> None:
-    """The cache rows of the `num_steps` positions from `seq_lens[i]` on. out_cache_loc [B * num_steps]."""
+    """Read the cache rows of the `num_steps` positions from `seq_lens[i]` on into out_cache_loc [B * num_steps]."""
     _chain_only("assign_draft_cache_locs_contiguous_cpu", topk)
     columns = seq_lens.long()[:, None] + torch.arange(num_steps)
     out_cache_loc.view(len(seq_lens), -1).copy_(req_to_token[req_pool_indices.long()[:, None], columns])
@@ -82,7 +82,7 @@ def build_draft_decode_metadata_cpu(
     num_steps: int,
     pool_len: int,
 ) -> torch.Tensor:
-    """`req_to_token` of the drafting requests, [B, longest context that drafting reaches]; chains only."""
+    """Return the rows of `req_to_token` of the drafting requests, [B, longest context that drafting reaches]."""
     _chain_only("build_draft_decode_metadata_cpu", topk)
     return req_to_token[req_pool_indices.long(), : int(seq_lens.max()) + num_steps]
 
@@ -101,9 +101,9 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """The tree of a chain: node j of request i sits at position len_i + j and is followed by node j + 1.
+    """Write the tree of a chain: node j of request i has position len_i + j, and node j + 1 follows it.
 
-    retrieve_* [B, K] int64, positions [B * K] int64. The attention mask is left alone: a chain's is the causal one,
+    retrieve_* [B, K] int64, positions [B * K] int64. `tree_mask` stays as it is: the mask of a chain is the causal one,
     which the verify pass applies without reading it.
     """
     _chain_only("build_tree_kernel_efficient_cpu", topk)
@@ -127,11 +127,11 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accept drafts while they equal the target's tokens. All in place; chains only.
+    """Accept drafts while they equal the target's tokens. Writes its results in place; chains only.
 
-    candidates, target_predict [B, K]: candidates[:, 0] is the last accepted token, target_predict[:, j] what the target
-    says after node j. predicts [B * K] takes the target's tokens, accept_index [B, K] the accepted nodes' flat indices
-    and then -1, accept_token_num [B] how many drafts were accepted.
+    candidates, target_predict [B, K]: candidates[:, 0] is the last accepted token, target_predict[:, j] the target's
+    token after node j. Results: predicts [B * K], the target's tokens; accept_index [B, K], the flat indices of the
+    accepted nodes and then -1; accept_token_num [B], the number of accepted drafts.
     """
     batch, nodes = candidates.shape
     accepted = (candidates[:, 1:] == target_predict[:, :-1]).cumprod(1).sum(1)
@@ -145,7 +145,7 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, stride: int
 ) -> None:
-    """The last accepted token of every request: accept_tokens [B, stride], accept_lens [B] counts it."""
+    """Write the last accepted token of every request. accept_tokens [B, stride]; accept_lens [B] includes it."""
     last = torch.arange(len(accept_lens)) * stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
@@ -153,7 +153,7 @@ def fill_bonus_tokens_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
 ) -> None:
-    """Cache rows of the accepted nodes, packed to the front."""
+    """Write the cache rows of the accepted nodes, packed to the front."""
     accepted = accept_index[accept_index >= 0].long()
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 
@@ -161,9 +161,9 @@ def fill_accept_out_cache_loc_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, target: torch.Tensor, source: torch.Tensor
 ) -> None:
-    """Copy rows `source` to rows `target` in every buffer; buffers by address, row sizes `strides` in bytes.
+    """Copy rows `source` to rows `target` in every buffer. Buffers come as addresses, row sizes `strides` in bytes.
 
-    Chains never move rows: SGLang calls this once at start-up, to warm it up.
+    Chains never move rows. SGLang calls this once when it starts, to warm it up.
     """
     pairs = list(zip(target.tolist(), source.tolist(), strict=True))
     for address, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
@@ -177,7 +177,7 @@ def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int32."""
+    """Shift int32 to the right and fill with zeros."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -194,9 +194,9 @@ def _absorb(state: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bits) of (seed, position, column). seed [N] 64 bits, positions [N], columns [V] -> [N, V] uint32.
+    """Hash (seed, position, column) by MurmurHash3: seed [N] int64, positions [N], columns [V] -> [N, V] uint32.
 
-    int32 multiplication wraps, which is the arithmetic wanted; the seed counts as two blocks, low half first.
+    The algorithm multiplies modulo 2^32, as int32 does. The seed counts as two blocks, low half first.
     """
     seed = seed.view(torch.int64)
     state = torch.zeros(len(seed), dtype=torch.int32)
@@ -212,7 +212,7 @@ def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, columns: torc
     return state.view(torch.uint32)
 
 
-# What the importers of `sgl_kernel` take from the package, and what they call through `torch.ops.sgl_kernel`.
+# What SGLang imports from `sgl_kernel`, and what it calls through `torch.ops.sgl_kernel`.
 FUNCTIONS: dict[str, Callable] = {
     f.__name__: f
     for f in (

@@ -1,6 +1,6 @@
-"""Stand-ins for the two compiled packages that SGLang imports and that have no build for a plain CPU torch.
+"""Replace the two compiled packages that SGLang imports and that have no build for a plain CPU torch.
 
-`install()` puts them into `sys.modules` before SGLang is imported. A package that is really there stays untouched.
+`install()` makes both importable before SGLang is imported. A package that is installed stays as it is.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
-# SGLang decides by these, in every process, that it runs on a CPU, and otherwise compiles its first batches for long.
+# The first tells SGLang that it runs on a CPU. Without the second it compiles its first batches for tens of seconds.
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class _Absent:
-    """Takes any attribute at import time and refuses when called: names of models and kernels nobody here uses."""
+    """A name that can be imported and not called: models and kernels that this engine does not use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,7 +39,7 @@ class _Absent:
 
 
 class _Finder:
-    """Finds `package` and anything below it as a module whose attributes are `_Absent`, but for those given."""
+    """Imports `package` and everything below it as modules whose attributes are `_Absent`, except those given."""
 
     def __init__(self, package: str, attributes: dict[str, object]) -> None:
         self.package = package
@@ -61,18 +61,19 @@ class _Finder:
 
 
 def needed() -> list[str]:
-    """The packages that `install` would stand in for."""
+    """Return the packages that `install` would replace."""
     return [name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None]
 
 
 def standing_in(package: str) -> bool:
+    """Return whether `install` replaced the package."""
     return any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path)
 
 
 def install() -> list[str]:
     """Make SGLang's CPU engine importable in this process and in those forked from it.
 
-    Returns the names of the packages that stand-ins now take the place of; empty when all are really there.
+    Returns the names of the packages that it replaced.
     """
     os.environ.update(ENVIRONMENT)
     names = needed()

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
-from megatron_rlspec.rollout.sglang.server import decisions, versions
+from megatron_rlspec.rollout.sglang.server import decisions, prefix_tree, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
     Deliveries,
@@ -49,7 +49,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
-    yield f"{processor}.process_batch_result_prefill", _after_prefill, "AFTER"
+    yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
 
 
 def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
@@ -228,18 +228,29 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
+    """Record the round whose results SGLang processes.
+
+    The overlap scheduler launches a round before it has processed the one before. So requests that ended or were
+    retracted meanwhile take part in it once more. SGLang drops what they draw, and nothing is learnt from it.
+    """
     ran = getattr(result, "rlspec_round", None)
-    if ran is None:
+    if ran is not None:
+        prefix_tree.follow(batch.reqs, ran.behind(len(batch.reqs)))
+    else:
         config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
+    going_on = [not (request.finished() or request.is_retracted) for request in batch.reqs]
     returned = original(processor, batch, result)
-    if batch.reqs:
-        accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
-        told = accepted if ran.drafting is None else [accepted[i] for i in ran.drafting]
-        others = len(accepted) - len(told)
-        if decisions.decider.rule is not None:
-            decisions.decider.rule.observe(ran.config, told, others)
-        _rounds.observe(ran.config, ran.context_tokens, told, all(r.finished() for r in batch.reqs), others)
+    if not any(going_on):
+        _rounds.interrupt()
+        return returned
+    accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
+    drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
+    told = [accepted[i] for i in drafting if going_on[i]]
+    if decisions.decider.rule is not None:
+        decisions.decider.rule.observe(ran.config, told, sum(going_on) - len(told))
+    last = all(request.finished() for request in batch.reqs)
+    _rounds.observe(ran.config, ran.context_tokens, told, last, len(accepted) - len(told))
     return returned
 
 
@@ -252,8 +263,10 @@ def _mark_drafts(request: Any, accepted: int) -> None:
     marks += [1] * accepted + [0]
 
 
-def _after_prefill(returned: Any, *args: Any, **kwargs: Any) -> None:
+def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
+    """Note that the next round has no start time, and that the drafters have read all of these requests' tokens."""
     _rounds.interrupt()
+    prefix_tree.follow(batch.reqs, ())
 
 
 def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:

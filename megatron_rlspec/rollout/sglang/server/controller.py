@@ -1,7 +1,10 @@
-"""Replaces SGLang's adaptive controller: our decision before every decode round, and rounds without drafter passes.
+"""Decide before every decode round, in place of SGLang's adaptive controller, and run rounds without drafter passes.
 
 This file imports SGLang; `plugin.py` imports it in SGLang's own processes only. The base class has no module-level name
-here, because SGLang's hooks rebind all module-level names of a class that they replace.
+here, because SGLang's hooks rebind every module-level name of a class that they replace.
+
+SGLang calls the controller when it launches a round. Under the overlap scheduler it processes the results of the round
+before only afterwards: request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch later.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
 from megatron_rlspec.types import SpecConfig
 
-_STUBBED = ("topk_p", "topk_index", "hidden_states")  # what SGLang passes between rounds; unused while off
+_STUBBED = ("topk_p", "topk_index", "hidden_states")  # SGLang passes these between rounds; unused while off
 
 
 def _nothing(_: int) -> int:
@@ -25,17 +28,17 @@ def _nothing(_: int) -> int:
 
 
 class ScheduleController(adaptive_runtime_state.AdaptiveController):
-    """SGLang's AdaptiveController with our decision. Its own rule still lists the candidates and sizes the graphs."""
+    """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs."""
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(worker, *args, **kwargs)  # `args`: SGLang's own rule or its file, by version
+        super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
         decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
         self._config = SpecConfig(worker.speculative_num_steps)
         self._gap = DrafterGap(worker)
-        self._drafting: list[int] | None = None  # requests whose drafter has caught up; None: all
+        self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
         self._batch: Any = None
-        self._context = 0
-        self._decided = False  # this round's configuration, before SGLang asked for it
+        self._context = 0  # tokens
+        self._decided = False  # whether this round was decided before SGLang asked
         self._stub: tuple[torch.Tensor, ...] | None = None
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
@@ -43,6 +46,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
 
     def activate_step_by_batch(self, batch_size: int) -> None:
+        """Decide, unless `_round` has decided already. SGLang calls it before a decode round."""
         if not self._decided:
             self._decide(batch_size)
         self._decided = False
@@ -59,7 +63,11 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             self._activate(self._config.num_steps)
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Pass the counts to SGLang's rule if that decides. Ours learns elsewhere (`control.py`), as rounds overlap."""
+        """Pass the counts to SGLang's rule if that decides.
+
+        Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
+        scheduler the present one may be another.
+        """
         if decisions.decider.stock:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
@@ -81,7 +89,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
         if batch.reqs and (self._config.off or self._drafting is not None):
-            # CUDA graphs write into the same buffers every round.
+            # CUDA graphs write their outputs into the same buffers in every round.
             hidden = result.logits_output.hidden_states.clone()
             tokens = batch.spec_info.draft_token.clone()
             if self._config.off:
@@ -91,7 +99,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
-        """Skip the drafter in this round, and keep what it would have read."""
+        """Skip the drafter in this round, and keep its inputs."""
         self._gap.record(batch.reqs, hidden, tokens)
         if self._stub is None or len(self._stub[0]) != len(batch.reqs):
             self.worker._stub_skipped_draft_extend(batch, result)

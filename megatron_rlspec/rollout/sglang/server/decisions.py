@@ -24,6 +24,12 @@ class DecodeRound:
     context_tokens: int
     drafting: list[int] | None
 
+    def behind(self, batch: int) -> set[int]:
+        """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
+        if self.config.off:
+            return set(range(batch))
+        return set() if self.drafting is None else set(range(batch)) - set(self.drafting)
+
 
 class Decider:
     """The rule in force, limited to the configurations for which the engine holds runtime state."""

@@ -1,10 +1,14 @@
 """Rounds without any drafter pass, and a pass that fills the drafter's cache when drafting starts again.
 
-At SGLang's step 0 the drafter still extends its cache every round. While speculation is off we keep what that pass
-would have read: the target's hidden state h_t and the token x_t of every new position. When drafting starts again, the
-drafter reads all of it in one extend (ReSpec, section 5.2). To try drafts it is enough that a few requests catch up.
-The others draft at random in those rounds; their texts are right all the same, since the target decides on every draft.
-What they miss is kept, too.
+At SGLang's step 0 the drafter still extends its cache in every round. While speculation is off, this file keeps the
+inputs of that pass instead: the target's hidden state h_t and the token x_t of every new position. When drafting starts
+again, the drafter reads all of them in one extend (ReSpec, section 5.2). To try drafts, a few requests catch up. In
+those rounds the drafts of the others are random, and their texts are right all the same, since the target verifies
+every draft. The inputs that they miss are kept too.
+
+All of this runs when a round is launched, in launch order, on the stream of the forward passes. Results on the host are
+not needed: under SGLang's overlap scheduler they come a round late. Only `close` waits for the device, where it needs
+accepted counts, and sequence lengths that SGLang has not copied to the host.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from megatron_rlspec.rollout.sglang.server import versions
 
 @dataclass
 class _SkippedRound:
-    """What the drafter would have read in one round: `width` rows of each request, the first `counts` of them valid."""
+    """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid."""
 
     at: int  # `DrafterGap._total` before the round
     rids: list[str]
@@ -31,35 +35,34 @@ class _SkippedRound:
     counts: torch.Tensor | None  # [B]; None: all
 
 
-_Kept = dict[str, tuple[torch.Tensor, torch.Tensor]]  # request -> hidden [n, H], tokens [n]
-# Index into the batch, first position, hidden [n, H], tokens [n] there, and the token after them [1].
+_Kept = dict[str, tuple[torch.Tensor, torch.Tensor]]  # request id -> hidden [n, H], tokens [n]
+# Index into the batch, first position, hidden [n, H] and tokens [n] from there on, and the token after them [1].
 _Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DrafterGap:
-    """What the drafter of one `EAGLEWorkerV2` has not read, by request.
+    """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    Every `every` rounds the kept rows of running requests move to host memory, and those of ended ones are dropped.
-    That is at most one hidden state per token in the KV cache, a few per cent of the cache. A pass feeds at most `most`
-    tokens.
+    Every `every` rounds the rows of running requests move to host memory, and the rows of other requests are dropped.
+    Host memory holds at most one hidden state per token of the KV cache, a few per cent of its size. One pass of the
+    drafter reads at most `most` tokens.
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
         self.every = every
         self.most = most
-        self._unshared: dict[str, Any] = {}  # requests whose generated tokens stay out of the prefix tree
         self._reset()
 
     def _reset(self) -> None:
-        self._total = 0  # tokens that a request running all along may have missed
-        self._since: dict[str, int] = {}  # `_total` when a request's drafter was up to date; 0: from the start
+        self._total = 0  # the most tokens that one request can have missed
+        self._since: dict[str, int] = {}  # `_total` when a request's drafter last was up to date; 0 if absent
         self._rounds: list[_SkippedRound] = []
         self._stored: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._share(list(self._unshared))
 
     @property
     def open(self) -> bool:
+        """Whether any round was recorded since the last complete catching up."""
         return self._total > 0
 
     def record(
@@ -70,16 +73,16 @@ class DrafterGap:
         counts: torch.Tensor | None = None,
         current: Collection[int] = (),
     ) -> None:
-        """Keep what a round passed: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) were accepted.
+        """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
 
-        The tensors are not copied. `current`: indices of the requests whose drafter has read them.
+        The tensors are not copied, so no later pass may overwrite them. `current`: indices of the requests whose
+        drafter has read them.
         """
         width = len(tokens) // len(reqs)
         self._rounds.append(_SkippedRound(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
         self._total += width
         for i in current:
             self._since[reqs[i].rid] = self._total
-        self._keep_unshared([req for i, req in enumerate(reqs) if i not in current])
         if len(self._rounds) == self.every:
             self._store([req.rid for req in reqs])
 
@@ -88,33 +91,17 @@ class DrafterGap:
         for req in reqs:
             self._since[req.rid] = self._total
             self._stored.pop(req.rid, None)
-        self._share([req.rid for req in reqs])
-
-    def _keep_unshared(self, reqs: Sequence[Any]) -> None:
-        """Keep what these requests generate out of SGLang's prefix tree: the drafter's cache lacks a part of it.
-
-        A later turn that matched those tokens would inherit the hole. Prompts are shared already, without one.
-        """
-        for req in reqs:
-            if not getattr(req, "skip_radix_cache_insert", False):
-                req.skip_radix_cache_insert = True
-                self._unshared[req.rid] = req
-
-    def _share(self, rids: Sequence[str]) -> None:
-        """Let what these requests generated enter the tree: the drafter's cache is complete again."""
-        for rid in rids:
-            if req := self._unshared.pop(rid, None):
-                req.skip_radix_cache_insert = False
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
-        """Return the tokens that the n least behind requests have missed together, refused drafts included."""
+        """Return how many tokens the n least behind requests have missed in all. Refused drafts count as well."""
         behind = [self._total - self._since.get(req.rid, 0) for req in reqs]
         return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
-        """Feed what the n least behind requests of this batch missed, and put their first drafts into `spec_info`.
+        """Let the drafter read what the n least behind requests missed, and put their first drafts into `spec_info`.
 
-        Returns their indices, or None if no request is behind any more.
+        Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
+        requests' indices, or None if no request is behind any more.
         """
         reqs = batch.reqs
         lags = [self._total - self._since.get(req.rid, 0) for req in reqs]
@@ -135,7 +122,7 @@ class DrafterGap:
         return versions.installed().samples_drafts(self.worker)
 
     def _take(self, rids: Sequence[str]) -> _Kept:
-        """What each of these requests missed, in order. Requests that missed nothing are left out."""
+        """Return what each of these requests missed, in order, without the requests that missed nothing."""
         latest = self._latest(rids)
         taken: _Kept = {}
         for rid in rids:
@@ -145,8 +132,8 @@ class DrafterGap:
         return taken
 
     def _latest(self, rids: Sequence[str]) -> _Kept:
-        """The same, of the rounds that are not in host memory yet."""
-        rows: dict[str, list[int]] = {rid: [] for rid in rids}  # of what is selected below
+        """Return the same for the rounds that are not in host memory yet."""
+        rows: dict[str, list[int]] = {rid: [] for rid in rids}  # places in the concatenation of what is selected
         hidden: list[torch.Tensor] = []
         tokens: list[torch.Tensor] = []
         size = 0
@@ -175,7 +162,6 @@ class DrafterGap:
         for rid, rows in latest.items():
             self._stored[rid].append(tuple(part.to("cpu", copy=True) for part in rows))
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
-        self._unshared = {rid: self._unshared[rid] for rid in running if rid in self._unshared}
         self._rounds = []
 
     def _feed(self, batch: Any, missed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
@@ -249,12 +235,13 @@ class DrafterGap:
 
 
 def _be_certain(batch: Any, current: Sequence[int]) -> None:
-    """Set q to one-hot at the first draft of all but the `current` requests, so that it is accepted with p(x).
+    """Set q to one-hot at the first draft x of all but the `current` requests, so that x is accepted with p(x).
 
-    Rejection sampling stays exact by that. A round that was off leaves no q behind, or, where SGLang overlaps rounds,
-    the q of an earlier round, from which the present draft was not drawn.
+    Rejection sampling is exact only with the distribution that a draft was drawn from. A round without drafts leaves
+    none. Under the overlap scheduler an older round's remains in the buffer between rounds (`FutureMap`).
     """
-    spec, drawn = batch.spec_info, batch.spec_info.draft_probs
+    spec = batch.spec_info
+    drawn = spec.draft_probs
     certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
     certain.scatter_(1, spec.topk_index[:, :1], 1.0)
     if drawn is not None:
@@ -263,7 +250,7 @@ def _be_certain(batch: Any, current: Sequence[int]) -> None:
 
 
 def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:
-    """The rows of `SamplingBatchInfo` at `index`, as far as drafting reads them."""
+    """Return a `SamplingBatchInfo` with the rows at `index` of what drafting reads."""
     part = copy.copy(info)
     for name, value in vars(info).items():
         if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):

@@ -1,8 +1,8 @@
-"""A round without drafts, as an engine without speculation runs it: the target's decode pass and nothing else.
+"""Run a round without drafts as an engine without speculation does: one decode pass of the target, nothing else.
 
-SGLang's step 0 goes through its verify path, with a tree of one node. With CUDA graphs that pass is the captured one,
-and its host work overlaps the device. Without them the verify path costs an extra KV read per layer, the walk over the
-tree, and its bookkeeping.
+SGLang's step 0 takes the verify path with a tree of one node. With CUDA graphs that pass is captured, and its host work
+overlaps the device. Without graphs the verify path costs an extra read of the KV cache per layer and the walk over the
+tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from megatron_rlspec.rollout.sglang.server import versions
 
 
 def possible(worker: Any, batch: Any) -> bool:
-    """Return whether this decode round of an `EAGLEWorkerV2` needs nothing that only its verify path provides."""
+    """Return whether `run` can take the place of the verify path in this decode round of an `EAGLEWorkerV2`.
+
+    Without graphs, whose output buffers the next pass overwrites; without grammars and top logprobs, which the verify
+    path computes.
+    """
     runner = worker.target_worker.model_runner
     return (
         runner.decode_cuda_graph_runner is None
@@ -30,12 +34,15 @@ def possible(worker: Any, batch: Any) -> bool:
 
 
 def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Run the round. Returns the result, as the verify path does, hidden [B, H] and token [B] of its position."""
+    """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
+
+    `on_publish` is SGLang's callback under the overlap scheduler: it gets the new sequence lengths [B].
+    """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     tokens = batch.spec_info.bonus_tokens
-    part = object.__new__(type(batch))  # A shallow copy: the batch stays as the verify path would leave it.
+    part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
     part.forward_mode = ForwardMode.DECODE
     part.spec_info = None

@@ -1,7 +1,8 @@
-"""Does the SGLang on the path have this defect? Each probe runs SGLang's own code around recording stand-ins.
+"""Find out whether the installed SGLang has a known defect.
 
-A probe returns what it saw where the defect is there, and None where it is not. It raises where it cannot tell. No
-engine is started and no weight exists, so one answer takes milliseconds once SGLang is imported.
+Each probe runs SGLang's own code on objects that record what is called. It returns one sentence if the defect is there,
+None if it is not, and raises if it cannot tell. No engine starts and no weights are needed: once SGLang is imported, a
+probe takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
 
 class Recorder:
-    """Stands in for a worker: any attribute is there, any call succeeds, and the dotted path of each call is kept."""
+    """Takes the place of a worker: has every attribute, accepts every call, and keeps the dotted path of each call."""
 
     def __init__(self, name: str = "", calls: list[str] | None = None) -> None:
-        self._name, self.calls = name, [] if calls is None else calls
+        self._name = name
+        self.calls = [] if calls is None else calls
 
     def __getattr__(self, name: str) -> Recorder:
         if name.startswith("__"):
@@ -39,14 +41,14 @@ class Recorder:
 
 
 class _Worker(Recorder):
-    """As above, where SGLang asks a worker for the runners to update: one, which records into the same list."""
+    """A worker that names one runner to update. The runner records into the same list."""
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("", Recorder("runner", self.calls))]
 
 
 def prepare() -> None:
-    """Make SGLang importable on a machine without its compiled kernels."""
+    """Make SGLang importable on a machine without compiled kernels for it."""
     if not torch.cuda.is_available():
         cpu_stand_ins.install()
 
@@ -57,9 +59,10 @@ def _srt(name: str) -> Any:
 
 
 def nccl_stale_drafter() -> str | None:
-    """`update_weights_from_distributed` gives the received tensors to the target only."""
+    """Probe whether `update_weights_from_distributed` gives the received tensors to the target only."""
     manager = _srt("managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager
-    target, drafter = _Worker(), _Worker()
+    target = _Worker()
+    drafter = _Worker()
     updater = manager.__new__(manager)
     for name, value in {
         "tp_worker": target,
@@ -88,7 +91,7 @@ def nccl_stale_drafter() -> str | None:
 
 
 def adaptive_silently_off() -> str | None:
-    """Where adaptive speculation cannot run, SGLang logs a warning and goes on with a fixed step count."""
+    """Probe whether SGLang goes on with a fixed step count, after a warning, where adaptive speculation cannot run."""
     hook = _srt("arg_groups.speculative_hook")
     asked = SimpleNamespace(speculative_adaptive=True)
     reason = "speculative_eagle_topk=4 (only topk=1 is supported)"
@@ -114,15 +117,15 @@ def adaptive_silently_off() -> str | None:
 
 
 def unsupported_adaptive(server_args: Any) -> str | None:
-    """SGLang's own reason why it would not run adaptively under these resolved `ServerArgs`; None if it would."""
+    """Return SGLang's reason not to run adaptively under these resolved `ServerArgs`, or None if it would."""
     return _srt("speculative.adaptive_spec_params").adaptive_unsupported_reason(server_args)
 
 
 def accept_metrics(verify: int = 10, correct: int = 10, tokens: int = 20, width: int = 4) -> dict[str, Any]:
-    """The speculation part of `meta_info` for one request, as SGLang's tokenizer process computes it.
+    """Compute the speculation part of one request's `meta_info` as SGLang's tokenizer process does.
 
-    `verify` rounds that accepted `correct` drafts and yielded `tokens` tokens, on an engine started with `width` draft
-    tokens per round. All rounds accepted the same number.
+    The request had `verify` rounds, each of which accepted the same number of drafts, `correct` in all. They yielded
+    `tokens` tokens on an engine started with `width` draft tokens per round.
     """
     module = _srt("managers.tokenizer_manager")
     histogram = [0] * (correct // verify) + [verify]
@@ -144,7 +147,7 @@ def accept_metrics(verify: int = 10, correct: int = 10, tokens: int = 20, width:
 
 
 def qwen3_next_projection(fc: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """What SGLang's Qwen3-Next drafter feeds its block: `fc [H, 2H]` on `embedding [H]` and `hidden [H]`."""
+    """Return the input [H] of the Qwen3-Next drafter's block in SGLang: `fc` [H, 2H], `embedding` [H], `hidden` [H]."""
     model = _srt("models.qwen3_next_mtp").Qwen3NextForCausalLMMTP
     drafter = SimpleNamespace(
         quant_config=None,
@@ -161,13 +164,13 @@ def qwen3_next_projection(fc: torch.Tensor, embedding: torch.Tensor, hidden: tor
 
 
 def accept_rate_width() -> str | None:
-    """The accept rate divides by the width the engine started with, not by the drafts that were proposed."""
+    """Probe whether the accept rate divides by the engine's width at its start, not by the drafts proposed."""
     rate = accept_metrics()["spec_accept_rate"]  # ten rounds of one step each, every draft accepted
     return f"10 of 10 drafts accepted by an adaptive engine are reported as a rate of {rate:.2f}" if rate != 1 else None
 
 
 def cpu_greedy() -> str | None:
-    """On a CPU, verification takes the argmax whatever temperature the request asks for."""
+    """Probe whether verification on a CPU takes the argmax at every temperature."""
     greedy = getattr(_srt("speculative.eagle_utils"), "_verify_uses_greedy", None)
     if greedy is None:
         return None  # 0.5.15 has no such rule, and no kernels to speculate on a CPU

@@ -1,4 +1,4 @@
-"""Records of decode rounds, for the cost table and the acceptance estimate. Standard library only."""
+"""Record decode rounds for the cost table and the acceptance estimate. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from megatron_rlspec.types import RoundStats, SpecConfig
 
 
 class RoundLog:
-    """Sums per (config, batch). A round lasts from the end of the one before to its own end.
+    """Sums per (config, batch). A round lasts from the end of the round before to its own end.
 
-    Rounds after a prefill, a pause or an empty engine have no such beginning: they count for acceptance, not for time.
-    The latest ones are also kept singly, for medians: (config, batch, context tokens, ms or None).
+    A round ends when its results are processed. A round after a prefill, a pause or an empty engine has no start time:
+    it counts for acceptance, not for time. The latest rounds are also kept singly, for medians: (config, batch, context
+    tokens, ms or None).
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class RoundLog:
         self._singly: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=8192)
 
     def interrupt(self) -> None:
-        """Note that something other than a decode round ran, so the next round has no start time."""
+        """Note that something else than a decode round ran, so that the next round has no start time."""
         self._last_end = None
 
     def observe(
@@ -30,8 +31,8 @@ class RoundLog:
     ) -> float | None:
         """Record a round in which the i-th request accepted accepted[i] drafts; `last` if no request continues.
 
-        `others`: requests whose drafter had not caught up; their drafts are not counted.
-        Returns the round's duration in ms, or None if it has no start time.
+        `others`: requests of the same round whose drafts do not count, because their drafter had not caught up or they
+        had ended before. Returns the round's duration in ms, or None if it has no start time.
         """
         now = time.perf_counter()
         ms = None if self._last_end is None else 1000 * (now - self._last_end)
@@ -49,11 +50,13 @@ class RoundLog:
         return ms
 
     def drain_singly(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        """Return the latest rounds one by one, and forget them."""
         rounds = list(self._singly)
         self._singly.clear()
         return rounds
 
     def drain(self) -> list[RoundStats]:
+        """Return the sums, and start new ones."""
         sums, self._sums = self._sums, {}
         return [
             RoundStats(config, batch, s.context_tokens // max(1, s.rounds), s.rounds, s.ms, tuple(s.accepted))

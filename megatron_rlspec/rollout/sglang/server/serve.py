@@ -28,6 +28,7 @@ from typing import Any
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.loopback import is_loopback
 from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.server import versions
 from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.types import SpecConfig, SpecSchedule
@@ -133,6 +134,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     os.environ.update(settings.to_environment())
     if device == "cpu":
         os.environ.update(_sglang().cpu_environment)
+        _check_emulation()
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
 
@@ -259,6 +261,15 @@ def _device(asked: str) -> str:
     return ("cuda" if found else "cpu") if asked == "auto" else asked
 
 
+def _check_emulation() -> None:
+    try:
+        parts = emulation.asked()
+    except ValueError as error:
+        raise ServeError(str(error)) from None
+    if parts:
+        print(f"rlspec serve: for tests, the CPU engine emulates: {', '.join(parts)}", flush=True)
+
+
 def _install_stand_ins() -> None:
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
@@ -288,6 +299,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
         _sglang().prepare_cpu()
     if device == "cpu":
+        emulation.install(emulation.asked())
         _fork_children()
     load_plugins()
     _name_shared_memory(_scratch())

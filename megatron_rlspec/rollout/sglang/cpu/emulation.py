@@ -1,0 +1,114 @@
+"""Let SGLang's CPU engine do what it does on GPUs only, so that tests reach those paths of SGLang and of our hooks.
+
+The environment variable `RLSPEC_CPU_EMULATES` names the parts, with commas between them:
+
+- `overlap`: the overlap scheduler, SGLang's default on GPUs. The results of a round are processed after the next round
+  was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`).
+- `graph_buffers`: the outputs of a decode pass are views of buffers that the next pass of the same model overwrites, as
+  the replay of a CUDA graph does. They hold NaN meanwhile, so that a late reader is seen.
+- `device_lengths`: sequence lengths stay on the device (`seq_lens_cpu` is None), as FlashAttention 3 has it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+VARIABLE = "RLSPEC_CPU_EMULATES"
+PARTS = ("overlap", "graph_buffers", "device_lengths")
+
+
+def asked() -> list[str]:
+    """Return the parts that the environment asks for. Raises ValueError for a name that is none."""
+    parts = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ValueError(f"{VARIABLE} names {', '.join(unknown)}; expected {', '.join(PARTS)}, with commas between")
+    return parts
+
+
+def install(parts: list[str]) -> None:
+    """Change SGLang in this process and in those forked from it. Imports SGLang."""
+    if "overlap" in parts:
+        _allow_overlap()
+    if "graph_buffers" in parts:
+        _reuse_buffers()
+    if "device_lengths" in parts:
+        _keep_lengths_on_device()
+
+
+def _allow_overlap() -> None:
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.managers import overlap_utils
+
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
+    overlap_utils.gather_spec_extras = gather_rows
+
+
+def gather_rows(indices: torch.Tensor, *buffers: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the rows of each buffer at `indices` [B], in place of a Triton kernel (`gather_spec_extras`)."""
+    return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
+
+
+def _keep_lengths_on_device() -> None:
+    from sglang.srt.managers import overlap_utils, scheduler
+
+    overlap_utils.decide_needs_cpu_seq_lens = scheduler.decide_needs_cpu_seq_lens = lambda backends: False
+
+
+def _reuse_buffers() -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    forward = ModelRunner.forward
+
+    def into_buffers(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        buffers = vars(runner).setdefault("_rlspec_buffers", GraphBuffers())
+        return buffers.run(forward_batch, lambda: forward(runner, forward_batch, *args, **kwargs))
+
+    ModelRunner.forward = into_buffers
+    # Code that asks whether decode passes are captured must find that they are.
+    ModelRunner.decode_cuda_graph_runner = property(lambda runner: _CAPTURED, lambda runner, value: None)
+
+
+class _Captured:
+    """The graph runner that SGLang finds: it runs no batch itself, so the pass stays eager."""
+
+    def can_run_graph(self, forward_batch: Any) -> bool:
+        return False
+
+
+_CAPTURED = _Captured()
+
+
+class GraphBuffers:
+    """The output buffers of one model's passes, by the name and row shape of the output."""
+
+    NAMES = ("next_token_logits", "hidden_states")
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple, torch.Tensor] = {}
+
+    def run(self, forward_batch: Any, forward: Callable[[], Any]) -> Any:
+        """Invalidate what earlier passes returned, run the pass, and return its outputs as views of the buffers."""
+        hidden = getattr(forward_batch.spec_info, "hidden_states", None)
+        if hidden is not None:  # A graph copies its inputs before it is replayed.
+            forward_batch.spec_info.hidden_states = hidden.clone()
+        for buffer in self._buffers.values():
+            buffer.fill_(float("nan"))
+        result = forward()
+        output = result.logits_output
+        result.logits_output = replace(output, **{name: self._held(name, getattr(output, name)) for name in self.NAMES})
+        return result
+
+    def _held(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        key = (name, value.shape[1:], value.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < len(value):
+            buffer = self._buffers[key] = value.new_empty(2 * len(value), *value.shape[1:])
+        return buffer[: len(value)].copy_(value)

@@ -1,0 +1,37 @@
+"""Which generated tokens may enter SGLang's prefix tree: those that the drafter has read as well.
+
+A later turn that matches a prefix in the tree reuses the caches of target and drafter. Where the drafter was off, its
+cache lacks the generated tokens. Such a request is kept out of the tree (`Req.skip_radix_cache_insert`) until its
+drafter has caught up. Its prompt is in the tree already, since the drafter reads every prompt.
+
+SGLang inserts tokens when it processes the results of a round, which may be one round after it launched the next one.
+So the flag follows the results, not the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+_OURS = "rlspec_kept_out"  # on SGLang's requests: this module set the flag, not the request's sender
+
+
+def follow(requests: Sequence[Any], behind: Container[int]) -> None:
+    """Set the flag of SGLang's running requests for the results about to be processed.
+
+    `behind`: indices of the requests whose drafter has not read what those results add.
+    """
+    for i, request in enumerate(requests):
+        if request.finished() or request.is_retracted:
+            continue
+        if i in behind:
+            _keep_out(request)
+        elif getattr(request, _OURS, False):
+            request.skip_radix_cache_insert = False
+            setattr(request, _OURS, False)
+
+
+def _keep_out(request: Any) -> None:
+    if not getattr(request, "skip_radix_cache_insert", False):
+        request.skip_radix_cache_insert = True
+        setattr(request, _OURS, True)

@@ -1,0 +1,218 @@
+"""SGLang's overlap scheduler with our hooks, on the CPU: the results of a round are read a round late.
+
+The first engine does all that an engine on a GPU does by default (`rollout/sglang/cpu/emulation.py`): it overlaps
+rounds, its passes return views of buffers that the next pass overwrites with NaN, and sequence lengths stay on the
+device. The second one only overlaps, so its rounds without drafts are plain decode passes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import test_sglang_engine as same
+import tiny_mimo
+from test_sglang_engine import CONFIG, ONE_THREAD, SERVE, WEIGHTS, k, texts
+
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.cpu import emulation
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+
+KEY = "right-key"
+EMULATED = {"like a GPU": ",".join(emulation.PARTS), "overlap only": "overlap"}
+Engines = dict[str, SGLangEngine]
+
+
+def slow(parameter: object) -> object:
+    return pytest.param(parameter, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    arguments = [*SERVE, *same.LAUNCHES["plain"]]
+    log = tmp_path_factory.mktemp("logs") / "plain.log"
+    with launch(checkpoint, log, arguments=arguments, environment=ONE_THREAD, api_key=KEY) as process:
+        yield SGLangEngine.of(process.wait(), timeout=120)
+
+
+@pytest.fixture(scope="module", params=["like a GPU", slow("overlap only")])
+def engines(
+    request: pytest.FixtureRequest, plain: SGLangEngine, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    environment = ONE_THREAD | {emulation.VARIABLE: EMULATED[request.param]}
+    arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
+    log = tmp_path_factory.mktemp("logs") / "overlap.log"
+    with launch(checkpoint, log, arguments=arguments, environment=environment, api_key=KEY) as process:
+        yield {"adaptive": SGLangEngine.of(process.wait(), timeout=120), "plain": plain}
+
+
+def test_the_engine_overlaps(engines: Engines) -> None:
+    for engine in engines.values():
+        answer = requests.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+        assert answer.json()["disable_overlap_schedule"] is False
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize(
+    "sampling", ["T=1", *(pytest.param(s, marks=pytest.mark.slow) for s in ("greedy", "filtered"))]
+)
+def test_text_is_the_targets(engines: Engines, sampling: str) -> None:
+    same.test_text_does_not_depend_on_speculation(engines, sampling)
+
+
+FAST = [
+    same.test_off_leaves_nothing_behind,
+    same.test_accept_length_follows_the_pushed_drafter,
+    same.test_pause_and_resume,
+    same.test_abort,
+]
+SLOW = [
+    same.test_round_statistics_agree_with_the_samples,
+    same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
+    same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
+    same.test_a_table_without_step_0_decides,
+    same.test_pushed_weights_are_the_served_ones,
+    same.test_samples_go_on_under_new_weights,
+    same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
+    same.test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot,
+]
+
+
+@pytest.mark.parametrize("check", [*FAST, *map(slow, SLOW)], ids=lambda check: check.__name__[5:])
+def test_as_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
+    check(engines)
+
+
+def test_rounds_of_finished_requests_do_not_count(engines: Engines) -> None:
+    """A request that ends at a stop token takes part in the round that was launched before that was known."""
+    engine = engines["adaptive"]
+    stopping = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=tuple(range(3, 12)))
+    for schedule in (k(2), SpecSchedule.fixed(OFF)):
+        engine.set_schedule(schedule)
+        engine.stats()
+        samples = engine.generate(same.requests(12, "ends"), stopping)
+        assert len({len(s.response) for s in samples}) > 4
+        [config] = {config for row in schedule.configs for config in row}
+        width = config.num_steps + 1
+        by_round = np.zeros(width)
+        by_sample = np.zeros(width)
+        for s in engine.stats():
+            by_round[: len(s.accepted)] += s.accepted
+        for sample in samples:
+            by_sample[: len(sample.accepted)] += sample.accepted
+        assert by_round.tolist() == by_sample.tolist()
+
+
+def test_what_ends_while_off_leaves_no_hole_in_the_prefix_tree(engines: Engines) -> None:
+    """A request ends in a round without drafts; the next round, launched before, drafts for the others.
+
+    Its drafter never reads what it generated, so no later turn may find that in the tree.
+    """
+    engine = engines["adaptive"]
+    beside = Request("beside.", Prompt(0, np.arange(10, 30)), seed=5)
+    ending = Request("ending.", Prompt(1, np.arange(40, 60)), seed=6)
+
+    def turns(version: int, together: SpecConfig) -> Sample:
+        engine.update_weights(version, same.half_wrong_drafter().items())  # empties the tree
+        engine.set_schedule(SpecSchedule((1, 2), (0,), ((SpecConfig(3),), (together,))))
+        sampling = Sampling(temperature=0.3, max_new_tokens=400, ignore_eos=True)
+        thread = threading.Thread(target=lambda: engine.generate([beside], sampling))
+        thread.start()
+        time.sleep(0.1)
+        [first] = engine.generate([ending], Sampling(temperature=0.3, max_new_tokens=60, ignore_eos=True))
+        assert thread.is_alive()
+        engine.abort()
+        thread.join(60)
+        later = Request("later.", Prompt(2, np.concatenate([first.tokens, [5, 6, 7]])), seed=7)
+        engine.set_schedule(k(3))
+        [second] = engine.generate([later], Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True))
+        return second
+
+    try:
+        always = turns(80, SpecConfig(3))
+        again = turns(81, OFF)
+    finally:
+        engine.set_schedule(k(3))
+        engine.update_weights(0, WEIGHTS.items())
+    assert texts([always]) == texts([again])
+    assert always.accepted == again.accepted and sum(always.accepted[1:]) > 10
+
+
+def test_prompts_enter_the_prefix_tree_while_off(engines: Engines) -> None:
+    """The drafter reads every prompt, so a second sample of the same prompt reuses it."""
+    engine = engines["adaptive"]
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    sampling = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": list(range(20, 60)), "sampling_params": sampling}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    cached = []
+    for _ in range(2):
+        answer = requests.post(f"{engine.url}/generate", json=body, headers=headers, timeout=30)
+        cached.append(answer.json()["meta_info"]["cached_tokens"])
+    assert cached == [0, 39]
+
+
+def test_each_token_is_drawn_under_the_weights_that_its_span_names(engines: Engines) -> None:
+    """A push while rounds are in flight: what follows it is what the new weights say after those tokens."""
+    engine = engines["adaptive"]
+    other = {name: tensor * 1.1 for name, tensor in WEIGHTS.items()}
+    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
+    asked = same.requests(4, "span")
+    engine.set_schedule(k(3))
+    before = engine.generate(asked, sampling)
+    done: list[Sample] = []
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(asked, sampling)))
+    thread.start()
+    time.sleep(0.15)
+    try:
+        engine.update_weights(8, other.items())
+        thread.join(60)
+        for old, sample in zip(before, done, strict=True):
+            (first_version, _, cut), (second_version, _, end) = sample.policy_versions
+            assert (first_version, second_version, end) == (0, 8, 150) and 0 < cut < 150
+            assert sample.response[:cut].tolist() == old.response[:cut].tolist()
+            start = sample.prompt_len + cut
+            rest = Request("rest.", Prompt(0, sample.tokens[:start]), seed=sampling_seed(asked, sample))
+            [alone] = engine.generate([rest], Sampling(max_new_tokens=150 - cut, ignore_eos=True))
+            assert alone.response.tolist() == sample.tokens[start:].tolist()
+            np.testing.assert_allclose(alone.behaviour_logprobs[start:], sample.behaviour_logprobs[start:], atol=2e-4)
+    finally:
+        engine.update_weights(0, WEIGHTS.items())
+
+
+def sampling_seed(asked: list[Request], sample: Sample) -> int:
+    return next(request.seed for request in asked if request.id == sample.request_id)
+
+
+@pytest.mark.slow
+@pytest.mark.lossless
+def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_path: Path) -> None:
+    """Requests lose their cache while their last round is in flight, and are prefilled again."""
+    emulated = {emulation.VARIABLE: ",".join(emulation.PARTS)}
+    retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    log = tmp_path / "retracting.log"
+    asked = same.requests(12, "back")
+    sampling = same.SAMPLINGS["T=1"]
+    expected = plain.generate(asked, sampling)
+    arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
+    environment = ONE_THREAD | emulated | retracting
+    with launch(checkpoint, log, arguments=arguments, environment=environment, api_key=KEY) as process:
+        engine = SGLangEngine.of(process.wait(), timeout=120)
+        for schedule in (k(3), same.SWITCHING, SpecSchedule.fixed(OFF)):
+            engine.set_schedule(schedule)
+            samples = engine.generate(asked, sampling)
+            assert texts(samples) == texts(expected)
+            for one, other in zip(samples, expected, strict=True):
+                np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=2e-4)
+        assert log.read_text().count("Testing retraction") > 3
