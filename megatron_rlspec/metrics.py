@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rlspec import files
 from megatron_rlspec.types import Sample
 
+Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 READ_MOST = 1 << 31  # bytes of a file of records
 
 
@@ -78,7 +81,7 @@ class Recorder:
         self.latest.append(f"[{kind}] {message}")
         _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
-    def samples(self, step: int, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]) -> None:
+    def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
         """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
         rows = []
         for s in samples:
@@ -92,7 +95,7 @@ class Recorder:
         self._board.close()
 
 
-def pieces(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[tuple[str, bool]]:
+def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     """Cut the response's text where accepted drafts begin and end. The pieces together are the decoded response.
 
     A character whose bytes are tokens on both sides of a cut goes to the later piece.

@@ -218,20 +218,23 @@ class Rollouts:
 
     def _draw(self, step: int) -> tuple[list[Group], float]:
         """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
-        began, order = time.perf_counter(), self.prompts.order.state()
+        prompts = self.prompts
+        assert prompts is not None, "without prompts only evaluations are drawn"
+        order = prompts.order.state()
+        began = time.perf_counter()
         try:
-            return self._fill(step), time.perf_counter() - began
+            return self._fill(step, prompts), time.perf_counter() - began
         except BaseException:
-            self.prompts.order.restore(order)
+            prompts.order.restore(order)
             raise
 
-    def _fill(self, step: int) -> list[Group]:
+    def _fill(self, step: int, source: data.Prompts) -> list[Group]:
         options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
         kept: list[Group] = []
         failures: Failures = []
         drawn = dropped = 0
         while len(kept) < wanted:
-            prompts = self.prompts.take(wanted - len(kept))
+            prompts = source.take(wanted - len(kept))
             groups, failed = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
             failures += failed
             drawn += len(prompts) * options.samples_per_prompt
@@ -286,7 +289,7 @@ class Rollouts:
                     with suppress(EngineError):
                         engine.abort(self._drawing)
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:

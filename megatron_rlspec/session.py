@@ -114,7 +114,7 @@ class Session:
                 self.recorder.event("drafter", told)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
-                prompts = None if supervised else self.data
+                prompts = self.data if isinstance(self.data, data.Prompts) else None
                 cancelled = self.interruption.asked
                 self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, pending, cancelled)
                 self._closing.callback(self.rollouts.close)
@@ -205,6 +205,7 @@ class Session:
 
     def demonstrations(self) -> list[Group]:
         """Return the next written answers; every rank reads the same rows."""
+        assert isinstance(self.data, data.Demonstrations)
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
     def pack(self, groups: list[Group]) -> list[PackedBatch]:

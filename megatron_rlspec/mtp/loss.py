@@ -272,6 +272,7 @@ class Student:
         self._learned += len(labels)
 
     def _keep(self, part: slice, **values: torch.Tensor) -> None:
+        assert self.rows is not None
         for name, x in values.items():
             kept = self.rows.setdefault(name, x.new_zeros(len(self._source)))
             kept.index_copy_(0, self._rows[part], x)

@@ -31,14 +31,13 @@ def advantages(
     reward failed) gets 0 and does not enter the mean. GRPO: arXiv 2402.03300, eq. 4; Dr. GRPO (no division): arXiv
     2503.20783.
     """
-    rewards = np.asarray(rewards, np.float64)
-    known = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
+    rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
     result = np.zeros(len(rewards))
-    known_rewards = rewards[known]
+    known_rewards = np.asarray(rewards, np.float64)[rated]
     if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
         return result
     centred = known_rewards - known_rewards.mean()
-    result[known] = centred / (known_rewards.std(ddof=1) + STD_FLOOR) if normalise_std else centred
+    result[rated] = centred / (known_rewards.std(ddof=1) + STD_FLOOR) if normalise_std else centred
     return result
 
 
@@ -182,18 +181,21 @@ def _own_loss(
 ) -> Tensor:
     """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
 
-    def trained(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.to(logprobs).masked_fill(~mask, 0)
+    def trained(values: Tensor) -> Tensor:
+        return values.to(logprobs).masked_fill(~mask, 0)
+
+    def trained_if_any(values: Tensor | None) -> Tensor | None:
+        return None if values is None else trained(values)
 
     tokens = PolicyTokens(
         logprobs=logprobs,
         old_logprobs=trained(batch.old_logprobs),
-        behaviour_logprobs=trained(batch.behaviour_logprobs),
+        behaviour_logprobs=trained_if_any(batch.behaviour_logprobs),
         advantages=trained(batch.advantages),
-        entropy=trained(entropy),
+        entropy=trained_if_any(entropy),
         mask=mask.to(logprobs),
         sequence_ids=batch.sequence_ids.to(logprobs.device),
-        staleness=trained(batch.staleness),
+        staleness=trained_if_any(batch.staleness),
         options=algorithm,
     )
     return checked("algorithm.loss", own(tokens), len(logprobs)).to(logprobs).masked_fill(~mask, 0)

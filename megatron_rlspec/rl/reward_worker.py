@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
+Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 STARTED = "started"  # id of the message that says whether the reward could be imported
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -68,7 +68,7 @@ def http_reward(url: str, limit: float) -> Reward:
     session = requests.Session()
 
     def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
-        body = {"prompt": prompt, "response": response, "label": label, "metadata": metadata}
+        body: dict[str, Any] = {"prompt": prompt, "response": response, "label": label, "metadata": dict(metadata)}
         answer = session.post(url, json=body, timeout=limit)
         answer.raise_for_status()
         value = answer.json()

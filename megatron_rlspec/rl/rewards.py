@@ -97,7 +97,7 @@ class Scorer:
 
     def _judge(self, sample: Sample) -> tuple[float, str | None]:
         """Return (reward, None), or (0, reason)."""
-        task = {
+        task: dict[str, Any] = {
             "prompt": sample.prompt.text,
             "response": sample.text,
             "label": sample.prompt.label,
@@ -149,6 +149,7 @@ class _Worker:
     def __init__(self, options: RewardConfig, interrupted: threading.Event) -> None:
         self.options = options
         self._interrupted = interrupted
+        self._ready = False  # whether the reward is imported
         self._start()
 
     def await_start(self) -> None:

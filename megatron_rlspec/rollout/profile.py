@@ -215,8 +215,8 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
     configs = [c for c in table.configs() if not c.off]
     if not configs:
         raise CostTableError("the cost table holds plain decoding only: there is no speedup to draw")
-    lengths = table.lengths()
-    lengths = [lengths[i] for i in sorted({0, len(lengths) // 2, len(lengths) - 1})]
+    measured = table.lengths()
+    lengths = [measured[i] for i in sorted({0, len(measured) // 2, len(measured) - 1})]
     batches = table.batches()
     figure, axes = pyplot.subplots(
         1, len(lengths), figsize=(1.6 + 0.75 * len(batches) * len(lengths), 1.6 + 0.5 * len(configs)), squeeze=False

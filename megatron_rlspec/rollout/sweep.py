@@ -162,8 +162,8 @@ class Sweep:
                 spread = float(high - low) / 2
                 cells.append(RoundCost(self.tp, batch, context, config, float(middle), spread, len(ms)))
             medians = {config: statistics.median(ms) for config, ms in found.steady.items()}
-            for before, after, ms in found.switched:
-                extra = ms - medians.get(after, ms)
+            for before, after, first_ms in found.switched:
+                extra = first_ms - medians.get(after, first_ms)
                 if before.off:
                     self.catch_ups.append((batch * SEGMENT, extra))
                 elif not after.off:

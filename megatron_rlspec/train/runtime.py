@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -57,14 +57,23 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
-def placement() -> dict[str, int]:
+class DataRank(TypedDict):
+    """A rank's place in the data- and context-parallel groups, and their sizes."""
+
+    dp_size: int
+    dp_rank: int
+    cp_size: int
+    cp_rank: int
+
+
+def placement() -> DataRank:
     """Return this rank's data- and context-parallel position, as arguments of `packing.pack.pack`."""
-    return {
-        "dp_size": parallel_state.get_data_parallel_world_size(),
-        "dp_rank": parallel_state.get_data_parallel_rank(),
-        "cp_size": parallel_state.get_context_parallel_world_size(),
-        "cp_rank": parallel_state.get_context_parallel_rank(),
-    }
+    return DataRank(
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    )
 
 
 def launch_env() -> None:

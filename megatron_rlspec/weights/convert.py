@@ -269,7 +269,7 @@ class _HfSink:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self) -> None:
-        file_of = {}
+        file_of: dict[str, str] = {}
         for file in sorted(self.directory.glob("shard-*.safetensors")):
             with TensorFile(file) as opened:
                 file_of |= dict.fromkeys(opened, file.name)

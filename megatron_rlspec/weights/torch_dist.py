@@ -98,7 +98,7 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
 
 def uniform(family: NameTable) -> bool:
     """Say whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
-    kinds = {}
+    kinds: dict[str, set[str]] = {}
     for name in family.rows:
         if layer := _LAYER.match(name):
             kinds.setdefault(layer[1], set()).add(name.removeprefix(layer[0]))

@@ -8,11 +8,21 @@ is always *pending*: drawn, but not yet through the target; every round verifies
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
+
+
+class TreeColumns(NamedTuple):
+    """Columns of a draft tree: B samples, T queries each, E columns in flight."""
+
+    start: torch.Tensor  # [B] the first column in flight
+    ancestors: torch.Tensor  # [B, T, E] bool: what each query sees of those
+    depth: torch.Tensor  # [B, T] position of each query, counted from `start`
 
 
 class Prefix:
@@ -37,7 +47,7 @@ class Cache:
         self.left = slots
         self.free_rows = list(range(rows))[::-1]
         self.prefixes: dict[bytes, Prefix] = {}
-        self.prefix: list[Prefix | None] = [None] * rows
+        self.prefix: dict[int, Prefix] = {}  # of the rows that are taken
         self.tokens = np.zeros((rows, columns), np.int64)
         self.slots = np.zeros((rows, columns), np.int64)
         self.length = np.zeros(rows, np.int64)  # committed tokens, the pending one included
@@ -114,23 +124,21 @@ class Cache:
 
     def close(self, row: int) -> None:
         """Give back a row and the slots that only it holds."""
-        prefix = self.prefix[row]
+        prefix = self.prefix.pop(row)
         first = len(prefix.tokens)
         self.give(self.slots[row, first : self.held[row]])
         prefix.users -= 1
         if not prefix.users:
             self.give(prefix.slots)
             del self.prefixes[prefix.key]
-        self.prefix[row] = None
         self.held[row] = self.length[row] = 0
         self.free_rows.append(row)
 
     def audit(self) -> None:
         """Check that every slot is free or held by exactly one row or prefix. Raises EngineError."""
         held = [p.slots for p in self.prefixes.values()]
-        for row, prefix in enumerate(self.prefix):
-            if prefix is not None:
-                held.append(self.slots[row, len(prefix.tokens) : self.held[row]])
+        for row, prefix in self.prefix.items():
+            held.append(self.slots[row, len(prefix.tokens) : self.held[row]])
         owned = np.concatenate([self.free[: self.left], *held])
         if len(owned) != self.total or len(np.unique(owned)) != self.total:
             raise EngineError(
@@ -150,25 +158,24 @@ class Cache:
         *,
         drafter: bool = False,
         valid: np.ndarray | None = None,
-        start: torch.Tensor | None = None,
-        ancestors: torch.Tensor | None = None,
-        depth: torch.Tensor | None = None,
+        tree: TreeColumns | None = None,
     ) -> Placement:
         """Plan a forward over columns [B, T] of B samples whose columns [0, L) lie in the slots `read [B, L]`.
 
-        Without `ancestors [B, T, E]` attention is causal over columns. With them, queries see columns below
-        `start [B]` and those of the E in-flight columns from `start` on that their row of `ancestors` marks; then
-        `depth [B, T]` counts positions from `start`. The drafter's pairs stand one position earlier, from column 1.
+        Without a `tree` attention is causal over columns. With it, queries see columns below `tree.start` and those of
+        the E in-flight columns from there on that their row of `tree.ancestors` marks; `tree.depth` counts positions
+        from `tree.start`. The drafter's pairs stand one position earlier, from column 1.
         """
         length = read.shape[1]
         keys = torch.arange(length, device=read.device)
-        if ancestors is None:
+        if tree is None:
             seen, positions = keys <= columns[:, :, None], columns
         else:
-            seen = (keys < start[:, None, None]).expand(-1, columns.shape[1], -1)
-            inflight = start[:, None] + torch.arange(ancestors.shape[2], device=read.device)
-            seen = seen.scatter(2, inflight[:, None].expand_as(ancestors), ancestors)
-            positions = start[:, None] + depth
+            start = tree.start[:, None]
+            seen = (keys < start[:, None]).expand(-1, columns.shape[1], -1)
+            inflight = start + torch.arange(tree.ancestors.shape[2], device=read.device)
+            seen = seen.scatter(2, inflight[:, None].expand_as(tree.ancestors), tree.ancestors)
+            positions = start + tree.depth
         if drafter:
             seen, positions = seen & (keys > 0), positions - 1
         group = self.model.heads // self.model.kv_heads

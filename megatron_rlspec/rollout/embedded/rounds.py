@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.rollout.embedded.cache import Cache, Prefix
+from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.speculation.tree import top
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, Verifier
 
@@ -89,9 +89,9 @@ class RoundRunner:
                 room -= last - first
         if not spans:
             return
-        which, first, last = (np.array(x) for x in zip(*(span[:3] for span in spans), strict=True))
-        columns, valid = _columns(first, last)
-        plan = cache.plan(self._read(which, last), self._to(columns), valid=valid)
+        which, starts, ends = (np.array(x) for x in zip(*(span[:3] for span in spans), strict=True))
+        columns, valid = _columns(starts, ends)
+        plan = cache.plan(self._read(which, ends), self._to(columns), valid=valid)
         tokens = self._to(cache.tokens[which[:, None], columns][valid])
         cache.hidden.index_copy_(0, plan.write, self.model.target(tokens, plan, cache.kv))
         for row, _, upto, owner in spans:
@@ -162,8 +162,8 @@ class RoundRunner:
             b, c, nodes = ancestors.shape
             columns = start[:, None] + torch.arange(nodes - c, nodes, device=start.device)
             depth = torch.full_like(columns, level - 2)
-            where = {} if chain else {"start": start, "ancestors": ancestors, "depth": depth}
-            plan = cache.plan(read, columns, drafter=True, **where)
+            tree = None if chain else TreeColumns(start, ancestors, depth)
+            plan = cache.plan(read, columns, drafter=True, tree=tree)
             out = model.draft(parents.reshape(b * c, -1), tokens.reshape(-1), plan, cache.kv[-1])
             return out.view(b, c, -1), model.logits(out).view(b, c, -1)
 
@@ -227,11 +227,10 @@ class RoundRunner:
         cache = self.cache
         b, t = tree.tokens.shape
         start = cache.length[rows] - 1
-        where = {}
+        where = None
         if not chain:
-            seen = self._to(draft.ancestors(tree.parents))
-            where = {"start": self._to(start), "ancestors": seen, "depth": self._to(tree.depth)}
-        plan = cache.plan(read, self._to(start[:, None] + np.arange(t)), valid=tree.valid, **where)
+            where = TreeColumns(self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth))
+        plan = cache.plan(read, self._to(start[:, None] + np.arange(t)), valid=tree.valid, tree=where)
         hidden = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, hidden)
         of = np.nonzero(tree.valid)[0]  # the sample of each flat node
@@ -245,7 +244,8 @@ class RoundRunner:
             keyed = self.verifier == "position_keyed"
             keys = start[:, None] + tree.depth if keyed else counter
             seeds = self._to(self.seeds[rows[of], 0 if keyed else verify.TARGET])
-            chosen = verify.sample(logp, *knobs, seeds, self._to(keys[tree.valid]))
+            temperature, top_p, top_k = knobs
+            chosen = verify.sample(logp, temperature, top_p, top_k, seeds, self._to(keys[tree.valid]))
         self.draws[rows] += t
         targets = np.full((b, t), -1, np.int64)
         logprobs = np.zeros((b, t), np.float32)
