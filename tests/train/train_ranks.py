@@ -134,7 +134,7 @@ def batches(
 
 def moments(optimizer: Any) -> list[torch.Tensor]:
     """All state of a torch optimizer: torch's AdamW counts updates per parameter, fused ones in the group."""
-    steps = [torch.tensor(group.get("step", 0)) for group in optimizer.param_groups]
+    steps = [torch.tensor(group.get("step", 0)) for group in optimizer.param_groups if group["params"]]
     return [tensor for state in optimizer.state.values() for _, tensor in sorted(state.items())] + steps
 
 
