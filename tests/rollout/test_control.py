@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.rollout.sglang.server import control, decisions, plugin, versions
+from megatron_rlspec.rollout.sglang.server import control, decisions, plugin, served_weights, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -105,3 +105,24 @@ def test_what_probes_may_lose_outlives_a_new_rule_and_a_hold(decider):
     control._hold(SETTINGS, None, "push")
     control._release(SETTINGS, None)
     assert decider.rule.probe_budget.left_ms == earned > 0 and decider.rule.probe_budget.rounds == 20
+
+
+def test_answers_of_data_parallel_ranks_become_one():
+    """Under attention data parallelism every rank answers. What one of them was not given counts as not delivered."""
+    rows = [{"rounds": [1, 2]}, {"rounds": [3]}]
+    assert control.of_all("stats", rows) == control.of_all("recent_rounds", rows) == {"rounds": [1, 2, 3]}
+    whole = {"target": {"a": 1, "b": 2}, "drafter": {"c": 3}}
+    assert control.of_all("delivered", [whole, whole]) == control.of_all("delivered", [whole]) == whole
+    stale = {"target": {"a": 1, "b": 5}, "drafter": {}}
+    assert control.of_all("delivered", [whole, stale]) == {"target": {"a": 1}, "drafter": {}}
+    assert control.of_all("describe", [{"held": ""}, {"held": ""}]) == {"held": ""}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"enable_dp_attention": True, "dp_size": 2}, {"enable_dp_attention": False, "attn_dp_size": 2}]
+)
+def test_weights_under_attention_data_parallelism_are_checked_by_delivery(arguments, monkeypatch):
+    monkeypatch.setattr(served_weights, "_parallel", lambda: SimpleNamespace(pp_size=1))
+    given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
+    with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
+        list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import DumperControlReqInput
 from starlette.requests import ClientDisconnect
 
-from megatron_rlspec.rollout.sglang.server.control import METHOD
+from megatron_rlspec.rollout.sglang.server.control import METHOD, of_all
 from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Nothing, Refusal, parse, shown
 
 BODY_BYTES = 64 * MEGABYTE  # of a JSON body; a cost table has a few
@@ -62,7 +62,7 @@ async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]
     errors = [result.error for result in results if not result.success]
     if errors:
         raise Refusal(400, one_line(errors[0]))
-    return results[0].response[0]
+    return of_all(command, [result.response[0] for result in results])
 
 
 def done(success: bool, message: str) -> JSONResponse:

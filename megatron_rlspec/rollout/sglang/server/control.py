@@ -72,6 +72,25 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     return None
 
 
+def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one answer for an engine whose data-parallel ranks answered each for itself.
+
+    Rounds are those of all ranks. A tensor counts as delivered where every rank was given the same. Any other answer is
+    the first: commands do the same on every rank.
+    """
+    if command in ("stats", "recent_rounds"):
+        return {"rounds": [row for answer in answers for row in answer["rounds"]]}
+    if command == "delivered":
+        first, *others = answers
+        return {
+            model: {
+                name: mark for name, mark in marks.items() if all(other[model].get(name) == mark for other in others)
+            }
+            for model, marks in first.items()
+        }
+    return answers[0]
+
+
 def _reason(error: Exception) -> str:
     """Our own errors are sentences; Python's are not."""
     if isinstance(error, (ValueError, NotImplementedError)):

@@ -1,0 +1,153 @@
+"""slime's own speculative recipes, and ours, on Hopper: whether slime, Megatron and SGLang accept them.
+
+Arguments come from the scripts, which run among stubs (`recorded_recipes.py`). Validation is upstream's own, in one
+process for each version of SGLang (`slime_recipes.py`). tools/setup_slime_tests.sh makes the environment.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import recorded_recipes
+
+from megatron_rlspec.integrations import patches
+from megatron_rlspec.integrations.slime import launch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+OLD = os.environ.get("RLSPEC_SGLANG_OLD")
+PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.timeout(1200),  # a minute or two on a quiet machine
+    pytest.mark.skipif(not (SLIME and MEGATRON), reason="see tools/setup_slime_tests.sh"),
+]
+OURS = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})
+THEIRS = (
+    "examples/geo3k_vlm/run_geo3k_qwen35.sh",
+    "scripts/run-deepseek-r1.sh",
+    "scripts/run-glm4.7-30B-A3B.sh",
+    "scripts/run-glm4.7-355B-A32B.sh",
+    "scripts/run-glm5-744B-A40B.sh",
+    "scripts/run-glm5.2-744B-A40B.sh",
+    "scripts/run-mimo-7B-rl-eagle.sh",
+    "scripts/run-qwen3-next-80B-A3B.sh",
+    "scripts/run-qwen3.5-27B.sh",
+)
+# Recipes whose number of steps stays as it is: attention DP, or delta nets.
+FIXED = {Path(name).stem for name in THEIRS if "mimo" not in name} | {"qwen3.5-4b"}
+VERSIONS = ["installed", pytest.param("0.5.15.post1", marks=pytest.mark.skipif(not OLD, reason="RLSPEC_SGLANG_OLD"))]
+
+
+class Started(Exception):
+    """What `rlspec slime` would have become: the command and its environment."""
+
+
+def completed(arguments, environment, monkeypatch):
+    """The job that `rlspec slime ARGUMENTS` starts from this environment."""
+
+    def start(program, command, given):
+        raise Started(command, given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "execvpe", start)
+        patch.setattr(os, "environ", environment)
+        with pytest.raises(Started) as started:
+            launch.main(arguments)
+    return recorded_recipes.job(*started.value.args)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By name: slime's recipes as they are (`alone/…`) and with `rlspec slime`, and ours."""
+    folder, found = tmp_path_factory.mktemp("recipes"), {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in THEIRS:
+            script, box = Path(SLIME, name), folder / Path(name).stem
+            command, seen = recorded_recipes.run(script, box, BASE_DIR=str(box), BASE_FOLDER=str(box))
+            command = ["ray", *command]
+            found[f"alone/{script.stem}"] = recorded_recipes.job(command, seen)
+            options = ["--folder", str(box / "rlspec"), "--", *command]
+            found[script.stem] = completed(options, seen, monkeypatch)
+        for script in OURS:
+            box = folder / script.stem
+            places = {"SLIME": SLIME, "MEGATRON": MEGATRON, "RUN": str(box / "run")}
+            command, seen = recorded_recipes.run(script, box, MODEL="/m", LOAD="/l", DATA="/d", **places)
+            found[script.stem] = completed(command[1:], seen, monkeypatch)
+    made = {}
+    for number, (name, job) in enumerate(found.items()):
+        made[name] = recorded_recipes.with_model(job, name, folder / f"model-{number}")
+    made["without the variable"] = made["mimo-7b-rl"]._replace(environment={})
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(jobs, tmp_path_factory):
+    """What upstream makes of each job, by the version of SGLang."""
+
+    @cache
+    def ask(version):
+        folder = tmp_path_factory.mktemp("answers")
+        (folder / "jobs.json").write_text(json.dumps({name: list(job) for name, job in jobs.items()}))
+        checkout = folder / "slime"
+        shutil.copytree(SLIME, checkout, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
+        if version == "installed":
+            patches.change(checkout, [ROOT / "patches/slime/624b824a8/0003-server-args-as-struct.patch"])
+        path = [*([OLD] if version != "installed" else []), MEGATRON, str(checkout), str(ROOT)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HOME": str(folder)}
+        command = [PYTHON, "-W", "ignore", str(HERE / "slime_recipes.py"), str(folder / "jobs.json")]
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+def test_every_recipe_of_slime_that_speculates_is_here():
+    found = [*Path(SLIME, "scripts").glob("run-*.sh"), *Path(SLIME, "examples").rglob("*.sh")]
+    speculating = {str(p.relative_to(SLIME)) for p in found if "--sglang-speculative-algorithm" in p.read_text()}
+    assert speculating == set(THEIRS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", [Path(name).stem for name in THEIRS] + [recipe.stem for recipe in OURS])
+def test_recipe_is_accepted_or_refused_as_sglang_refuses_it(name, version, answers):
+    """With `rlspec slime` as without: a recipe for another SGLang fails in the parser of this one in the same words."""
+    answer = answers(version)[name]
+    alone = answers(version).get(f"alone/{name}", {})
+    if "error" in alone:
+        assert answer == alone and "ambiguous option: --sglang-" in alone["error"]
+        assert version == "installed", "slime's own recipes fit the SGLang that slime pins"
+        return
+    assert "error" not in answer, answer
+    assert answer["mtp"] == [True, 1]
+    assert answer["hooks"] == [launch.CHAINED["--custom-megatron-init-path"][0], f"{launch.HOOKS}.model_provider"]
+    for engine in answer["engines"]:
+        assert engine["algorithm"] == "EAGLE"
+        assert engine["adaptive"] == (name not in FIXED)
+        assert engine["steps"] == (alone["engines"][0]["steps"] if alone else engine["steps"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_and_engines_agree_on_nccl_and_megatron_finds_its_variable(version, answers):
+    """slime's and SGLang's own code sets these, from the environment that `rlspec slime` gives to the job."""
+    for name, answer in answers(version).items():
+        if "error" in answer or name.startswith("alone/"):
+            continue
+        assert answer["ranks"] == {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, name
+        for engine in answer["engines"]:
+            assert engine["environment"]["NCCL_CUMEM_ENABLE"] == answer["ranks"]["NCCL_CUMEM_ENABLE"]
+
+
+def test_our_recipes_need_the_variable_that_rlspec_sets(jobs, answers):
+    """Without it Megatron's own check ends each of them; workers also find Megatron."""
+    for recipe in OURS:
+        environment = jobs[recipe.stem].environment
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and environment["PYTHONPATH"] == MEGATRON
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in answers("installed")["without the variable"]["error"]
