@@ -18,12 +18,12 @@ folder=$(cd "$folder" && pwd)
 
 # fetch NAME SOURCE COMMIT: a checkout of one commit, complete or not there
 fetch() {
-  local to=$folder/$1 part=$folder/.$1.part
+  local to=$folder/$1 part=$folder/.$1.part error
   [[ -d $to ]] && return
   echo "setup: $1 ${3:0:9} from $2"
   rm -rf "$part"
   git init --quiet "$part"
-  git -C "$part" fetch --quiet --depth 1 "$2" "$3" || fail "$2 has no commit $3, or cannot be reached"
+  error=$(git -C "$part" fetch --quiet --depth 1 "$2" "$3" 2>&1) || fail "no commit ${3:0:9} from $2: ${error%%$'\n'*}"
   git -C "$part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
   if [[ $1 == Megatron-LM ]]; then
     git -C "$part" apply "$folder/slime/docker/patch/latest/megatron.patch" || fail "slime's patch does not fit $2"

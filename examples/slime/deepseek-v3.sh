@@ -9,5 +9,6 @@ launch --drafter.depth 1 --candidate-steps 0,1,2 --num-steps 1 -- \
   --actor-num-nodes 16 --actor-num-gpus-per-node 8 --colocate \
   --rollout-batch-size 128 --n-samples-per-prompt 8 --global-batch-size 1024 --rollout-max-response-len 16384 \
   --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 4 \
+  --decoder-last-pipeline-num-layers 13 \
   --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 \
   --rollout-num-gpus-per-engine 16 --sglang-mem-fraction-static 0.7 "$@"

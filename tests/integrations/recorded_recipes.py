@@ -55,6 +55,10 @@ SIZES = {
 }
 
 
+UNTIED = "--untie-embeddings-and-output-weights"
+INFINIBAND = "--sglang-disaggregation-ib-device"
+
+
 class Job(NamedTuple):
     """What a command starts on all nodes: slime's arguments, and the environment of Ray's workers."""
 
@@ -90,9 +94,15 @@ def job(command: list[str], seen: dict[str, str]) -> Job:
 
 
 def with_model(started: Job, recipe: str, folder: Path) -> Job:
-    """Point the arguments at a config.json in `folder` with the sizes of the recipe's own flags."""
+    """Point the arguments at a config.json in `folder` with the sizes of the recipe's own flags.
+
+    InfiniBand devices, which SGLang looks for on the machine, are left out.
+    """
     folder.mkdir(exist_ok=True)
     arguments = list(started.arguments)
+    if INFINIBAND in arguments:
+        at = arguments.index(INFINIBAND)
+        del arguments[at : at + 2]
     for flag in ("--hf-checkpoint", "--ref-load", "--load"):
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = str(folder)
@@ -107,7 +117,7 @@ def _config(recipe: str, given: dict[str, str | None]) -> dict[str, Any]:
     kind, architecture = next(model for part, model in MODELS.items() if part in recipe)
     theta = int(given["--rotary-base"] or 0)
     config: dict[str, Any] = {key: int(given[flag] or 0) for flag, key in SIZES.items() if flag in given}
-    config |= {"rms_norm_eps": float(given.get("--norm-epsilon") or 1e-5), "tie_word_embeddings": False}
+    config |= {"rms_norm_eps": float(given.get("--norm-epsilon") or 1e-5), "tie_word_embeddings": UNTIED not in given}
     config |= {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
     config |= {"max_position_embeddings": 131072, "hidden_act": "silu", "num_nextn_predict_layers": 1}
     if experts := config.get("num_experts"):
