@@ -1,15 +1,20 @@
 """Expert parallelism in the trainer: GLM4-MoE whose experts are split over ranks learns as with whole experts."""
 
 import json
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from test_experts import BALANCED, build, data_of, made
 from train_ranks import digest, moments, on_ranks
 
-from megatron_rlspec.train import experts
+from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.train import checkpoint, experts, runtime
+from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.weights.checkpoint import CheckpointError
 
 # Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
@@ -103,6 +108,56 @@ def test_two_ranks_learn_as_with_whole_experts(weights):
 @pytest.mark.parametrize("name", ["expert and tensor", "expert and pipeline", "expert", "expert 4"])
 def test_four_ranks_learn_as_with_whole_experts(weights, name):
     compare(weights, 4, [name])
+
+
+# ---- two parameters, by hand ----------------------------------------------------------------------------------------
+
+
+class OneExpert(MegatronModule):
+    """A dense parameter and one expert of this rank, with gradients 1 and 0.01 (rank 0) or 5 (rank 1) an element."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.dense = torch.nn.Parameter(torch.ones(4, 4))
+        self.expert = torch.nn.Parameter(torch.ones(4, 4))
+        self.expert.allreduce = False  # Megatron's mark of an expert that is split over ranks
+        self.slope = 5.0 if dist.get_rank() else 0.01
+
+    def forward(self, x):
+        return (self.dense * x).sum() + (self.expert * x * self.slope).sum()
+
+
+def by_hand(folder):
+    """Norms of three clipped steps, the dense weight, and the expert before and after save and load."""
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    runtime.init_distributed(ParallelConfig(expert=2))
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
+    exact = {"params_dtype": torch.float32, "calculate_per_token_loss": True, "add_bias_linear": False}
+    module = OneExpert(TransformerConfig(**shape, **exact, use_cpu_initialization=True, expert_model_parallel_size=2))
+    learner = Learner(module, AdamW(lr=0.1, clip_grad=1.0, eps=1e-2), pipelined=False)
+    norms = []
+    for _ in range(3):
+        learner.zero_grad()
+        learner.ddp(torch.ones(4, 4)).backward()
+        learner.finalize()
+        norms.append(learner.step()[0])
+    dense, before = module.dense.detach().clone(), module.expert.detach().clone()
+    checkpoint.save(folder / "saved", {"drafter": learner}, {"expert": 2}, generators=False)
+    with torch.no_grad():
+        module.expert.zero_()
+    checkpoint.load(folder / "saved", {"drafter": learner}, {"expert": 2}, generators=False)
+    return norms, dense, before, module.expert.detach().clone()
+
+
+def test_norm_of_two_parameters_is_that_on_paper(tmp_path):
+    first, second = on_ranks(2, by_hand, tmp_path)
+    whole = math.sqrt(16 * 2**2 + 16 * 0.01**2 + 16 * 5**2)
+    assert first[0] == second[0] == pytest.approx([whole] * 3, rel=1e-6)
+    assert torch.equal(first[1], second[1]), "the dense weight has drifted"
+    for _, _, before, after in (first, second):
+        assert torch.equal(before, after), "not the expert that this rank saved"
+    assert not torch.equal(first[3], second[3])
 
 
 # ---- checkpoints, moments, isolation --------------------------------------------------------------------------------
