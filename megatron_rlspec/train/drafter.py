@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
@@ -70,7 +71,9 @@ class Drafter(MegatronModule):
         self.rotary_base = rotary_base
         self.recompute = config.recompute_granularity == "full"
         with runtime.own_random_stream(seed):
-            self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own))
+            # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own), pg_collection=groups)
 
     def forward(
         self,

@@ -1,9 +1,10 @@
-"""What our sources call in megatron-core, and the signatures it has in three versions.
+"""What our sources call in megatron-core, and the signatures it has in the versions below.
 
     python tests/train/megatron_calls.py MEGATRON_CHECKOUT
 
-reads the commits below from a clone of Megatron-LM and writes `megatron_signatures.json`, which the tests bind every
-call against. Names that a version does not have are recorded as null.
+reads the commits below from a clone of Megatron-LM and the other releases from PyPI's wheels. It writes
+`megatron_signatures.json`, which the tests bind every call against. Names that a version does not have are recorded as
+null.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rlspec import contracts
 
-VERSIONS = {
+PYPI = "PyPI"
+VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wheel
     "0.16.1": "55ac7082517c3878ae653c07c09c534b8aed49f6",
+    "0.17.1": PYPI,
+    "0.18.2": PYPI,
+    "0.19.2": PYPI,
     "slime's pin": "1dcf0dafa884ad52ffb243625717a3471643e087",
     "main": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
 }
@@ -104,22 +111,41 @@ def show(found: inspect.Signature) -> str:
 
 
 def _at(checkout: str, commit: str) -> contracts.Read:
+    def content(file: str) -> str | None:
+        shown = subprocess.run(["git", "-C", checkout, "show", f"{commit}:{file}"], capture_output=True, text=True)
+        return None if shown.returncode else shown.stdout
+
+    return _reader(content)
+
+
+def _released(version: str) -> contracts.Read:
+    with tempfile.TemporaryDirectory() as folder:
+        # Releases after 0.16 need Python 3.12; their sources are only read here.
+        options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--quiet", "--dest", folder]
+        subprocess.run([sys.executable, "-m", "pip", "download", *options, f"megatron-core=={version}"], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            sources = {n: archive.read(n).decode() for n in archive.namelist() if n.endswith(".py")}
+    return _reader(sources.get)
+
+
+def _reader(content: Callable[[str], str | None]) -> contracts.Read:
+    """A reader of modules, from one of files."""
+
     @cache
     def read(module: str) -> str | None:
         path = module.replace(".", "/")
-        for file in (f"{path}.py", f"{path}/__init__.py"):
-            shown = subprocess.run(["git", "-C", checkout, "show", f"{commit}:{file}"], capture_output=True, text=True)
-            if shown.returncode == 0:
-                return shown.stdout
-        return None
+        found = (content(file) for file in (f"{path}.py", f"{path}/__init__.py"))
+        return next((text for text in found if text is not None), None)
 
     return read
 
 
 def record(checkout: str) -> dict:
     out = {}
-    for version, commit in VERSIONS.items():
-        read, signatures = _at(checkout, commit), {}
+    for version, source in VERSIONS.items():
+        read = _released(version) if source == PYPI else _at(checkout, source)
+        signatures = {}
         for name in recorded_names():
             try:
                 found = contracts.signature(name, read)
@@ -127,7 +153,7 @@ def record(checkout: str) -> dict:
                 signatures[name] = None
             else:
                 signatures[name] = show(found) if found else ""
-        out[version] = {"commit": commit, "signatures": signatures}
+        out[version] = {"source": source, "signatures": signatures}
     return out
 
 
