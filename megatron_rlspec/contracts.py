@@ -55,6 +55,7 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.mlp.MLPSubmodules": ("activation_func",),
     "megatron.core.transformer.moe.moe_layer.MoESubmodules": ("experts", "shared_experts"),
     "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias": (),
+    "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss": (),
     "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining": SCHEDULE,
     "megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": SCHEDULE,
     "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.get_states": (),

@@ -8,12 +8,14 @@ bias and has no balancing loss, so neither model affects the other.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megatron_rlspec.config import Config
@@ -84,13 +86,19 @@ def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -
     """Return the coefficient of Megatron's balancing loss for a step over `tokens` tokens of this rank.
 
     Under `calculate_per_token_loss` Megatron multiplies a micro-batch's loss by the tokens that a rank's routers see,
-    and expects a later division by all tokens of the step. Our losses are already divided, so this coefficient is too.
-    Collective over the policy's replicas.
+    from 0.19 on also by the number of ranks that split the micro-batch, and expects a later division by all tokens of
+    the step. Our losses are already divided, so this coefficient is too. Collective over the policy's replicas.
     """
     total = torch.tensor(float(tokens), dtype=torch.float64, device=runtime.device())
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
     split = ps.get_context_parallel_world_size() * (ps.get_tensor_model_parallel_world_size() if sequence else 1)
-    return coefficient * split / float(total)
+    return coefficient * (1 if _counts_all_ranks_tokens() else split) / float(total)
+
+
+def _counts_all_ranks_tokens() -> bool:
+    """Whether the router multiplies its loss by the ranks that split a micro-batch; no signature shows it."""
+    attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
+    return "tp_cp_group" in attach.__code__.co_names
 
 
 def _groups(hf_config: Mapping[str, Any]) -> int | None:

@@ -229,14 +229,22 @@ def _gradients(
     """Compute gradients of the MTP loss alone for all parameters, zeros where none. `mask` belongs to the labels."""
     model = tiny_model(**options)
     if alone:
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        for module in model.modules():
-            if hasattr(module, "cp_group"):
-                module.cp_group = group
+        _leave_context_parallel(model)
     MTPLossAutoScaler.set_loss_scale(torch.ones(1))
     given = inputs(tokens)
     model(**given, **mtp_labels(given["input_ids"]), loss_mask=mask, packed_seq_params=packed).mul(0).sum().backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def _leave_context_parallel(model: GPTModel) -> None:
+    """Put this rank into a context-parallel group of one; after 0.16, the MTP loss reads it from the collection."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for module in model.modules():
+        if hasattr(module, "cp_group"):
+            module.cp_group = group
+        if hasattr(module, "pg_collection"):
+            module.pg_collection = copy.copy(module.pg_collection)
+            module.pg_collection.cp = group
 
 
 def mtp_labels(tokens: torch.Tensor) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, saved
-from weight_oracles import megatron_logits, megatron_model, one_rank, spelling
+from weight_oracles import megatron_logits, megatron_model, mtp_block, one_rank, spelling
 
 from megatron_rlspec.weights.names import canonical, name_table
 
@@ -48,7 +48,7 @@ def test_target_names_and_shapes_are_those_that_transformers_writes(model, tmp_p
 
 def logits_in_megatron(config, tensors):
     megatron = megatron_model(config, **OPTIONS[config["architectures"][0]])
-    full = dict(name_table(config, spec=spelling()).to_megatron(tensors))
+    full = dict(name_table(config, spec=spelling(), mtp_block=mtp_block()).to_megatron(tensors))
     unread = ("_extra_state", "local_tokens_per_expert")
     held = {n: t for n, t in megatron.state_dict().items() if not n.endswith(unread)}
     assert set(full) == set(held)

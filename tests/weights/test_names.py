@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from weight_oracles import MIMO, megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, one_rank, spelling
+from weight_oracles import (
+    MIMO,
+    megatron_logits,
+    megatron_model,
+    mimo_checkpoint,
+    mimo_logits,
+    mtp_block,
+    one_rank,
+    spelling,
+)
 
 from megatron_rlspec.weights.names import canonical, name_table
 
@@ -11,7 +20,7 @@ IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().
 
 def logits_in_megatron(config, tensors):
     model = megatron_model(config)
-    full = dict(name_table(config, spec=spelling()).to_megatron(tensors))
+    full = dict(name_table(config, spec=spelling(), mtp_block=mtp_block()).to_megatron(tensors))
     parameters = dict(model.named_parameters())
     assert set(full) - {"output_layer.weight"} == set(parameters) - {"output_layer.weight"}
     with torch.no_grad():

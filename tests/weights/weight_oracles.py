@@ -47,6 +47,14 @@ def spelling() -> str:
     return "te" if runtime.has_transformer_engine() else "local"
 
 
+def mtp_block() -> str:
+    """The name in memory of the layer inside Megatron's MTP layer; 0.17 renamed it."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+
+    known = MultiTokenPredictionLayerSubmodules.__annotations__
+    return "mtp_model_layer" if "mtp_model_layer" in known else "transformer_layer"
+
+
 def random_(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every tensor redrawn, norms around 1: nothing may be left at a value that hides a mistake."""
     generator = torch.Generator().manual_seed(seed)
