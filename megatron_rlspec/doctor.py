@@ -84,7 +84,7 @@ MODULES = {
 }
 # Several versions of a package may do; the newest comes first.
 CONTRACTS = {
-    "mcore-contract": {"0.16.1": contracts.MEGATRON},
+    "mcore-contract": {"0.16.1 to 0.19.2": contracts.MEGATRON},
     "sglang-contract": sglang.CONTRACTS,
     "slime-contract": {"624b824a8": contracts.SLIME},
 }
@@ -98,7 +98,7 @@ DEFECTS = (
         "mcore-contract",
         "megatron-core",
         "names that training calls are gone or take other arguments",
-        "install megatron-core 0.16.1, or bring train/ up to this version",
+        "install megatron-core 0.16.1 to 0.19.2, or bring train/ up to this version",
         _always,
     ),
     Defect(

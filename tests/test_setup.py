@@ -1,0 +1,119 @@
+"""`tools/setup_cpu.sh`: which lock it takes, and what it says where it cannot. Interpreters are stand-ins."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = ("tools/setup_cpu.sh", "pyproject.toml", "setup.py")
+DIFFERENT = {"megatron-core": ("0.16.1", "0.19.2"), "triton": ("3.9.0", "3.7.1")}
+# A Python of the version asked for: pip notes what it is asked to install, -m venv copies this file.
+INTERPRETER = """#!/bin/bash
+case "$*" in
+    *version_info*) echo {version} ;;
+    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    "-m pip install"*) echo "$*" >> {log} ;;
+    *) PYTHONPATH={packages} exec {real} "$@" ;;
+esac
+"""
+
+
+def lock(name):
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+class Machine:
+    def __init__(self, folder):
+        self.root = folder / "checkout"
+        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        for name in FILES:
+            (self.root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+        self.packages = folder / "packages"
+        self.log = folder / "pip"
+        self.folder = folder
+        self.log.touch()
+
+    def torch(self, requires="", content=""):
+        (self.packages / "torch-2.13.0.dist-info").mkdir(parents=True)
+        metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n" + requires
+        (self.packages / "torch-2.13.0.dist-info/METADATA").write_text(metadata)
+        (self.packages / "torch.py").write_text(content)
+
+    def python(self, version):
+        path = self.folder / f"python{version}"
+        named = {"version": version, "log": self.log, "packages": self.packages, "real": sys.executable}
+        path.write_text(INTERPRETER.format(**named))
+        path.chmod(0o755)
+        return path
+
+    def setup(self, python=""):
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+        command = ["bash", str(self.root / "tools/setup_cpu.sh")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.folder)
+        return done.returncode, done.stderr
+
+    def installed(self):
+        return re.findall(r"requirements/\S+", self.log.read_text())
+
+    def stamped(self):
+        return len(list(self.root.glob(".venv/installed-*")))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_locks_differ_where_they_say():
+    old, new = lock("cpu.txt"), lock("cpu-py312.txt")
+    assert {n: (old.get(n), new.get(n)) for n in old | new if old.get(n) != new.get(n)} == DIFFERENT
+    libraries = lock("cuda-libraries.txt")
+    assert libraries and not libraries.keys() & new.keys()
+
+
+@pytest.mark.parametrize("version, name", [("3.11", "cpu.txt"), ("3.12", "cpu-py312.txt")])
+def test_a_cpu_build_of_torch_needs_the_lock_only(machine, version, name):
+    machine.torch()
+    python = machine.python(version)
+    assert machine.setup(python) == (0, "")
+    assert machine.installed() == [f"requirements/{name}"]
+    assert machine.stamped() == 1
+    assert machine.setup() == (0, "")  # .venv keeps its Python
+    assert machine.installed() == [f"requirements/{name}"]  # and is up to date
+
+
+def test_a_cuda_build_of_torch_gets_its_libraries_on_3_12(machine):
+    machine.torch("Requires-Dist: filelock\nRequires-Dist: nvidia-cudnn-cu13==9.20.0.48\n")
+    assert machine.setup(machine.python("3.12")) == (0, "")
+    assert machine.installed() == ["requirements/cpu-py312.txt", "requirements/cuda-libraries.txt"]
+
+
+def test_a_changed_lock_is_installed_again(machine):
+    machine.torch()
+    machine.setup(machine.python("3.12"))
+    with open(machine.root / "requirements/cuda-libraries.txt", "a") as file:
+        file.write("# changed\n")
+    assert machine.setup() == (0, "")
+    assert len(machine.installed()) == 2 and machine.stamped() == 1
+
+
+def test_what_it_cannot_do_is_one_line(machine):
+    def line(python):
+        code, text = machine.setup(python)
+        assert code == 2 and len(text.splitlines()) == 1 and not machine.stamped(), text
+        return text
+
+    assert "no-such-python does not run; Python 3.11 or 3.12 is needed" in line("no-such-python")
+    assert "is Python 3.13; 3.11 or 3.12 is needed" in line(machine.python("3.13"))
+    assert not machine.log.read_text()
+    machine.torch("Requires-Dist: nvidia-cudnn-cu13==9.20.0.48\n", "raise ImportError('libcudnn.so.9: cannot open')")
+    assert "CUDA build of torch; point pip at PyTorch's CPU wheels" in line(machine.python("3.11"))
+    assert ".venv is of Python 3.11, not 3.12; remove it" in line(machine.python("3.12"))
+    shutil.rmtree(machine.root / ".venv")
+    assert "torch does not load: ImportError: libcudnn.so.9: cannot open" in line(machine.python("3.12"))

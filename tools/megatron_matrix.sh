@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Runs the tests of the train step, parity, bit-identity and experts against other releases of megatron-core than the one
+# in .venv, which must be of Python 3.12. docs/compatibility.md has the results.
+#   PYTHON=python3.12 bash tools/setup_cpu.sh && bash tools/megatron_matrix.sh [VERSION ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# -gt 0 ] || set -- 0.17.1 0.18.2
+python=$PWD/.venv/bin/python
+[ "$("$python" -c 'import sys; print(sys.version_info >= (3, 12))')" = True ] || {
+    echo "megatron_matrix: .venv is of Python 3.11, which these releases do not support; see tools/setup_cpu.sh" >&2
+    exit 2
+}
+tests=(tests/mtp tests/train/test_{model_parity,isolation,layers,experts,probes,parallel_equality,resume,megatron_versions}.py)
+tests+=(tests/weights/test_{names,families}.py)
+export OMP_NUM_THREADS=1
+failed=0
+for version; do
+    folder=$PWD/build/megatron-core-$version
+    [ -e "$folder/megatron" ] || "$python" -m pip install --quiet --no-deps --target "$folder" "megatron-core==$version"
+    found=$(PYTHONPATH=$folder "$python" -W ignore -c 'import megatron.core as m; print(m.__version__)' 2>/dev/null | tail -1)
+    [ "$found" = "$version" ] || { echo "megatron_matrix: megatron-core $found was imported, not $version" >&2; exit 2; }
+    echo "== megatron-core $version"
+    PYTHONPATH=$folder "$python" -m pytest -p no:cacheprovider -W ignore "${tests[@]}" || failed=1
+done
+exit $failed
