@@ -474,6 +474,7 @@ FAMILIES: dict[str, Family] = {
         sglang_drafter="Qwen3MoeForCausalLMMTP",
         sglang_drafter_names=(("model.", "mtp."), ("", "mtp.")),
         pushed=True,
+        served=True,
     ),
     "DeepseekV3ForCausalLM": Family(
         deepseek_v3,
@@ -482,6 +483,7 @@ FAMILIES: dict[str, Family] = {
         sglang_drafter="DeepseekV3ForCausalLMNextN",
         sglang_drafter_names=_NEXTN,
         pushed=True,
+        served=True,
     ),
     "Glm4MoeForCausalLM": Family(
         deepseek_v3,
@@ -492,6 +494,7 @@ FAMILIES: dict[str, Family] = {
         sglang_drafter="Glm4MoeForCausalLMNextN",
         sglang_drafter_names=_NEXTN,
         pushed=True,
+        served=True,
     ),
     "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
     "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),

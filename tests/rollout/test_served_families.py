@@ -29,6 +29,7 @@ from megatron_rlspec.weights.push import Pusher
 SERVED = names_where(lambda record: record.served)
 FAST = "Glm4MoeForCausalLM"  # stands for all in the short suite
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
+TEMPERATURE = 0.8
 Tensors = dict[str, Tensor]
 
 
@@ -49,9 +50,9 @@ def served_model(request, tmp_path_factory) -> Iterator[tuple[SGLangEngine, dict
         yield SGLangEngine.of(process.wait(180), timeout=120), config, tensors
 
 
-def drawn(engine: SGLangEngine, count: int = 4) -> list[Sample]:
-    asked = [Request(f"r{i}.", Prompt(i, np.arange(3, 8 + i)), seed=i) for i in range(count)]
-    return engine.generate(asked, Sampling(temperature=0.8, max_new_tokens=24, ignore_eos=True))
+def drawn(engine: SGLangEngine, temperature: float = TEMPERATURE) -> list[Sample]:
+    asked = [Request(f"r{i}.", Prompt(i, np.arange(3, 8 + i)), seed=i) for i in range(4)]
+    return engine.generate(asked, Sampling(temperature=temperature, max_new_tokens=24, ignore_eos=True))
 
 
 def accept_length(samples: Sequence[Sample]) -> float:
@@ -72,7 +73,7 @@ def agrees_with_transformers(samples: Sequence[Sample], config: dict[str, Any], 
     for sample in samples:
         with torch.no_grad():
             logits = oracle(torch.from_numpy(sample.tokens)[None]).logits[0, :-1]
-        expected = torch.log_softmax(logits / 0.8, -1).gather(1, torch.from_numpy(sample.tokens[1:, None]))
+        expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(1, torch.from_numpy(sample.tokens[1:, None]))
         start = sample.prompt_len
         np.testing.assert_allclose(sample.behaviour_logprobs[start:], expected[start - 1 :, 0], atol=5e-4)
 
@@ -123,9 +124,9 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     own = set(name_table(config).drafter_names)
     engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     assert not pusher.push(2, lambda scope: [(n, t) for n, t in good.items() if n not in own], "target").failed
-    random = accept_length(drawn(engine))
+    random = accept_length(drawn(engine, 0.0))
     assert not pusher.push(3, lambda scope: [(n, t) for n, t in good.items() if n in own], "drafter").failed
-    trained = accept_length(drawn(engine))
+    trained = accept_length(drawn(engine, 0.0))
     print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
     assert random < 1.5 and trained > 3
     agrees_with_transformers(drawn(engine), config, good, tmp_path / "good")

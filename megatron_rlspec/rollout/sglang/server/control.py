@@ -114,7 +114,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
         "held": _held.get("reason", ""),
-        "unnamed": _unnamed(scheduler),
+        "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
     }
 
@@ -179,7 +179,9 @@ def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _watch_loaders(settings: Settings, scheduler: Any) -> None:
+    """Note what the models' loaders are given; `scheduler.rlspec_unnamed` says why that is compared, if it is."""
     unnamed = _unnamed(scheduler)
+    scheduler.rlspec_unnamed = unnamed
     if unnamed:
         logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
@@ -188,7 +190,7 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
 
 
 def _unnamed(scheduler: Any) -> str:
-    """Why weights cannot be read under their checkpoint's names; "" if they can."""
+    """Return why weights cannot be read under their checkpoint's names; "" if they can."""
     try:
         list(of_scheduler(scheduler))
     except UnnamedError as error:
@@ -197,7 +199,7 @@ def _unnamed(scheduler: Any) -> str:
 
 
 def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    if not settings.deliveries and not _unnamed(scheduler):
+    if not settings.deliveries and not scheduler.rlspec_unnamed:
         raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
     return {name: deliveries.marks for name, deliveries in _deliveries.items()}
 
@@ -210,11 +212,10 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
     models = [model for model in models_of(scheduler) if model is not None]
     elements = sum(parameter.numel() for model in models for parameter in model.parameters())
     elements *= scheduler.server_args.tp_size
-    try:
-        held = list(of_scheduler(scheduler))
-    except UnnamedError as error:
+    if scheduler.rlspec_unnamed:
         drafter = _drafter_names(scheduler)
-        return {"shapes": {}, "drafter": drafter, "elements": elements, "unnamed": str(error)}
+        return {"shapes": {}, "drafter": drafter, "elements": elements, "unnamed": scheduler.rlspec_unnamed}
+    held = list(of_scheduler(scheduler))
     return {
         "shapes": {part.name: list(part.shape) for part in held},
         "drafter": [part.name for part in held if part.drafter],

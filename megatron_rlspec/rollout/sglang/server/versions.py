@@ -19,6 +19,7 @@ Hook = tuple[str, Callable, str]
 # `_EVERY` holds those of every version. Calls that stand in our own source are checked there, and left out here.
 _SPECULATIVE = "sglang.srt.speculative"
 _MANAGERS = "sglang.srt.managers"
+_EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 _EVERY: dict[str, tuple[str, ...]] = {
     "sglang.srt.plugins.load_plugins": (),
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
@@ -27,6 +28,12 @@ _EVERY: dict[str, tuple[str, ...]] = {
     "sglang.srt.entrypoints.http_server._global_state": (),
     "sglang.srt.models.registry.ModelRegistry": (),
     "sglang.srt.runtime_context.get_parallel": (),
+    f"{_EXPERTS}._map_global_expert_id_to_local_expert_id": ("expert_id",),
+    f"{_EXPERTS}._num_global_routed": (),
+    f"{_EXPERTS}.intermediate_size_per_partition": (),
+    f"{_EXPERTS}.moe_tp_rank": (),
+    f"{_EXPERTS}.moe_tp_size": (),
+    f"{_EXPERTS}.num_fused_shared_experts": (),
     f"{_SPECULATIVE}.adaptive_runtime_state.AdaptiveController": ("worker",),
     f"{_SPECULATIVE}.adaptive_runtime_state.AdaptiveController.candidate_steps": (),
     f"{_SPECULATIVE}.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": ("batch_size",),
