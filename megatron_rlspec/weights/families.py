@@ -483,7 +483,6 @@ FAMILIES: dict[str, Family] = {
         sglang_drafter="DeepseekV3ForCausalLMNextN",
         sglang_drafter_names=_NEXTN,
         pushed=True,
-        served=True,
     ),
     "Glm4MoeForCausalLM": Family(
         deepseek_v3,

@@ -92,7 +92,7 @@ class Pusher:
 
     delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
-                AMX)
+                AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
     feed_bytes  how far the exporter may run ahead of the slowest engine
     """
 
