@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_rlspec import loopback
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
@@ -108,6 +109,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
+        loopback.bind_stores()
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
