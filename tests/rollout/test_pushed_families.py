@@ -221,3 +221,23 @@ def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, a
     ranks[1].load(tensors)
     stale = difference(sglang_models, ranks, tensors).differing
     assert stale == tuple(f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in range(4))
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
+def test_a_bucket_never_parts_what_latent_attention_fuses(sglang_models, architecture, tmp_path, monkeypatch):
+    """SGLang's loader drops `q_a_proj` and `kv_a_proj_with_mqa` without a word if they come in two calls."""
+    from megatron_rlspec.rollout.sglang.client import engine
+
+    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
+    new = {name: tensor + 1 for name, tensor in tensors.items()}
+    monkeypatch.setattr(engine, "_BUCKET_BYTES", 1)
+    for bucket in engine._buckets(new.items()):
+        for rank in ranks:
+            rank.load(bucket)
+    assert difference(sglang_models, ranks, new).empty
+    for name, tensor in tensors.items():
+        for rank in ranks:
+            rank.load({name: tensor})
+    dropped = difference(sglang_models, ranks, tensors).differing
+    parts = ("kv_a_proj_with_mqa", "q_a_proj")
+    assert dropped == tuple(f"model.layers.{n}.self_attn.{part}.weight" for n in range(4) for part in parts)
