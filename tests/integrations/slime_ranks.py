@@ -273,11 +273,12 @@ def resumed(folder, cp, *extra):
             return seeded(model, optimizer)
         # Without Transformer Engine this Megatron asks for moments before it loads, and cannot take torch's AdamW's
         # back: the policy's start anew. Its weights, and everything else of the checkpoint, are loaded.
-        inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            inner.state[parameter] = {"step": torch.tensor(1.0), **zeros}
-        optimizer.load_state_dict = lambda _: inner.state.clear()
+        inners = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+        for inner in inners:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                inner.state[parameter] = {"step": torch.tensor(1.0), **zeros}
+        optimizer.load_state_dict = lambda _: [inner.state.clear() for inner in inners]
         return load(model, optimizer, *rest, **kwargs)
 
     args, *built = prepare(

@@ -120,18 +120,19 @@ class OneExpert(MegatronModule):
         super().__init__(config=config)
         self.dense = torch.nn.Parameter(torch.ones(4, 4))
         self.expert = torch.nn.Parameter(torch.ones(4, 4))
-        self.expert.allreduce = False  # Megatron's mark of an expert that is split over ranks
+        self.expert.allreduce = False  # Megatron's marks of an expert that is split over ranks
+        self.expert.tensor_model_parallel = True
         self.slope = 5.0 if dist.get_rank() else 0.01
 
     def forward(self, x):
         return (self.dense * x).sum() + (self.expert * x * self.slope).sum()
 
 
-def by_hand(folder):
+def by_hand(folder, tensor):
     """Norms of three clipped steps, the dense weight, and the expert before and after save and load."""
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
-    runtime.init_distributed(ParallelConfig(expert=2))
+    runtime.init_distributed(ParallelConfig())
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(tensor, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
     exact = {"params_dtype": torch.float32, "calculate_per_token_loss": True, "add_bias_linear": False}
     module = OneExpert(TransformerConfig(**shape, **exact, use_cpu_initialization=True, expert_model_parallel_size=2))
@@ -150,9 +151,11 @@ def by_hand(folder):
     return norms, dense, before, module.expert.detach().clone()
 
 
-def test_norm_of_two_parameters_is_that_on_paper(tmp_path):
-    first, second = on_ranks(2, by_hand, tmp_path)
-    whole = math.sqrt(16 * 2**2 + 16 * 0.01**2 + 16 * 5**2)
+@pytest.mark.parametrize("tensor", [1, 2], ids=["two replicas", "tensor-parallel ranks with whole experts"])
+def test_norm_of_two_parameters_is_that_on_paper(tmp_path, tensor):
+    """The dense parameter has two replicas, or lies whole on both tensor-parallel ranks: its gradient is 2, or 1."""
+    first, second = on_ranks(2, by_hand, tmp_path, tensor)
+    whole = math.sqrt(16 * (2 / tensor) ** 2 + 16 * 0.01**2 + 16 * 5**2)
     assert first[0] == second[0] == pytest.approx([whole] * 3, rel=1e-6)
     assert torch.equal(first[1], second[1]), "the dense weight has drifted"
     for _, _, before, after in (first, second):
