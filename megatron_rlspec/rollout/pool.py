@@ -44,7 +44,7 @@ class EnginePool:
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
-        """The engines that have not failed."""
+        """Return the engines that have not failed."""
         return tuple(self._engines)
 
     def generate(

@@ -1,4 +1,4 @@
-"""`rlspec profile`: measure on a real engine what decode rounds cost, and write a cost table."""
+"""`rlspec profile`: measure the cost of decode rounds on a real engine, and write a cost table."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
 NOTES = """\
-Without --url an engine is started. With several, each configuration is measured on the first that runs it.
-Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu --max-total-tokens 16384.
-An interrupted sweep leaves OUT.part beside the table and goes on from there; another --tp is added to a table of the
-same model, hardware and engine."""
+Without --url the command starts an engine. With several --url, each configuration is measured on the first engine that
+runs it. Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu --max-total-tokens
+16384. An interrupted sweep leaves OUT.part beside the table. The same command then continues it. A sweep with another
+--tp adds its rows to a table of the same model, hardware and engine."""
 
 NOISY = 0.1
 PICTURES = ("png", "pdf", "svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure or draw. Exit status: 0, or 2 with one line for a mistake or an engine that cannot be measured."""
+    """Measure or draw. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
     parser = _parser()
     args, serve = parser.parse_known_args(argv)
     _refuse_typos(parser, args, serve)
@@ -60,16 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlspec profile: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("rlspec profile: interrupted; run the same command again to go on", file=sys.stderr)
+        print("rlspec profile: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
 
 def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Sequence[str]) -> None:
-    """Refuse unknown options that resemble ours, and all of them if no `rlspec serve` is started to take them."""
+    """Refuse unknown options that resemble one of ours; refuse all of them if no `rlspec serve` is started."""
     own = [option for action in parser._actions for option in action.option_strings]
-    for word in serve:
-        name = word.partition("=")[0]
+    for argument in serve:
+        name = argument.partition("=")[0]
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) if name.startswith("--") else []
         if near:
             parser.error(f"unknown option {name}; did you mean {near[0]}?")
@@ -78,7 +78,7 @@ def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Seq
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise FileError, SweepError or ModelConfigError for what cannot work, before an engine is started."""
+    """Check paths, addresses and model before an engine starts. Raises FileError, SweepError or ModelConfigError."""
     files.check_output(args.out)
     if args.plot:
         _check_picture(args.plot)
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
         benches = _benches(args, serve, closing)
         sweeping = Sweep(benches, provenance, tp=args.tp, samples=args.samples, known=known)
         if known is not None:
-            print(f"going on after {len(sweeping.cells)} points in {part}")
+            print(f"continuing after {len(sweeping.cells)} points in {part}")
         with _progress() as bar:
             task = bar.add_task("profile")
 
@@ -137,9 +137,14 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
             )
         table = sweeping.table()
         if earlier is not None:
-            rounds, prefill = (*earlier.rounds, *table.rounds), (*earlier.prefill, *table.prefill)
-            dearer = (max(getattr(table, name), getattr(earlier, name)) for name in ("switch_ms", "catch_up_ms"))
-            table = CostTable(provenance, rounds, prefill, earlier.links, *dearer)
+            table = CostTable(
+                provenance,
+                (*earlier.rounds, *table.rounds),
+                (*earlier.prefill, *table.prefill),
+                earlier.links,
+                max(table.switch_ms, earlier.switch_ms),
+                max(table.catch_up_ms, earlier.catch_up_ms),
+            )
         table.save(args.out)
         part.unlink(missing_ok=True)
         print(summary(table, args.tp))
@@ -153,7 +158,7 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
 
 
 def hardware() -> str:
-    """Return the hardware name for a table: the GPU's, or the processor's with its number of cores."""
+    """Return the hardware's name for a table: the GPU's name, or the processor's with its number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -168,9 +173,10 @@ def hardware() -> str:
 
 
 def summary(table: CostTable, tp: int) -> str:
-    """Format medians at the longest measured context, a row per batch, and the quality of the table."""
+    """Format the medians at the longest measured context, one row per batch, and the quality of the table."""
     table = table.at(tp)
-    configs, length = table.configs(), table.lengths()[-1]
+    configs = table.configs()
+    length = table.lengths()[-1]
     lines = [f"ms per round at {length:.0f} tokens of context each (tp={tp})"]
     lines.append(f"{'batch':>8}" + "".join(f"{config!s:>9}" for config in configs))
     for batch in table.batches():
@@ -179,11 +185,11 @@ def summary(table: CostTable, tp: int) -> str:
     spread = np.median([c.spread_ms / c.ms for c in table.rounds])
     lines.append(
         f"median spread {spread:.1%} (half the interquartile range), a switch costs {table.switch_ms:.3f} ms and "
-        f"{1e3 * table.catch_up_ms:.3f} us per token missed while off, "
-        f"{len(table.repairs)} cells repaired, fitted model off by {table.fit_error():.1%} (median)"
+        f"{1e3 * table.catch_up_ms:.3f} us for each token decoded while off, "
+        f"{len(table.repairs)} cells repaired, median error of the fitted model {table.fit_error():.1%}"
     )
     if spread > NOISY:
-        lines.append(f"a spread above {NOISY:.0%} means a busy machine: measure again when nothing else runs on it")
+        lines.append(f"a spread above {NOISY:.0%} means that the machine was busy: measure again on an idle machine")
     return "\n".join(lines)
 
 
@@ -203,9 +209,9 @@ def validation(again: Sequence[tuple[RoundCost, float]]) -> str:
 
 
 def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
-    """Draw the speedup over plain decoding by configuration and batch, a panel per context length (ReSpec, Figure 7).
+    """Draw the speedup over plain decoding by configuration and batch, one panel per context length (ReSpec, Figure 7).
 
-    Raises CostTableError and FileError.
+    `rates` are the assumed acceptance rates a_1, a_2, ... Raises CostTableError and FileError.
     """
     import matplotlib
 
@@ -255,15 +261,16 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
     else:
         raise SweepError("give --model to start an engine, or --url of a running one")
     wanted = {OFF, *chains(args.steps, real_off=False)}
-    vocabulary, benches = _vocabulary(args.model), []
+    vocabulary = _vocabulary(args.model)
+    benches = []
     for seed, engine in enumerate(engines):
         configs = [config for config in configs_of(engine) if config in wanted]
         wanted -= set(configs)
         if configs:
             benches.append(Bench(engine, configs, vocabulary, seed))
     if wanted:
-        has = ", ".join(str(config) for engine in engines for config in configs_of(engine)) or "nothing to choose from"
-        raise SweepError(f"no engine here runs {', '.join(map(str, sorted(wanted)))}: there is {has}")
+        has = ", ".join(str(config) for engine in engines for config in configs_of(engine)) or "no configuration"
+        raise SweepError(f"no engine here runs {', '.join(map(str, sorted(wanted)))}; the engines run {has}")
     return benches
 
 
@@ -279,7 +286,10 @@ def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -
 
 
 def _earlier(args: argparse.Namespace, provenance: Provenance) -> CostTable | None:
-    """Return a finished table of the same engine at other TPs, to which this sweep adds. Raises SweepError."""
+    """Return the finished table of the same engine at other TPs that this sweep extends; None without one.
+
+    Raises SweepError if the table already holds this TP.
+    """
     if not args.out.exists() or args.fresh:
         return None
     table = CostTable.load(args.out)
@@ -291,11 +301,11 @@ def _earlier(args: argparse.Namespace, provenance: Provenance) -> CostTable | No
 
 def _same(known: Provenance, now: Provenance, path: Path) -> None:
     if replace(known, date="", note="") != replace(now, date="", note=""):
-        raise SweepError(f"{path} was measured on {known}, not on {now}; start afresh with --fresh")
+        raise SweepError(f"{path} was measured on {known}, not on {now}; start again with --fresh")
 
 
 def _vocabulary(model: str) -> int:
-    """The number of token ids that prompts are drawn from: the lowest ids, for an engine known by its address only."""
+    """Return how many token ids prompts are drawn from: the vocabulary, or 128 without a local model directory."""
     path = Path(model or "") / "config.json"
     if not model or not path.is_file():
         return 128
@@ -312,7 +322,8 @@ def _progress() -> Progress:
 
 
 def _parser() -> arguments.Parser:
-    integer, number = arguments.integer, arguments.number
+    integer = arguments.integer
+    number = arguments.number
     integers = arguments.distinct_integers
     parser = arguments.Parser(
         prog="rlspec profile",
@@ -348,7 +359,7 @@ def _parser() -> arguments.Parser:
         default=0.03,
         help="add a batch where the cost deviates from a straight line by more than this share (default 0.03)",
     )
-    add("--validate", type=integer(0, 1000), default=0, metavar="N", help="measure N random points off the grid, too")
+    add("--validate", type=integer(0, 1000), default=0, metavar="N", help="also measure N random points off the grid")
     add("--plot", type=Path, metavar="FILE", help=f"draw speedup maps to this file ({', '.join(PICTURES)})")
     add("--plot-only", type=Path, metavar="FILE", help="draw an existing table and measure nothing")
     add(

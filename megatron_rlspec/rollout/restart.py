@@ -41,7 +41,7 @@ class Restarts:
 
     @property
     def pending(self) -> bool:
-        """Whether an engine is being started."""
+        """Return whether an engine is starting."""
         return bool(self._pending)
 
     def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:

@@ -1,4 +1,4 @@
-"""Measure decode rounds on running engines: a point of a cost table, a grid of points, and where to refine it."""
+"""Measure decode rounds on running engines: the points of a cost table, on a coarse grid that is then refined."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ class MeasuredEngine(Protocol):
 
 
 class SweepError(RuntimeError):
-    """A sweep that the engines cannot do. One line: what is wrong, what was expected."""
+    """The engines cannot run this sweep. The message is one line: what is wrong, what was expected."""
 
 
 @dataclass
 class Measured:
-    """Durations in ms of steady rounds by configuration, and (from, to, ms) of first rounds after a change."""
+    """Measured durations of rounds.
+
+    steady    configuration -> ms of each round that followed a round of the same configuration
+    switched  (from, to, ms) of each first round after a change of configuration
+    """
 
     steady: dict[SpecConfig, list[float]] = field(default_factory=dict)
     switched: list[tuple[SpecConfig, SpecConfig, float]] = field(default_factory=list)
 
     def add(self, rounds: Iterable[tuple[SpecConfig, int, int, float | None]], batch: int) -> None:
+        """Add the rounds of `batch` requests, as `recent_rounds` returns them."""
         previous: tuple[SpecConfig, int] | None = None
         for config, size, _, ms in rounds:
             if size == batch and ms is not None and previous is not None and previous[1] == batch:
@@ -56,29 +61,37 @@ class Measured:
 
 
 class Bench:
-    """One engine, and its configurations, which alternate within one generation.
+    """One engine and the configurations to measure on it. They alternate within one generation.
 
-    A schedule over the growing context of the batch changes the configuration every few tokens. A slow minute of the
-    machine thus slows all of them alike. The first round after a change is recorded apart: it includes the switch.
+    The context of the batch grows with every round, and a schedule over the context changes the configuration every few
+    tokens. A slow minute of the machine therefore slows all configurations alike. The first round after a change is
+    recorded apart, because it includes the switch.
     """
 
     def __init__(self, engine: MeasuredEngine, configs: Sequence[SpecConfig], vocabulary: int, seed: int = 0) -> None:
-        self.engine, self.configs = engine, list(configs)
-        self._vocabulary, self._rng = vocabulary, np.random.default_rng(seed)
+        self.engine = engine
+        self.configs = list(configs)
+        self._vocabulary = vocabulary
+        self._rng = np.random.default_rng(seed)
         self._serial = itertools.count()
-        said = engine.describe()
-        self._most_tokens, self._most_requests = said["max_total_tokens"], said["max_running_requests"]
-        self._told = said["speculative"]
+        description = engine.describe()
+        self._most_tokens = description["max_total_tokens"]
+        self._most_requests = description["max_running_requests"]
+        self._speculative = description["speculative"]
 
     def fits(self, point: Point, new_tokens: int) -> bool:
+        """Return whether the engine can run `point` with `new_tokens` for each request."""
         batch, length = point
         return batch <= self._most_requests and batch * (length + new_tokens + 16) <= self._most_tokens
 
     def measure(self, point: Point, new_tokens: int, samples: int) -> Measured:
-        """Measure rounds at this point, with prompts of random tokens that no cache holds. Raises SweepError."""
+        """Measure at least `samples` rounds of each configuration at this point. Raises SweepError if one never runs.
+
+        Prompts are random tokens, so that no prefix is cached.
+        """
         batch, length = point
         found = Measured()
-        if self._told:
+        if self._speculative:
             self.engine.set_schedule(self._turns(point, new_tokens))
         for _ in range(TRIES):
             self.engine.recent_rounds()
@@ -92,7 +105,7 @@ class Bench:
         return found
 
     def prefill(self, tokens: int, repeats: int = 5) -> list[float]:
-        """Measure ms from request to first token, HTTP included, `repeats` times."""
+        """Measure `repeats` times the ms from request to first token, HTTP included."""
         took = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -113,13 +126,15 @@ class Bench:
 
 
 def configs_of(engine: MeasuredEngine) -> list[SpecConfig]:
-    """Return the configurations that an engine can be set to; one without a drafter has OFF only."""
-    said = engine.describe()
-    return [SpecConfig(*config) for config in said["configs"]] if said["speculative"] else [OFF]
+    """Return the configurations that an engine can run; an engine without a drafter runs OFF only."""
+    description = engine.describe()
+    if not description["speculative"]:
+        return [OFF]
+    return [SpecConfig(*config) for config in description["configs"]]
 
 
 class Sweep:
-    """A cost table in the making: every configuration at every point measured so far."""
+    """An unfinished cost table: every configuration at every point measured so far. Raises SweepError."""
 
     def __init__(
         self,
@@ -130,7 +145,10 @@ class Sweep:
         samples: int = 12,
         known: CostTable | None = None,
     ) -> None:
-        self.benches, self.provenance, self.tp, self.samples = list(benches), provenance, tp, samples
+        self.benches = list(benches)
+        self.provenance = provenance
+        self.tp = tp
+        self.samples = samples
         configs = sorted(config for bench in benches for config in bench.configs)
         if OFF not in configs:
             raise SweepError("no engine here decodes without a drafter, so the cost of OFF would be unknown")
@@ -140,9 +158,8 @@ class Sweep:
         self.cells: dict[Point, list[RoundCost]] = {}
         self.prefill: list[PrefillCost] = []
         self.switches: list[float] = []  # extra ms of a change between configurations that both draft
-        self.catch_ups: list[
-            tuple[int, float]
-        ] = []  # tokens that the drafter did not read while off, extra ms to read them
+        # Changes from OFF: tokens on which the drafter had not run, and the extra ms to run on them.
+        self.catch_ups: list[tuple[int, float]] = []
         if known is not None:
             self._resume(known, configs)
 
@@ -150,7 +167,7 @@ class Sweep:
         return all(bench.fits(point, self.new_tokens) for bench in self.benches)
 
     def measure(self, point: Point) -> list[RoundCost]:
-        """Measure every configuration at a point; its context is that at the middle of the generation."""
+        """Measure every configuration at a point. The recorded context is that in the middle of the generation."""
         batch, length = point
         cells = []
         for bench in self.benches:
@@ -171,31 +188,36 @@ class Sweep:
         return cells
 
     def add(self, point: Point) -> None:
+        """Measure a point and add it to the table."""
         self.cells[point] = self.measure(point)
 
     def add_prefill(self, lengths: Sequence[int]) -> None:
+        """Measure prefills of one request with these prompt lengths."""
         for tokens in lengths:
             ms = self.benches[0].prefill(tokens)
             low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75])
             self.prefill.append(PrefillCost(self.tp, 1, tokens, float(middle), float(high - low) / 2, len(ms)))
 
     def table(self) -> CostTable:
+        """Return the cost table of all points measured so far."""
         rounds = [cell for cells in self.cells.values() for cell in cells]
         switch = max(statistics.median(self.switches), 0.0) if self.switches else 0.0
-        return CostTable(
-            self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=_slope(self.catch_ups, switch)
-        )
+        catch_up = _slope(self.catch_ups, switch)
+        return CostTable(self.provenance, rounds, self.prefill, switch_ms=switch, catch_up_ms=catch_up)
 
     def closer(self, tolerance: float) -> list[Point]:
-        """Return points to measure next, largest deviation first: around batches off the line of their neighbours.
+        """Return the points to measure next, the most useful first.
 
-        With a point between each pair of neighbours about a quarter of the deviation remains. That quarter, less what
-        noise alone explains, is compared with `tolerance`.
+        A batch whose cost deviates from the straight line between its two neighbours needs a new point on either side.
+        With these points about a quarter of the deviation remains. That quarter, less the noise of the measurement, is
+        compared with `tolerance`.
         """
-        cost = {(c.config, point): c.ms for point, cells in self.cells.items() for c in cells}
-        noise = {
-            (c.config, p): 2 * c.spread_ms / c.samples**0.5 / c.ms for p, cells in self.cells.items() for c in cells
-        }
+        cost: dict[tuple[SpecConfig, Point], float] = {}
+        noise: dict[tuple[SpecConfig, Point], float] = {}  # relative: two standard errors
+        for point, cells in self.cells.items():
+            for cell in cells:
+                cost[cell.config, point] = cell.ms
+                noise[cell.config, point] = 2 * cell.spread_ms / cell.samples**0.5 / cell.ms
         configs = {config for config, _ in cost}
         doubts: dict[Point, float] = {}
         for length in {length for _, length in self.cells}:
@@ -205,8 +227,9 @@ class Sweep:
                 bend = 0.0
                 for config in configs:
                     low, middle, high = (cost[config, (b, length)] for b in (left, here, right))
-                    doubtful = max(noise[config, (b, length)] for b in (left, here, right))
-                    bend = max(bend, (abs((low + share * (high - low)) / middle - 1) - doubtful) / 4)
+                    most_noise = max(noise[config, (b, length)] for b in (left, here, right))
+                    deviation = abs((low + share * (high - low)) / middle - 1)
+                    bend = max(bend, (deviation - most_noise) / 4)
                 if bend <= tolerance:
                     continue
                 for a, b in ((left, here), (here, right)):
@@ -216,7 +239,7 @@ class Sweep:
         return sorted(doubts, key=lambda point: (-doubts[point], point))
 
     def validate(self, points: Sequence[Point]) -> list[tuple[RoundCost, float]]:
-        """Measure every configuration at points off the grid; return (measured, predicted ms)."""
+        """Measure every configuration at points off the grid. Returns (measured cost, predicted ms)."""
         table = self.table()
         cells = [cell for point in points for cell in self.measure(point)]
         return [(c, table.ms(c.config, c.batch, c.context_tokens, self.tp)) for c in cells]
@@ -236,11 +259,11 @@ class Sweep:
         return sorted(points)
 
     def _resume(self, known: CostTable, configs: Sequence[SpecConfig]) -> None:
-        """Take over the points of an interrupted sweep of the same engine. Raises SweepError."""
+        """Continue from the points of an interrupted sweep of the same engine. Raises SweepError."""
         if list(known.configs(self.tp)) != list(configs):
             raise SweepError(
                 f"the interrupted sweep measured {', '.join(map(str, known.configs(self.tp)))}, not "
-                f"{', '.join(map(str, configs))}; start afresh with --fresh"
+                f"{', '.join(map(str, configs))}; start again with --fresh"
             )
         for cell in known.rounds:
             length = cell.context_tokens // cell.batch - self.new_tokens // 2
@@ -251,10 +274,10 @@ class Sweep:
 
 
 def _slope(points: Sequence[tuple[int, float]], fixed: float) -> float:
-    """Fit ms per token to points (tokens, ms) with an unknown constant; the result is not negative.
+    """Fit ms = constant + slope · tokens to points (tokens, ms); return the slope, at least 0.
 
-    It is the median slope over pairs of sizes (Theil and Sen), each size represented by its median. With a single size
-    the constant is `fixed`.
+    The slope is the median over all pairs of sizes (Theil and Sen); each size counts with its median ms. With a single
+    size the constant is `fixed`.
     """
     by_size: dict[int, list[float]] = {}
     for tokens, ms in points:
@@ -276,11 +299,13 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda *_: None,
     keep: Callable[[CostTable], None] = lambda _: None,
 ) -> str:
-    """Measure the coarse grid, then refine it until it is smooth or `seconds` are over; return which of the two.
+    """Measure the coarse grid, then refine it until it is smooth or `seconds` are over. Returns why it ended, in words.
 
-    `keep` receives the table after every point, so that an interrupted sweep loses at most one. Raises SweepError.
+    `keep` receives the table after every point, so that an interrupted sweep loses at most one point. `progress`
+    receives a description, the points done, and the points in total. Raises SweepError.
     """
-    start, slowest = time.monotonic(), 0.0
+    start = time.monotonic()
+    slowest = 0.0
     coarse = [(b, n) for n in sorted(lengths) for b in sorted(batches)]
     left = [point for point in coarse if point not in run.cells and run.fits(point)]
     if not left and not run.cells:

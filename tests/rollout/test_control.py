@@ -1,4 +1,4 @@
-"""What a scheduler process is told: speculation held off, and what holds again afterwards."""
+"""Commands to a scheduler process: hold speculation, and the rule that runs after the release."""
 
 import sys
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_hold_twice_needs_one_release(decider):
     assert chosen(decider) == SpecConfig(3) and not control._held
 
 
-def test_a_rule_set_meanwhile_waits(decider):
+def test_a_rule_set_during_a_hold_is_stored(decider):
     control._hold(SETTINGS, None, "push")
     control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())
     assert chosen(decider) == OFF
@@ -66,8 +66,8 @@ def test_a_request_of_another_shape_is_refused_and_ends_nothing(decider, body, m
     assert chosen(decider) == SpecConfig(3)
 
 
-def test_a_version_we_do_not_know_gets_no_part_of_the_plugin(monkeypatch):
-    """SGLang logs a plugin's error and goes on; a replaced controller without its commands would go unseen."""
+def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
+    """SGLang logs a plugin's error and continues, so a controller without its commands would not be noticed."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def unknown():

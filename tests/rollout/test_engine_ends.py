@@ -57,7 +57,7 @@ def ended(directory: Path, seconds: float = 20.0) -> list[str]:
     return left(directory)
 
 
-def test_it_listens_on_loopback_only_and_tells_its_key_to_no_one(model: Path, tmp_path: Path) -> None:
+def test_it_listens_on_loopback_only_and_shows_its_key_nowhere(model: Path, tmp_path: Path) -> None:
     with launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT) as process:
         process.wait()
         mine = [psutil.Process(process.process.pid), *psutil.Process(process.process.pid).children(recursive=True)]

@@ -1,4 +1,4 @@
-"""The pool over engines that are real in everything but the model: they draw what the request's seed says."""
+"""The pool over engines without a model: their text is a function of the request's seed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def table(path: Path, **changes: str) -> Path:
     [
         (["--fresh"], "give --model to start an engine"),
         ([], "already holds tp=1; measure again with --fresh"),
-        (["--tp", "2", "--hardware", "elsewhere"], "start afresh with --fresh"),
+        (["--tp", "2", "--hardware", "elsewhere"], "start again with --fresh"),
         (["--fresh", "--url", "http://127.0.0.1:9"], "cannot connect to 127.0.0.1:9: nothing listens there"),
     ],
 )
@@ -66,10 +66,10 @@ def test_the_real_engine_is_measured_resumed_and_validated(tmp_path, capsys, mon
     rows["rounds"] = [row for row in rows["rounds"] if row["batch"] == 1]
     out.with_name("table.json.part").write_text(json.dumps(rows))
     assert profile.main([*options, *grid, "--fresh"]) == 0
-    assert "going on after" not in capsys.readouterr().out
+    assert "continuing after" not in capsys.readouterr().out
     out.with_name("table.json.part").write_text(json.dumps(rows))
     out.unlink()
     assert profile.main([*options, *grid]) == 0
-    assert "going on after 2 points" in capsys.readouterr().out
+    assert "continuing after 2 points" in capsys.readouterr().out
     again = CostTable.load(out).to_json()["rounds"]
     assert all(row in again for row in rows["rounds"])  # what was measured before the interruption is kept

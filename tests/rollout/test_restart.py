@@ -1,4 +1,4 @@
-"""Lost engines come back so many times, each after a longer pause, and nobody waits for one that cannot."""
+"""Restarts of lost engines: a limited number, each after a longer pause; a run does not wait for a failed restart."""
 
 import threading
 import time

@@ -65,12 +65,12 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("body", "told"), BODIES, ids=lambda value: str(value)[:60])
-def test_a_malformed_body_is_told_in_one_sentence(body, told):
+def test_a_malformed_body_is_refused_in_one_sentence(body, told):
     assert told in refused(lambda: parse(schemas.GenerateBody, json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'"\\ud800"', b"\x00", b"{} {}"])
-def test_what_is_not_json_is_told(body):
+def test_a_body_that_is_not_json_is_refused(body):
     refused(lambda: parse(schemas.GenerateBody, body))
 
 
@@ -104,7 +104,7 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("query", "told"), QUERIES, ids=str)
-def test_a_malformed_query_is_told_in_one_sentence(query, told):
+def test_a_malformed_query_is_refused_in_one_sentence(query, told):
     assert told in refused(lambda: parse_query(schemas.FileQuery, query))
 
 

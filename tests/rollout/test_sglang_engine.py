@@ -305,7 +305,7 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
         pool.fingerprints()
 
 
-def test_samples_go_on_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
+def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
     engine, started, done = engines["adaptive"], time.monotonic(), []
     sampling = Sampling(max_new_tokens=150, ignore_eos=True)
     thread = threading.Thread(target=lambda: done.extend(engine.generate(requests(2, "long"), sampling)))
@@ -394,7 +394,7 @@ def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine
 
 
 def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict[str, int]:
-    """A push that SGLang was told of whole, but of which `left_out` did not reach what it serves."""
+    """A push that SGLang acknowledges as whole, although the tensor `left_out` did not reach the served model."""
     tensors = {name: t + version * 2.0**-12 for name, t in WEIGHTS.items()}
     sent = tensors | ({left_out: WEIGHTS[left_out] + 1} if left_out else {})
     engine.update_weights(version, sent.items())
@@ -466,7 +466,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
 
 
 def test_an_engine_without_the_plugin_is_unchecked() -> None:
-    """A server without our routes: nothing can be checked, and that is said."""
+    """A server without our routes: nothing can be checked, and the error says so."""
 
     class Bare(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -128,7 +128,7 @@ def rate(samples: list[Sample]) -> float:
     return float(counts @ np.arange(4)) / (3 * counts.sum())
 
 
-def test_samples_go_on_under_new_weights(engines):
+def test_samples_continue_under_new_weights(engines):
     """Requests wait while the cache is flushed: SGLang would end over that."""
     engine, done = engines["adaptive"], []
     engine.set_schedule(k(1))

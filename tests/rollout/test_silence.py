@@ -1,4 +1,4 @@
-"""Addresses at which no engine answers, or one that falls silent: one line that says which."""
+"""Addresses without an engine, and engines that stop answering: each gets one line with the address."""
 
 import socketserver
 import threading
@@ -24,7 +24,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (b"", False, "generate failed: the engine closed the connection without an answer"),
     ],
 )
-def test_a_silent_engine_is_distinguished_from_one_that_is_gone(said, stays, told):
+def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, told):
     ended = threading.Event()
 
     class Handler(socketserver.BaseRequestHandler):
@@ -67,7 +67,7 @@ ANSWERS = [
 @pytest.mark.parametrize(
     ("body", "status", "told"), ANSWERS, ids=[told[-30:] + str(i) for i, (*_, told) in enumerate(ANSWERS)]
 )
-def test_a_page_that_is_no_engine_is_told(body, status, told, tmp_path):
+def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
             while self.rfile.readline().strip():
@@ -99,7 +99,7 @@ def test_a_page_that_is_no_engine_is_told(body, status, told, tmp_path):
         ("ftp://127.0.0.1", "not an engine's address; expected http://HOST:PORT"),
     ],
 )
-def test_a_typing_error_in_an_address_is_told(url, told):
+def test_a_typing_error_in_an_address_is_refused(url, told):
     _told(lambda: SGLangEngine(url).describe(), told)
 
 

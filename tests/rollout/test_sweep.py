@@ -98,7 +98,7 @@ def test_points_are_added_where_the_cost_bends():
     assert worst(bent) < 0.5 * worst(coarse)
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
+def test_an_interrupted_sweep_continues_where_it_stopped(tmp_path):
     run = Sweep(benches(SMOOTH), PROVENANCE)
     path, seen = tmp_path / "t.part", []
 
@@ -116,7 +116,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     sweep(resumed, (1, 4, 16), (64, 512), seconds=1e9, tolerance=0.5)
     assert sorted(resumed.cells) == [(1, 64), (1, 512), (4, 64), (4, 512), (16, 64), (16, 512)]
     assert not set(again[0].engine.points) & set(run.cells)
-    with pytest.raises(SweepError, match="start afresh with --fresh"):
+    with pytest.raises(SweepError, match="start again with --fresh"):
         Sweep([Bench(Known(SMOOTH, speculative=False), [OFF], 100)], PROVENANCE, known=CostTable.load(path))
 
 

@@ -1,4 +1,4 @@
-"""The same push by every transport, into a real SGLang process; and what happens if the other side is gone."""
+"""The same push by every transport, into a real SGLang process; and a push whose other side has ended."""
 
 import time
 

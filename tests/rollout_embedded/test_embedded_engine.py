@@ -57,7 +57,7 @@ def test_logits_are_transformers(model):
     np.testing.assert_allclose(sample.behaviour_logprobs[6:], picked.numpy(), atol=1e-6)
 
 
-def test_held_engine_does_not_speculate_and_keeps_what_is_set_meanwhile(model):
+def test_held_engine_does_not_speculate_and_keeps_what_is_set_during_the_hold(model):
     engine = oracle.engine_of(*model, SpecConfig(3))
     asked = oracle.requests([p for p in PROMPTS if len(p) > 1])
     drafted = texts(engine.generate(asked, FREE))

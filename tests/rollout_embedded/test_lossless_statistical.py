@@ -154,7 +154,7 @@ def thresholds_below_one(patch):
 
 
 def tree_pruned_by_sampled_q(patch):
-    """Of two drafts drawn from q, the likelier goes on to rejection with q."""
+    """Draw two drafts from q and give the likelier one to rejection with q."""
     real, state = verify.draw, {"in_reject": False}
     reject = verify.reject
 
@@ -225,7 +225,7 @@ CONTROLS = {
 TOP_K = {top_k_keeps_one_more: 2}  # what the controls sample with, if not with the whole softmax
 
 
-def test_the_power_is_what_the_docstring_says():
+def test_the_power_is_that_of_the_docstring():
     least = power(SAMPLES, DETECTABLE, 16, ALPHA)
     print(f"  {SAMPLES} samples, 16 bins, level {ALPHA}: power {least:.4f} at TV {DETECTABLE}")
     assert least > 0.99

@@ -1,9 +1,14 @@
-"""KV slots, one per token: which row or prefix holds which, and their tensors.
+"""The KV cache: one slot per token, and the rows and prefixes that hold the slots.
 
-A slot holds, for one token at position p, the target's keys and values of that token, the target's hidden state h_p,
-and the drafter's keys and values of the pair (h_{p-1}, x_p), which stands at rotary position p - 1. So everything
-about the prompt but its last token is common to a GRPO group and is held once. The last committed token of a sample
-is always *pending*: drawn, but not yet through the target; every round verifies it together with the drafts.
+The slot of a token x_p at position p stores
+
+* the target's keys and values of x_p,
+* the target's hidden state h_p,
+* the drafter's keys and values of the pair (h_{p-1}, x_p), which has rotary position p - 1.
+
+A GRPO group shares the slots of its prompt, except that of the prompt's last token. The last committed token of a
+sample is *pending*: it is drawn, but the target has not run on it yet. Every round verifies it together with the
+drafts.
 """
 
 from __future__ import annotations
@@ -29,20 +34,25 @@ class Prefix:
     """A prompt without its last token, shared by all running samples that start with it."""
 
     def __init__(self, key: bytes, tokens: np.ndarray, slots: np.ndarray) -> None:
-        self.key, self.tokens, self.slots = key, tokens, slots
-        self.users = 0
+        self.key = key
+        self.tokens = tokens
+        self.slots = slots
+        self.users = 0  # running samples
         self.computed = 0  # columns [0, computed) hold the target's keys
-        self.drafted = 1  # columns [1, drafted) hold the drafter's; column 0 has no pair
+        self.drafted = 1  # columns [1, drafted) hold the drafter's keys; column 0 has no pair
 
 
 class Cache:
-    """Rows of running samples (token ids and slots by column) over one pool of slots.
+    """Rows of running samples, with token ids and slots by column, over one pool of slots.
 
-    Column c of a row is position c of the sample; columns from the sample's length on are scratch for drafts.
+    Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
     """
 
     def __init__(self, model: Decoder, rows: int, columns: int, slots: int, share_prefix: bool) -> None:
-        self.model, self.total, self.columns, self.share_prefix = model, slots, columns, share_prefix
+        self.model = model
+        self.total = slots
+        self.columns = columns
+        self.share_prefix = share_prefix
         self.free = np.arange(slots)[::-1].copy()  # a stack: free[:left] are free
         self.left = slots
         self.free_rows = list(range(rows))[::-1]
@@ -53,25 +63,27 @@ class Cache:
         self.length = np.zeros(rows, np.int64)  # committed tokens, the pending one included
         self.computed = np.zeros(rows, np.int64)
         self.drafted = np.zeros(rows, np.int64)
-        self.held = np.zeros(rows, np.int64)  # columns backed by a slot
-        arch, device = model.arch, model.device
+        self.held = np.zeros(rows, np.int64)  # columns that have a slot
+        arch = model.arch
+        device = model.device
         shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.mtp)]
         self.hidden = torch.zeros((slots, arch.hidden), dtype=model.dtype, device=device)
 
     def take(self, count: int) -> np.ndarray | None:
-        """`count` slots, or None when fewer are free."""
+        """Take `count` free slots; None if fewer are free."""
         if count > self.left:
             return None
         self.left -= count
         return self.free[self.left : self.left + count].copy()
 
     def give(self, slots: np.ndarray) -> None:
+        """Return slots to the free ones."""
         self.free[self.left : self.left + len(slots)] = slots
         self.left += len(slots)
 
     def open(self, tokens: np.ndarray, prompt_len: int) -> int | None:
-        """A row for a sample of these tokens, with slots for its prefix; None when rows or slots are lacking."""
+        """Take a row for a sample of these tokens, with slots for its prefix; None if a row or slots are lacking."""
         if not self.free_rows:
             return None
         shared = np.asarray(tokens[: prompt_len - 1], np.int64)
@@ -94,14 +106,17 @@ class Cache:
         return row
 
     def back(self, row: int, columns: int, spare: int = 16) -> bool:
-        """Give columns [0, columns) of a row slots, and `spare` more if there are enough. Returns whether it could."""
-        lack = columns - int(self.held[row])
-        if lack <= 0:
+        """Give slots to columns [0, columns) of a row, and to `spare` more if enough are free.
+
+        Returns False if too few slots are free; the row is then unchanged.
+        """
+        missing = columns - int(self.held[row])
+        if missing <= 0:
             return True
         spare = min(spare, self.columns - columns)
-        slots = self.take(lack + spare)
+        slots = self.take(missing + spare)
         if slots is None:
-            slots = self.take(lack)
+            slots = self.take(missing)
         if slots is None:
             return False
         held = int(self.held[row])
@@ -110,11 +125,13 @@ class Cache:
         return True
 
     def commit(self, row: int, tokens: np.ndarray, path: np.ndarray, nodes: int) -> None:
-        """Append tokens [a + 1] that followed the nodes `path [a + 1]` of the `nodes` verified; node 0 was pending.
+        """Append the tokens `[accepted + 1]` that a round drew after the nodes `path [accepted + 1]` of its tree.
 
-        Nothing is copied: the slots of the accepted nodes are renumbered, the others' become scratch again.
+        The tree had `nodes` nodes; node 0 was the pending token. No key or value is copied: the slots of the accepted
+        nodes move to the row's next columns, the other slots become scratch space again.
         """
-        length, count = int(self.length[row]), len(path)
+        length = int(self.length[row])
+        count = len(path)
         if path[-1] != count - 1:
             slots = self.slots[row, length - 1 : length - 1 + nodes]
             slots[:] = np.concatenate([slots[path], np.delete(slots, path)])
@@ -123,7 +140,7 @@ class Cache:
         self.length[row] = length + count
 
     def close(self, row: int) -> None:
-        """Give back a row and the slots that only it holds."""
+        """Return a row, and the slots that no other row shares, to the free ones."""
         prefix = self.prefix.pop(row)
         first = len(prefix.tokens)
         self.give(self.slots[row, first : self.held[row]])
@@ -147,7 +164,7 @@ class Cache:
             )
 
     def clear(self) -> None:
-        """Zero the contents: NaN that broken weights left behind would pass through a masked key as NaN × 0."""
+        """Zero the contents. A NaN that bad weights left in a masked key would spread, because NaN × 0 is NaN."""
         for tensor in (self.hidden, *self.kv):
             tensor.zero_()
 
@@ -160,16 +177,16 @@ class Cache:
         valid: np.ndarray | None = None,
         tree: TreeColumns | None = None,
     ) -> Placement:
-        """Plan a forward over columns [B, T] of B samples whose columns [0, L) lie in the slots `read [B, L]`.
+        """Plan a forward over columns [B, T] of B samples. Their columns [0, L) are in the slots `read [B, L]`.
 
-        Without a `tree` attention is causal over columns. With it, queries see columns below `tree.start` and those of
-        the E in-flight columns from there on that their row of `tree.ancestors` marks; `tree.depth` counts positions
-        from `tree.start`. The drafter's pairs stand one position earlier, from column 1.
+        Without a `tree` attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all.
+        With `drafter`, positions are one less and column 0 is masked, because it has no pair.
         """
         length = read.shape[1]
         keys = torch.arange(length, device=read.device)
         if tree is None:
-            seen, positions = keys <= columns[:, :, None], columns
+            seen = keys <= columns[:, :, None]
+            positions = columns
         else:
             start = tree.start[:, None]
             seen = (keys < start[:, None]).expand(-1, columns.shape[1], -1)
@@ -177,15 +194,18 @@ class Cache:
             seen = seen.scatter(2, inflight[:, None].expand_as(tree.ancestors), tree.ancestors)
             positions = start + tree.depth
         if drafter:
-            seen, positions = seen & (keys > 0), positions - 1
+            seen = seen & (keys > 0)
+            positions = positions - 1
         group = self.model.heads // self.model.kv_heads
         mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device).masked_fill_(~seen, float("-inf"))
         mask = mask.repeat_interleave(group, 1)[:, None] if group > 1 else mask[:, None]
-        write, place = read.gather(1, columns).view(-1), None
+        write = read.gather(1, columns).view(-1)
+        place = None
         positions = positions.reshape(-1)
         if valid is not None and not valid.all():
             place = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
-            write, positions = write[place], positions[place]
+            write = write[place]
+            positions = positions[place]
         positions = positions.clamp_(min=0)
         return Placement(
             self.model.cos[positions], self.model.sin[positions], write, read.reshape(-1), mask, place, positions == 0

@@ -1,8 +1,8 @@
-"""Grows and cuts draft trees: pure functions of logits and of a callback for the drafter's pass.
+"""Grow draft trees and cut them to the nodes to verify. Pure functions of logits and of callbacks.
 
-Candidates are numbered level by level; `parent` is a candidate's number, -1 under the pending token. A node's `score`
-is the sum of the drafter's log-probabilities on its path (EAGLE-2; Li et al. 2024), so no child scores above its
-parent and the best n candidates always hang together.
+Candidates are numbered level by level. The parent of a candidate is a candidate's number, or -1 for the pending token.
+A candidate's score is the sum of the drafter's log-probabilities on its path (EAGLE-2; Li et al. 2024). No child scores
+above its parent, so the best n candidates always form a tree.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# (hidden [B, C, H] of the parents, tokens [B, C], ancestors [B, C, E] among the E nodes passed so far, themselves
-# included, level) -> (hidden [B, C, H], logits [B, C, V])
+# Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
+# ancestors [B, C, E] among the E nodes that the drafter has run on, these included, level)
+# -> (hidden [B, C, H], logits [B, C, V])
 Expand = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-# (logits [B, C, V], level) -> (log-probabilities [B, C, topk], tokens [B, C, topk])
+# Picks children: (logits [B, C, V], level) -> (log-probabilities [B, C, topk], tokens [B, C, topk])
 Pick = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Candidates(NamedTuple):
+    """The M drafted candidates of each sample."""
+
     tokens: torch.Tensor  # [B, M]
     parents: torch.Tensor  # [B, M]
     scores: torch.Tensor  # [B, M]
@@ -28,7 +31,7 @@ class Candidates(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """What a round verifies: node 0 is the pending token; T nodes, samples with fewer are padded at the end."""
+    """The nodes that a round verifies. Node 0 is the pending token. A sample with fewer than T nodes is padded."""
 
     tokens: np.ndarray  # [B, T]
     parents: np.ndarray  # [B, T] node numbers
@@ -38,7 +41,7 @@ class Tree(NamedTuple):
 
 
 def likeliest(topk: int) -> Pick:
-    """Pick the drafter's topk likeliest tokens."""
+    """Return a `Pick` of the drafter's topk likeliest tokens."""
 
     def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         if topk == 1:
@@ -50,28 +53,33 @@ def likeliest(topk: int) -> Pick:
 
 
 def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick) -> Candidates:
-    """Grow candidates from the drafter's first output (`hidden [B, H]`, `logits [B, V]`): topk, then topk² a level.
+    """Grow candidates from the drafter's first output, `hidden [B, H]` and `logits [B, V]`.
 
-    After each level the topk best-scored candidates are expanded, each into topk children.
+    The first level has topk candidates. On every further level, the topk best-scored candidates of the level before get
+    topk children each.
     """
-    b, device = hidden.shape[0], hidden.device
+    batch = hidden.shape[0]
+    device = hidden.device
     score, token = (x[:, 0] for x in pick(logits[:, None], 1))
-    tokens, scores, parents = [token], [score], [torch.full_like(token, -1)]
-    frontier = torch.arange(topk, device=device).expand(b, topk)  # candidate numbers
+    tokens = [token]
+    scores = [score]
+    parents = [torch.full_like(token, -1)]
+    frontier = torch.arange(topk, device=device).expand(batch, topk)  # numbers of the candidates to expand
     front_hidden = hidden[:, None].expand(-1, topk, -1)
-    ancestors = torch.zeros((b, topk, 0), dtype=torch.bool, device=device)
-    itself = torch.eye(topk, dtype=torch.bool, device=device).expand(b, topk, topk)
+    ancestors = torch.zeros((batch, topk, 0), dtype=torch.bool, device=device)
+    itself = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, topk, topk)
     for level in range(2, steps + 1):
         ancestors = torch.cat([ancestors, itself], 2)
         outputs, step_logits = expand(front_hidden, token, ancestors, level)
-        logq, children = pick(step_logits, level)
+        logprobs, children = pick(step_logits, level)
         tokens.append(children.flatten(1))
-        scores.append((logq + score[:, :, None]).flatten(1))
+        scores.append((logprobs + score[:, :, None]).flatten(1))
         parents.append(frontier[:, :, None].expand_as(children).flatten(1))
         if level == steps:
             break
         score, best = scores[-1].topk(topk) if topk > 1 else (scores[-1], torch.zeros_like(frontier))
-        token, origin = tokens[-1].gather(1, best), best // topk
+        token = tokens[-1].gather(1, best)
+        origin = best // topk  # index of the expanded parent
         frontier = topk + (level - 2) * topk**2 + best
         front_hidden = outputs.gather(1, origin[:, :, None].expand_as(outputs))
         ancestors = ancestors.gather(1, origin[:, :, None].expand_as(ancestors))
@@ -80,17 +88,17 @@ def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expa
 
 
 def roots(pending: np.ndarray) -> Tree:
-    """Return trees without drafts: the pending tokens [B] alone."""
+    """Return trees without drafts, which hold only the pending tokens [B]."""
     zeros = np.zeros((len(pending), 1), np.int64)
     return Tree(pending[:, None], zeros - 1, zeros, zeros == 0, zeros.astype(np.float32))
 
 
 def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
-    """Return the trees of the kept candidates, a mask [B, M] that contains the parents of each."""
+    """Return the trees of the candidates that the mask `keep [B, M]` marks. It must mark the parents of each, too."""
     count = keep.sum(1)
     width = int(count.max(initial=0))
     order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
-    number = np.cumsum(keep, 1)  # of a kept candidate in the tree: the root is 0
+    number = np.cumsum(keep, 1)  # node number of each kept candidate; the root is 0
     above = candidates.parents.cpu().numpy()
     above = np.where(above < 0, 0, np.take_along_axis(number, np.maximum(above, 0), 1))
     valid = np.arange(width) < count[:, None]
@@ -105,9 +113,9 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
-    """Return [B, T, T], true at (node, itself or an ancestor), from `parents [B, T]` with node 0 as the root."""
-    b, t = parents.shape
-    seen = np.broadcast_to(np.eye(t, dtype=bool), (b, t, t)).copy()
-    for node in range(1, t):  # parents precede their children
-        seen[:, node] |= seen[np.arange(b), parents[:, node]]
+    """Return [B, T, T] bool: at (i, j), whether j is i or its ancestor in `parents [B, T]`; node 0 is the root."""
+    batch, nodes = parents.shape
+    seen = np.broadcast_to(np.eye(nodes, dtype=bool), (batch, nodes, nodes)).copy()
+    for node in range(1, nodes):  # parents precede their children
+        seen[:, node] |= seen[np.arange(batch), parents[:, node]]
     return seen

@@ -1,9 +1,11 @@
-"""The embedded engine: `RolloutEngine` in the ranks themselves, in plain torch, on CPU and GPU.
+"""The embedded engine: a `RolloutEngine` in plain torch that runs inside the calling process, on CPU or GPU.
 
-A step admits waiting requests, prefills at most `prefill_chunk` prompt tokens, and runs one round over all samples that
-are ready: the drafter catches up with what was committed, drafts a chain or a tree, the target verifies it in one
-masked pass, the verifier commits at least one token per sample. Callers of `generate` drive the steps themselves; any
-number of threads may call, and their requests share rounds. Under tensor parallelism every rank makes the same calls.
+A step admits waiting requests, prefills at most `prefill_chunk` prompt tokens, and runs one round over all samples
+whose prompt is prefilled. In a round, the drafter runs on the tokens committed since its last run and drafts a chain or
+a tree; the target verifies it in one masked pass; the verifier commits at least one token per sample.
+
+The threads that call `generate` run the steps. Several threads may call; their requests share rounds. Under tensor
+parallelism every rank must make the same calls.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from megatron_rlspec.types import (
 )
 from megatron_rlspec.weights.fingerprint import fingerprint
 
-CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # for a rule that names none
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
 _CLOSED = "closed"
 
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that runs or waits, until its `Sample` is made."""
+    """A request that waits or runs, until its `Sample` is made."""
 
     request: Request
     sampling: Sampling
@@ -60,7 +62,7 @@ class ActiveRequest:
     sample: Sample | None = None
 
     def commit(self, new: Committed, version: int, limit: int) -> Status | None:
-        """Append what a round drew, up to a stop or the response's limit. Returns the status if the sample ends."""
+        """Append a round's tokens, up to a stop token or the limit. Returns the status if the sample ends."""
         status: Status | None = None
         first = len(self.response)
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
@@ -81,6 +83,7 @@ class ActiveRequest:
         return status
 
     def finish(self, status: Status) -> None:
+        """Make the `Sample`."""
         prompt = self.request.prompt
         zeros = np.zeros(len(prompt.tokens), np.float32)
         self.sample = Sample(
@@ -97,12 +100,19 @@ class ActiveRequest:
 
 
 class EmbeddedEngine:
-    """See `RolloutEngine`. `tensors` are the first weights under Hugging Face names, all of them.
+    """See `RolloutEngine`.
 
-    `max_total_tokens` slots of KV cache serve at most `max_running_requests` samples of at most `max_length` tokens;
-    when they run out, the youngest sample is put back and recomputed later. `max_draft_tokens` bounds a round's nodes.
-    `group` is the tensor-parallel group; `budget` chooses among drafted nodes and is refused under rejection, where a
-    choice by the drafter's own probabilities would not be lossless.
+    tensors               the first weights, all of them, under Hugging Face names
+    max_total_tokens      slots of the KV cache. When they run out, the youngest sample goes back into the queue and its
+                          KV cache is recomputed later
+    max_running_requests  samples that run at once
+    max_length            tokens of a sample
+    max_draft_tokens      nodes of a round
+    budget                chooses among drafted nodes; refused under rejection, which it would make lossy, because it
+                          chooses by the drafter's probabilities
+    group                 the tensor-parallel group
+
+    Raises ValueError for arguments that contradict each other.
     """
 
     def __init__(
@@ -140,15 +150,19 @@ class EmbeddedEngine:
         columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
         self.rounds = RoundRunner(self.cache, verifier, budget, prefill_chunk)
-        self.max_length, self.max_draft_tokens = max_length, max_draft_tokens
+        self.max_length = max_length
+        self.max_draft_tokens = max_draft_tokens
         self.max_running_requests = max_running_requests
         self.running: list[ActiveRequest] = []
         self.waiting: list[ActiveRequest] = []
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._lock = threading.Condition()
-        self._active, self._pausing, self._paused = 0, False, False
-        self._rule: SpecRule | None = None  # the last one set; a schedule may decide meanwhile
-        self._broken, self._doubtful = "no weights", set(self.model.tensors)
+        self._active = 0  # running calls of `generate`
+        self._pausing = False
+        self._paused = False
+        self._rule: SpecRule | None = None  # the last rule set; a schedule may have replaced it since
+        self._broken = "no weights"  # why the engine cannot generate; empty if it can
+        self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
         self.candidates = tuple(candidates)
         self._held = ""
         self._schedule: SpecSchedule | SpecRule
@@ -173,7 +187,7 @@ class EmbeddedEngine:
             while open_runs:
                 with self._lock:
                     self._serve()
-                time.sleep(0)  # locks are not fair: let other threads take this one between two rounds
+                time.sleep(0)  # locks are not fair: let another thread take this one between two rounds
                 done = [run for run in open_runs if run.sample is not None]
                 open_runs = [run for run in open_runs if run.sample is None]
                 if on_sample is not None:
@@ -191,15 +205,18 @@ class EmbeddedEngine:
         return [run.sample for run in runs if run.sample is not None]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
-        """See `RolloutEngine`; a part of the scope's tensors is enough, unless the engine holds none or doubtful ones.
+        """See `RolloutEngine`. An update may hold a part of the scope's tensors.
 
-        Running samples are put back and recomputed under the new weights.
+        Raises EngineError for an unexpected tensor or a wrong shape. Raises it also if a tensor is missing that no
+        earlier update delivered completely. Running samples go back into the queue; their KV cache is recomputed under
+        the new weights.
         """
         mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == (".mtp_layers." in n)}
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
-            doubtful, self._doubtful = self._doubtful, self._doubtful | mine
+            doubtful = self._doubtful
+            self._doubtful = doubtful | mine
             for name, tensor in tensors:
                 if name == "lm_head.weight" and self.arch.tied and scope != "drafter":
                     continue
@@ -217,16 +234,18 @@ class EmbeddedEngine:
                     f"arrived or failed before, and are missing now; among them {min(doubtful)}"
                 )
             self.cache.clear()
-            self.version, self._broken = version, ""
+            self.version = version
+            self._broken = ""
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._check_configs(config for row in schedule.configs for config in row)
         self._schedule = schedule
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        """Decide every round by `SpecRule.from_json(rule)`; candidates are the engine's own if it names none.
+        """Choose the configuration of every round by `SpecRule.from_json(rule)`.
 
-        It inherits from the rule before it when the next probe is due, and what probes may lose.
+        Without `candidates` in `rule`, the engine's own are used. The new rule takes over the probe budget of the rule
+        before it, and the time of its next probe.
         """
         own = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
         made = SpecRule.from_json({"candidates": own} | dict(rule))
@@ -238,11 +257,11 @@ class EmbeddedEngine:
 
     @property
     def schedule(self) -> SpecSchedule | SpecRule:
-        """What chooses the next round's configuration."""
+        """Return the schedule or rule that chooses the next round's configuration."""
         return SpecSchedule.fixed(OFF) if self._held else self._schedule
 
     def spec_rule_report(self) -> dict[str, Any]:
-        """`SpecRule.report` since the last call; empty under a schedule."""
+        """Return `SpecRule.report` since the last call; empty under a schedule."""
         with self._lock:
             return self._schedule.report() if isinstance(self._schedule, SpecRule) else {}
 
@@ -275,7 +294,7 @@ class EmbeddedEngine:
             self._pausing = True
             while self._pausing and self._active and not self._paused:
                 self._lock.wait()
-            if self._pausing and not self._paused:  # nobody is generating
+            if self._pausing and not self._paused:  # no `generate` is running that could begin the pause
                 self._retract()
                 self._paused = True
 
@@ -292,11 +311,12 @@ class EmbeddedEngine:
 
     def stats(self) -> list[RoundStats]:
         with self._lock:
-            drained, self._stats = self._stats, {}
-        return [
-            RoundStats(config, batch, context // max(rounds, 1), rounds, ms, tuple(accepted))
-            for (config, batch), (rounds, ms, context, accepted) in drained.items()
-        ]
+            drained = self._stats
+            self._stats = {}
+        found = []
+        for (config, batch), (rounds, ms, context, accepted) in drained.items():
+            found.append(RoundStats(config, batch, context // max(rounds, 1), rounds, ms, tuple(accepted)))
+        return found
 
     def fingerprints(self) -> dict[str, int]:
         with self._lock:
@@ -347,7 +367,7 @@ class EmbeddedEngine:
     def _admit(self) -> None:
         while self.waiting:
             if self.running and self.cache.left < self.cache.total // 16:
-                return  # head-room: samples admitted into the last slots would be put back at once
+                return  # samples admitted into the last slots would go back into the queue at once
             run = self.waiting[0]
             prompt = np.asarray(run.request.prompt.tokens, np.int64)
             row = self.cache.open(np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt))
@@ -394,7 +414,7 @@ class EmbeddedEngine:
     def _note(
         self, config: SpecConfig, batch: int, rounds: int, ms: float, context: int, accepted: Sequence[int]
     ) -> None:
-        """Add to what `stats` returns; a part of a batch that ran otherwise counts no round of its own."""
+        """Add to the result of `stats`. Requests of a round that ran without drafts add 0 rounds of their own."""
         entry = self._stats.setdefault((config, batch), [0, 0.0, 0, [0] * len(accepted)])
         entry[0] += rounds
         entry[1] += ms
@@ -402,7 +422,7 @@ class EmbeddedEngine:
         entry[3] = [a + b for a, b in zip(entry[3], accepted, strict=True)]
 
     def _back(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
-        """Get slots up to `columns [B]` for every run; put back the youngest while slots lack. Returns the others."""
+        """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""
         for run, upto in zip(runs, columns.tolist(), strict=True):
             while run.row >= 0 and not self.cache.back(run.row, upto):
                 youngest = self.running.pop()
@@ -411,13 +431,13 @@ class EmbeddedEngine:
         return [run for run in runs if run.row >= 0]
 
     def _agree(self) -> None:
-        """Begin a pause that was asked for. Tensor-parallel ranks abort the same runs at the same round."""
+        """Begin a requested pause. All tensor-parallel ranks pause, and abort the same requests, at the same round."""
         runs = [*self.running, *self.waiting]
         pausing = self._pausing and not self._paused
         if self.model.comm.size > 1 and not self._paused:
             flags = torch.tensor([pausing, *(run.abort for run in runs)], dtype=torch.int32, device=self.model.device)
             votes = self.model.comm.sum(flags).tolist()
-            pausing = votes[0] == self.model.comm.size  # a pause waits for every rank, one abort is enough
+            pausing = votes[0] == self.model.comm.size  # a pause waits for every rank; one rank is enough for an abort
             for run, abort in zip(runs, votes[1:], strict=True):
                 run.abort = abort > 0
         if pausing:
@@ -429,7 +449,8 @@ class EmbeddedEngine:
         """Put every running sample back to the head of the queue; its KV cache is recomputed later."""
         for run in self.running:
             self._vacate(run)
-        self.waiting[:0], self.running = self.running, []
+        self.waiting[:0] = self.running
+        self.running = []
 
     def _vacate(self, run: ActiveRequest) -> None:
         run.draws = int(self.rounds.draws[run.row])

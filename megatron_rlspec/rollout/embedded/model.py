@@ -1,6 +1,6 @@
-"""The MiMo/Qwen2 decoder and its MTP layer over a slotted KV cache, in plain torch.
+"""The MiMo/Qwen2 decoder and its MTP layer over a KV cache of slots, in plain torch.
 
-Legend: N tokens of one forward, flat over samples; B samples; T queries and L keys per sample, padded; H hidden;
+Shapes: N tokens of one forward, flat over samples; B samples; T queries and L keys per sample, padded; H hidden size;
 A query heads and K key/value heads of this rank; D head dimension; V vocabulary.
 """
 
@@ -37,10 +37,11 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
+        """Read the sizes. Raises ValueError for a model that the embedded engine cannot run."""
         name = (config.get("architectures") or ["none"])[0]
         known = names_where(lambda facts: facts.embedded)
         if name not in known:
-            raise ValueError(f"the embedded engine knows {', '.join(known)}; config.json says {name}")
+            raise ValueError(f"the embedded engine runs {', '.join(known)}; config.json says {name}")
         facts = FAMILIES[name]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -48,6 +49,10 @@ class Architecture:
         if config.get("use_sliding_window"):
             raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
         eos = config.get("eos_token_id")
+        if eos is None:
+            eos_ids: tuple[int, ...] = ()
+        else:
+            eos_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         return cls(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
@@ -61,12 +66,12 @@ class Architecture:
             qkv_bias=facts.has_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp=facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
-            eos=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+            eos=eos_ids,
         )
 
 
 class Placement(NamedTuple):
-    """Where the N tokens of one forward stand and what they may attend to."""
+    """Positions, cache slots and attention mask of the N tokens of one forward."""
 
     cos: torch.Tensor  # [N, 1, D]
     sin: torch.Tensor  # [N, 1, D]
@@ -79,6 +84,8 @@ class Placement(NamedTuple):
 
 @dataclass
 class Layer:
+    """Parameters of one transformer layer, fused where one matrix product can serve several of them."""
+
     norm1: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -96,10 +103,11 @@ class Shard(NamedTuple):
 
 
 class Decoder:
-    """Parameters and forward passes, without requests, sampling or speculation.
+    """Parameters and forward passes. It knows no requests, sampling or speculation.
 
-    `tensors` maps every Hugging Face name to its `Shard`. Split by heads, by intermediate columns and, in the output
-    head, by vocabulary; embeddings, norms and MiMo's `input_proj` are replicated.
+    `tensors` maps every Hugging Face name to its `Shard`. Tensor parallelism splits attention by heads, the MLP by
+    intermediate columns and the output head by vocabulary. Embeddings, norms and MiMo's `input_proj` are replicated.
+    Raises ValueError for sizes that the tensor-parallel size does not divide.
     """
 
     def __init__(
@@ -110,10 +118,15 @@ class Decoder:
                 raise ValueError(f"tensor parallel size {comm.size} does not divide {what}={size}")
         if arch.vocab % comm.size:
             raise ValueError(f"tensor parallel size {comm.size} does not divide vocab={arch.vocab}")
-        self.arch, self.dtype, self.device, self.comm = arch, dtype, device, comm
-        self.heads, self.kv_heads = arch.heads // comm.size, arch.kv_heads // comm.size
+        self.arch = arch
+        self.dtype = dtype
+        self.device = device
+        self.comm = comm
+        self.heads = arch.heads // comm.size
+        self.kv_heads = arch.kv_heads // comm.size
         self.tensors: dict[str, Shard] = {}
-        h, v = arch.hidden, arch.vocab
+        h = arch.hidden
+        v = arch.vocab
         self.embedding = self._new({"model.embed_tokens.weight": v}, h, None)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.layers)]
         self.norm = self._new({"model.norm.weight": h})
@@ -128,12 +141,12 @@ class Decoder:
             self.token_norm = self._new({prefix + "token_layernorm.weight": h})
             self.input_proj = self._new({prefix + "input_proj.weight": h}, 2 * h)
             self.final_norm = self._new({prefix + "final_layernorm.weight": h})
-        # Transformers and Megatron build the angles in float32 and cast cosine and sine afterwards; so do we.
+        # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
         frequency = arch.theta ** -(torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim)
         angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency).repeat(1, 2)
         self.cos = angle.cos().to(device, dtype)[:, None]
         sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
-        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # the rotated half comes with its sign
+        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # with the sign of the rotated half
 
     def target(self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]) -> torch.Tensor:
         """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm."""
@@ -143,22 +156,22 @@ class Decoder:
         return self._rms(x, self.norm)
 
     def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """Run the drafter over hidden [N, H] one position before and tokens [N]. Returns [N, H] after the final norm.
+        """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] after its norm.
 
-        MiMo concatenates hidden first and zeroes the embedding at rotary position 0.
+        As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0.
         """
         embedded = F.embedding(tokens, self.embedding).masked_fill_(plan.first[:, None], 0)
         pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
         return self._rms(self._block(self.mtp, F.linear(pair, self.input_proj), plan, kv), self.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of hidden states [N, H], in float32 at least."""
+        """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
         full = self.comm.concat(F.linear(hidden, self.head), -1)
         return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
     @torch.no_grad()
     def write(self, name: str, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full tensor in place."""
+        """Copy this rank's part of a full tensor into the parameter. Raises ValueError for a wrong shape."""
         shard = self.tensors[name]
         part = full if shard.dim is None else full.chunk(self.comm.size, shard.dim)[self.comm.rank]
         if part.shape != shard.view.shape:
@@ -166,6 +179,7 @@ class Decoder:
         shard.view.copy_(part)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor over all tensor-parallel ranks."""
         view, dim = self.tensors[name]
         return tuple(size * self.comm.size if i == dim else size for i, size in enumerate(view.shape))
 
@@ -175,7 +189,8 @@ class Decoder:
             yield name, view if dim is None else self.comm.concat(view, dim)
 
     def _block(self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        n, d = x.shape[0], self.arch.head_dim
+        n = x.shape[0]
+        d = self.arch.head_dim
         qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
         turned = qk.roll(d // 2, -1)
@@ -186,9 +201,10 @@ class Decoder:
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
     def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """Return the attention [N, A * D] of query [N, A, D]. Query heads of one key head share a read of its keys."""
-        k, d = self.kv_heads, self.arch.head_dim
-        b, rows, length = plan.mask.shape[0], plan.mask.shape[2], plan.mask.shape[3]
+        """Return the attention output [N, A * D] of query [N, A, D]. The query heads of a key head share its reads."""
+        k = self.kv_heads
+        d = self.arch.head_dim
+        b, _, rows, length = plan.mask.shape
         group = self.heads // k
         if plan.place is not None:
             query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(0, plan.place, query)
@@ -199,23 +215,25 @@ class Decoder:
         return out if plan.place is None else out.index_select(0, plan.place)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return x + y @ weightᵀ, with the product summed over ranks; the first rank adds x."""
+        """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
         return self.comm.sum(torch.addmm(x, y, weight.t(), beta=int(self.comm.rank == 0)))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x.dtype in (torch.bfloat16, torch.float16):  # as Transformers: normalise in float32, scale in the type
+        if x.dtype in (torch.bfloat16, torch.float16):  # as in Transformers: normalise in float32, scale in x.dtype
             return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
 
     def _layer(self, prefix: str) -> Layer:
-        a, h, i, d = self.arch, self.arch.hidden, self.arch.intermediate // self.comm.size, self.arch.head_dim
+        h = self.arch.hidden
+        i = self.arch.intermediate // self.comm.size
+        d = self.arch.head_dim
         rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
         qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
         bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
         return Layer(
             norm1=self._new({prefix + "input_layernorm.weight": h}),
             qkv=self._new(qkv, h, 0),
-            qkv_bias=self._new(bias, split=0) if a.qkv_bias else None,
+            qkv_bias=self._new(bias, split=0) if self.arch.qkv_bias else None,
             out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
             gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),
@@ -223,7 +241,7 @@ class Decoder:
         )
 
     def _new(self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None) -> torch.Tensor:
-        """Make one parameter of the named row blocks; a norm or bias when `columns` is None."""
+        """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
         shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for (name, _), view in zip(rows.items(), fused.split(list(rows.values())), strict=True):

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 
 class Solo:
-    """One rank, which exchanges nothing."""
+    """One rank without tensor parallelism."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -23,7 +24,8 @@ class TensorParallel:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=self.group)

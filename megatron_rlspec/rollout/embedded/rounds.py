@@ -1,4 +1,4 @@
-"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Requests are known to `engine.py` only."""
+"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Only `engine.py` handles requests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron_rlspec.types import OFF, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):
-    """Chooses which drafted candidates are verified; `speculation/tree.py` has two of them."""
+    """Chooses which drafted candidates are verified. `speculation/tree.py` has two implementations."""
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
         """Return the mask [B, M] of the candidates to verify: at most `limit` a row, each with its parents."""
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
-        """Learn from verified nodes: their scores, and whether each was accepted, both [N]."""
+        """Learn from verified nodes: their scores [N], and whether each was accepted [N]."""
 
     def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
-        """Learn the ms of a whole round that sent `verified` tokens through the target."""
+        """Learn the duration of a round in which the target verified `verified` tokens."""
 
 
 class Committed(NamedTuple):
-    """What one round appended to one row."""
+    """The tokens that one round appended to one row."""
 
     tokens: np.ndarray  # [accepted + 1]
     logprobs: np.ndarray  # [accepted + 1]
@@ -35,7 +35,7 @@ class Committed(NamedTuple):
 
 
 class RoundRunner:
-    """Runs prefills and decode rounds, which advance rows of `cache` in place."""
+    """Runs prefills and decode rounds. They advance rows of `cache` in place."""
 
     def __init__(self, cache: Cache, verifier: Verifier, budget: Budget | None, prefill_chunk: int) -> None:
         self.cache = cache
@@ -47,12 +47,12 @@ class RoundRunner:
         self.temperature = np.zeros(rows)
         self.top_p = np.ones(rows)
         self.top_k = np.zeros(rows, np.int64)
-        self.seeds = np.zeros((rows, 5), np.int64)  # the request's own, then the streams of `verify`
-        self.draws = np.zeros(rows, np.int64)  # noise keys used up by the verifiers that are not position-keyed
-        self.verified = 0  # tokens that rounds have sent through the target so far
+        self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
+        self.draws = np.zeros(rows, np.int64)  # noise keys that target_only and rejection have used so far
+        self.verified = 0  # tokens that the target has verified so far
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
-        """Set how a row is sampled; `draws` continues the noise of a sample that was put back."""
+        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
@@ -60,14 +60,14 @@ class RoundRunner:
         self.draws[row] = draws
 
     def ready(self, row: int) -> bool:
-        """Return whether all but the pending token of the row have been through the target."""
+        """Return whether the target has run on all tokens of the row but the pending one."""
         prefix = self.cache.prefix[row]
         return prefix.computed == len(prefix.tokens) and self.cache.computed[row] == self.cache.length[row] - 1
 
     def prefill(self, rows: list[int]) -> None:
-        """Run the target over at most `prefill_chunk` tokens that these rows still lack, shared prefixes once."""
+        """Run the target on at most `prefill_chunk` tokens that it has not seen yet; shared prefixes run once."""
         cache = self.cache
-        room = self.prefill_chunk
+        left = self.prefill_chunk
         spans: list[tuple[int, int, int, Prefix | None]] = []
         prefixes = set()
         for row in rows:
@@ -83,13 +83,15 @@ class RoundRunner:
                 first = int(cache.computed[row])
                 last = int(cache.length[row]) - 1
                 owner = None
-            last = min(last, first + room)
+            last = min(last, first + left)
             if first < last:
                 spans.append((row, first, last, owner))
-                room -= last - first
+                left -= last - first
         if not spans:
             return
-        which, starts, ends = (np.array(x) for x in zip(*(span[:3] for span in spans), strict=True))
+        which = np.array([span[0] for span in spans])
+        starts = np.array([span[1] for span in spans])
+        ends = np.array([span[2] for span in spans])
         columns, valid = _columns(starts, ends)
         plan = cache.plan(self._read(which, ends), self._to(columns), valid=valid)
         tokens = self._to(cache.tokens[which[:, None], columns][valid])
@@ -101,20 +103,20 @@ class RoundRunner:
                 cache.computed[row] = upto
 
     def can_draft(self, rows: np.ndarray) -> np.ndarray:
-        """Return [B], false before a row's second token, where there is no hidden state to draft from."""
+        """Return [B], false for rows of one token: the drafter needs the hidden state of the token before."""
         return self.cache.length[rows] > 1
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
-        """Return [B], the columns that a round of `config` needs slots for."""
+        """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] - 1 + scratch(config)
 
     def round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
-        """Commit at least one token for every row; rows that cannot draft run without drafts in a pass of their own."""
-        able = self.can_draft(rows)
-        if config.off or able.all():
+        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts."""
+        drafting = self.can_draft(rows)
+        if config.off or drafting.all():
             return self._round(rows, config)
         committed: dict[int, Committed] = {}
-        for part, chosen in ((able, config), (~able, OFF)):
+        for part, chosen in ((drafting, config), (~drafting, OFF)):
             if part.any():
                 committed |= zip(rows[part].tolist(), self._round(rows[part], chosen), strict=True)
         return [committed[row] for row in rows.tolist()]
@@ -128,10 +130,10 @@ class RoundRunner:
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
         if self.budget is not None and tree.tokens.shape[1] > 1:
-            hit = np.zeros(tree.valid.shape, bool)
-            np.put_along_axis(hit, path, True, 1)
+            on_path = np.zeros(tree.valid.shape, bool)
+            np.put_along_axis(on_path, path, True, 1)
             drafted = tree.valid & (tree.depth > 0)
-            self.budget.observe(tree.scores[drafted], hit[drafted])
+            self.budget.observe(tree.scores[drafted], on_path[drafted])
         committed = []
         for i, (row, count) in enumerate(zip(rows.tolist(), accepted.tolist(), strict=True)):
             taken = path[i, : count + 1]
@@ -142,7 +144,7 @@ class RoundRunner:
     def _draft(
         self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig
     ) -> tuple[draft.Tree, torch.Tensor | None]:
-        """The tree to verify and, under rejection, what the drafts were drawn from: q [B, num_steps, V]."""
+        """Return the tree to verify and, under rejection, the drafter's probabilities q [B, num_steps, V]."""
         cache = self.cache
         model = self.model
         length = cache.length[rows]
@@ -159,17 +161,17 @@ class RoundRunner:
         def expand(
             parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            b, c, nodes = ancestors.shape
-            columns = start[:, None] + torch.arange(nodes - c, nodes, device=start.device)
+            batch, expanded, nodes = ancestors.shape
+            columns = start[:, None] + torch.arange(nodes - expanded, nodes, device=start.device)
             depth = torch.full_like(columns, level - 2)
             tree = None if chain else TreeColumns(start, ancestors, depth)
             plan = cache.plan(read, columns, drafter=True, tree=tree)
-            out = model.draft(parents.reshape(b * c, -1), tokens.reshape(-1), plan, cache.kv[-1])
-            return out.view(b, c, -1), model.logits(out).view(b, c, -1)
+            out = model.draft(parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv[-1])
+            return out.view(batch, expanded, -1), model.logits(out).view(batch, expanded, -1)
 
         def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-            logp, knobs = self._logprobs(logits[:, 0], rows)
-            q.append(verify.support(logp, *knobs))
+            logp, sampling = self._logprobs(logits[:, 0], rows)
+            q.append(verify.support(logp, *sampling))
             seeds = self._to(self.seeds[rows, verify.DRAFT])
             keys = self._to(self.draws[rows] + level - 1)
             token = verify.draw(q[-1].log(), seeds, keys)[:, None]
@@ -187,7 +189,7 @@ class RoundRunner:
         return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
 
     def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
-        """Fill the drafter's cache up to the pending tokens, over any gap. Returns its output [B, H] there."""
+        """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
         cache = self.cache
         chunk = self.prefill_chunk
         for row in {cache.prefix[row].key: row for row in rows}.values():  # a shared prefix once
@@ -197,10 +199,10 @@ class RoundRunner:
                 last = min(prefix.drafted + chunk, len(prefix.tokens))
                 self._pairs(one, np.array([prefix.drafted]), np.array([last]))
                 prefix.drafted = last
-        while (long := cache.length[rows] - cache.drafted[rows] > chunk).any():
-            first = cache.drafted[rows[long]]
-            self._pairs(rows[long], first, first + chunk)
-            cache.drafted[rows[long]] += chunk
+        while (behind := cache.length[rows] - cache.drafted[rows] > chunk).any():
+            first = cache.drafted[rows[behind]]
+            self._pairs(rows[behind], first, first + chunk)
+            cache.drafted[rows[behind]] += chunk
         first = cache.drafted[rows]
         last = cache.length[rows]
         out = self._pairs(rows, first, last, read)
@@ -210,12 +212,12 @@ class RoundRunner:
     def _pairs(
         self, rows: np.ndarray, first: np.ndarray, last: np.ndarray, read: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the drafter over the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
+        """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
         cache = self.cache
+        if read is None:
+            read = self._read(rows, last)
         columns, valid = _columns(first, last)
-        plan = cache.plan(
-            self._read(rows, last) if read is None else read, self._to(columns), drafter=True, valid=valid
-        )
+        plan = cache.plan(read, self._to(columns), drafter=True, valid=valid)
         tokens = self._to(cache.tokens[rows[:, None], columns][valid])
         before = self._to(cache.slots[rows[:, None], columns - 1][valid])
         return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv[-1])
@@ -223,40 +225,42 @@ class RoundRunner:
     def _verify(
         self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, q: torch.Tensor | None, chain: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the target over the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
+        """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
         cache = self.cache
-        b, t = tree.tokens.shape
+        batch, nodes = tree.tokens.shape
         start = cache.length[rows] - 1
         where = None
         if not chain:
             where = TreeColumns(self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth))
-        plan = cache.plan(read, self._to(start[:, None] + np.arange(t)), valid=tree.valid, tree=where)
+        plan = cache.plan(read, self._to(start[:, None] + np.arange(nodes)), valid=tree.valid, tree=where)
         hidden = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, hidden)
-        of = np.nonzero(tree.valid)[0]  # the sample of each flat node
-        logp, knobs = self._logprobs(self.model.logits(hidden), rows[of])
-        counter = self.draws[rows][:, None] + np.arange(t)
+        sample_of = np.nonzero(tree.valid)[0]  # the sample of each flat node
+        logp, sampling = self._logprobs(self.model.logits(hidden), rows[sample_of])
+        counter = self.draws[rows][:, None] + np.arange(nodes)
         if q is not None:
-            coins, rest = (self._to(self.seeds[rows, which]) for which in (verify.COIN, verify.RESIDUAL))
-            p = verify.support(logp, *knobs).view(b, t, -1)
-            chosen = verify.reject(self._to(tree.tokens[:, 1:]), q, p, coins, rest, self._to(counter)).view(-1)
+            coin_seeds = self._to(self.seeds[rows, verify.COIN])
+            residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
+            p = verify.support(logp, *sampling).view(batch, nodes, -1)
+            drafts = self._to(tree.tokens[:, 1:])
+            chosen = verify.reject(drafts, q, p, coin_seeds, residual_seeds, self._to(counter)).view(-1)
         else:
             keyed = self.verifier == "position_keyed"
             keys = start[:, None] + tree.depth if keyed else counter
-            seeds = self._to(self.seeds[rows[of], 0 if keyed else verify.TARGET])
-            temperature, top_p, top_k = knobs
+            seeds = self._to(self.seeds[rows[sample_of], 0 if keyed else verify.TARGET])
+            temperature, top_p, top_k = sampling
             chosen = verify.sample(logp, temperature, top_p, top_k, seeds, self._to(keys[tree.valid]))
-        self.draws[rows] += t
-        targets = np.full((b, t), -1, np.int64)
-        logprobs = np.zeros((b, t), np.float32)
+        self.draws[rows] += nodes
+        targets = np.full((batch, nodes), -1, np.int64)
+        logprobs = np.zeros((batch, nodes), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
         logprobs[tree.valid] = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0].float().cpu().numpy()
         return targets, logprobs
 
     def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """log p [N, V] under the rows' temperatures, and (temperature, top_p, top_k) [N] of the rows."""
-        knobs = tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
-        return verify.logprobs(logits, knobs[0]), knobs
+        """Return log p [N, V] under the rows' temperatures, and the rows' (temperature, top_p, top_k) [N]."""
+        sampling = tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
+        return verify.logprobs(logits, sampling[0]), sampling
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])
@@ -266,11 +270,11 @@ class RoundRunner:
 
 
 def scratch(config: SpecConfig) -> int:
-    """Return the columns that a round writes from the pending token on: the larger of target and drafter nodes."""
+    """Return how many columns a round writes, from the pending token on: the larger of target and drafter nodes."""
     return max(config.num_draft_tokens, 1 + config.topk * max(config.num_steps - 1, 0))
 
 
 def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Columns [first, last) of each row as a padded [B, T], and which of them are real."""
+    """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
     columns = first[:, None] + np.arange(int((last - first).max()))
     return np.minimum(columns, last[:, None] - 1), columns < last[:, None]

@@ -1,14 +1,15 @@
-"""Chooses the tokens that a verify pass commits: three verifiers as pure functions of logits, drafts and keyed noise.
+"""Choose the tokens that a verify pass commits. Three verifiers, as pure functions of logits, drafts and keyed noise.
 
-* position_keyed: the target's token at a position is argmax(log p + Gumbel noise), the noise hashed from (seed,
-  position, token); a draft is accepted while it equals that token. The text is a function of seed, prompt and weights.
-* target_only: the same walk with noise that is fresh in every round: lossless in distribution only.
+* position_keyed: the target's token at a position is argmax(log p + Gumbel noise). The noise is a hash of (seed,
+  position, token). A draft is accepted if it equals the target's token and its parent was accepted. The text depends
+  only on seed, prompt and weights.
+* target_only: the same, with new noise in every round. It is lossless in distribution only.
 * rejection: accept a draft x ~ q with probability min(1, p/q), else draw from the normalised (p - q)+ (Leviathan et
-  al. 2023; Chen et al. 2023). Chains only.
+  al. 2023; Chen et al. 2023). It verifies chains only.
 
-The hash is 32-bit MurmurHash3 over the seed's low and high word, the position of the predicting token, and the token's
-id, and the noise is -log(-log(hash / (2³² - 1))) in float64, as in SGLang's `multinomial_with_seed`. So the same seed
-gives the same text on both engines, up to floating-point ties.
+The hash is 32-bit MurmurHash3 over four words: the seed's low and high word, the position of the predicting token, and
+the token's id. The noise is -log(-log(hash / (2³² - 1))) in float64. Both are those of SGLang's
+`multinomial_with_seed`, so the same seed gives the same text on both engines, up to floating-point ties.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-DRAFT, COIN, RESIDUAL, TARGET = 1, 2, 3, 4  # independent streams of one request's seed
+# Columns of `streams`: independent streams of one request's seed. Column 0 is the seed itself.
+DRAFT = 1
+COIN = 2
+RESIDUAL = 3
+TARGET = 4
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_CHUNK = 1 << 16  # elements hashed at once: the passes over them stay within the processor's cache
+_CHUNK = 1 << 16  # elements hashed at once; they fit into the processor's cache
 
 
 def streams(seed: int) -> np.ndarray:
-    """Return int64 [5]: the seed, then the seeds of four independent streams, by the finaliser of splitmix64."""
+    """Return int64 [5]: the seed, then seeds of four independent streams, made by the finaliser of splitmix64."""
     x = np.uint64(seed % (1 << 64)) + np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
     y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,7 +47,7 @@ def _rotate(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)  # int32 shifts carry the sign: mask it off
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)  # int32 shifts repeat the sign bit: mask it off
 
 
 def _scramble(k: torch.Tensor) -> torch.Tensor:
@@ -79,8 +84,8 @@ def draw(logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> tor
     picks = []
     for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
         x = uniform(seed, key, part.shape[1])
-        # At x = 1 the noise would be infinite; the clamp gives that bucket its neighbour's. At x = 0 it is a very
-        # small finite number, so that a column of probability 0 never beats one of positive probability.
+        # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
+        # noise is a very low finite number, so a column of probability 0 never beats one of positive probability.
         x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_().log_().neg_()
         picks.append(x.add_(part).argmax(1))
     return torch.cat(picks)
@@ -92,15 +97,15 @@ def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> 
 
 
 def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return log softmax(logits / T) [N, V]; rows with T = 0 are taken at T = 1."""
+    """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; rows with T = 0 use T = 1."""
     return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None], -1)
 
 
 def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return `logp [N, V]` with -inf outside top-k and top-p, not normalised again.
 
-    A token stays if fewer than top_k are likelier, and if what is likelier weighs at most top_p. Where top_p = 1 and
-    top_k <= 0, everything stays.
+    A token stays if fewer than top_k tokens are likelier, and if the likelier ones have a total probability of at most
+    top_p. With top_p = 1 and top_k <= 0 all tokens stay.
     """
     if not ((top_p < 1) | (top_k > 0)).any():
         return logp
@@ -114,7 +119,8 @@ def filtered(logp: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
 
 def support(logp: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
-    out, greedy = filtered(logp, top_p, top_k).softmax(-1), temperature == 0
+    out = filtered(logp, top_p, top_k).softmax(-1)
+    greedy = temperature == 0
     if greedy.any():
         best = logp[greedy].argmax(-1, keepdim=True)
         out[greedy] = torch.zeros_like(logp[greedy]).scatter_(1, best, 1.0)
@@ -129,7 +135,7 @@ def sample(
     seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw the target's token [N] at every node, from `logp [N, V]` of `logprobs`; every other argument is [N]."""
+    """Draw the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`; the others are [N]."""
     greedy = temperature == 0
     if greedy.all():
         return logp.argmax(-1)
@@ -143,7 +149,7 @@ def walk(
     """Follow each tree [B, T] from its root along the children that equal the target's tokens.
 
     Node 0 is the pending token; `parents` are node indices. Returns (path [B, P] of node indices, padded with the last
-    one; accepted [B]): `targets` at path[: accepted + 1] are the tokens to commit.
+    one; accepted [B]). The tokens to commit are `targets` at path[: accepted + 1].
     """
     rows = np.arange(len(tokens))
     node = np.zeros(len(tokens), np.int64)
@@ -168,10 +174,12 @@ def reject(
     residual_seeds: torch.Tensor,
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Verify chains by rejection. Returns tokens [B, k + 1] to commit, -1 after the one that replaces a rejected draft.
+    """Verify chains by rejection. Returns tokens [B, k + 1] to commit: accepted drafts, one drawn token, then -1.
 
-    `drafts [B, k]` were drawn from `q [B, k, V]`; `p [B, k + 1, V]` is the target after filtering; seeds are [B] and
-    `keys [B, k + 1]` fresh in every round.
+    drafts `[B, k]`    drawn from `q [B, k, V]`
+    p `[B, k + 1, V]`  the target's probabilities after filtering
+    seeds `[B]`        streams COIN and RESIDUAL
+    keys `[B, k + 1]`  new in every round
     """
     b, k = drafts.shape
     rows = torch.arange(b, device=drafts.device)
@@ -180,7 +188,7 @@ def reject(
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
-    ok |= residual[:, :k].sum(2) == 0  # p = q up to rounding: nothing is left to draw from
+    ok |= residual[:, :k].sum(2) == 0  # p = q up to rounding: the residual has nothing to draw from
     accepted = ok.long().cumprod(1).sum(1)
     replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])
     commit = torch.cat([drafts, torch.full_like(drafts[:, :1], -1)], 1)

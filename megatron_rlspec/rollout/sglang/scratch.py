@@ -14,12 +14,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def make() -> Path:
-    """A new directory, readable by this user alone."""
+    """Make a directory that only this user can read."""
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def current() -> Path | None:
-    """The directory that the launcher gave this process, if it did."""
+    """Return the directory that the launcher gave this process; None without one."""
     directory = Path(tempfile.gettempdir())
     return directory if directory.name.startswith(PREFIX) else None
 
@@ -34,7 +34,7 @@ def remove(directory: Path) -> None:
 def remove_at_end(directory: Path) -> None:
     """Start a small process that removes the directory once this process has ended, by SIGKILL too.
 
-    It leaves the tree of this process's children, whom SGLang kills when it ends.
+    It leaves the tree of this process's children, because SGLang kills these when it ends.
     """
     try:
         server = os.pidfd_open(os.getpid())

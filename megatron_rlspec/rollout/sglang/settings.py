@@ -36,5 +36,5 @@ class Settings:
 
 
 def known_key(given: str = "") -> str:
-    """The key given, or that of the environment; "" if there is none."""
+    """Return the key given, or that of the environment; "" if there is none."""
     return (given or os.environ.get(KEY, "")).strip()

@@ -76,7 +76,7 @@ class SGLangEngine:
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        """One sample per request, in their order. `on_sample` is called with each one as soon as it is finished."""
+        """Draw one sample per request and return them in this order. Calls `on_sample` with each finished sample."""
         if self._broken:
             raise EngineError(f"{self.url}: serves nothing since a failed weight update: {self._broken}")
         if not requests:
@@ -106,7 +106,7 @@ class SGLangEngine:
         return [samples[r.id] for r in requests]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
-        """Running samples are taken off the batch, and go on under the new weights with a recomputed cache."""
+        """Replace weights. Running samples continue under the new weights with a recomputed cache."""
         self._broken = self._broken or f"version {version} was not completed"
         try:
             self._post("pause")
@@ -158,15 +158,15 @@ class SGLangEngine:
         self._post("control/set_schedule", json={"schedule": schedule.to_json()})
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        """Data of `SpecRule.from_json`, as `{"table": "cost.json"}`; the engine's own candidates by default."""
+        """Choose configurations by `SpecRule.from_json(rule)`. Without `candidates` the engine uses its own."""
         self._post("control/set_spec_rule", json={"spec_rule": dict(rule)})
 
     def spec_rule_report(self) -> dict[str, Any]:
-        """`SpecRule.report` of the engine's rule since the last call; empty without speculation."""
+        """Return `SpecRule.report` of the engine's rule since the last call; empty without speculation."""
         return self._field("control/spec_rule_report", "report", dict)
 
     def hold(self, reason: str) -> None:
-        """Disable speculation until `release`. Rules set meanwhile are stored. `describe()["held"]` is the reason."""
+        """Disable speculation until `release`. Rules set before that are stored. `describe()["held"]` is the reason."""
         self._post("control/hold", json={"reason": reason})
 
     def release(self) -> None:
@@ -370,7 +370,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
 
 
 def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of every run of ones."""
+    """Return (first, last + 1) of every run of ones."""
     padded = np.array([0, *marks, 0])
     edges = np.flatnonzero(np.diff(padded)).tolist()
     yield from zip(edges[::2], edges[1::2], strict=True)

@@ -58,7 +58,7 @@ class EngineProcess:
         return self.process.poll() is not None
 
     def ends_within(self, seconds: float) -> bool:
-        """A killed process' connections break a moment before it is gone."""
+        """Return whether the process ends within `seconds`. A killed process' connections break before it has ended."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -66,16 +66,16 @@ class EngineProcess:
         return True
 
     def _reason(self) -> str:
-        """The line of the log that names the mistake, or its last one."""
+        """Return the line of the log that names the mistake, or the last line."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
-        return (told or lines or [f"exit code {self.process.returncode}"])[-1]
+        errors = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
+        return (errors or lines or [f"exit code {self.process.returncode}"])[-1]
 
     def close(self) -> None:
         """Kill the process and everything it started, without a graceful shutdown. Safe to repeat."""
         self.process.kill()
         self.process.wait()
-        # Its children end when it does, and their resource trackers then tidy up; whatever stays is ended as well.
+        # Its children end with it, and their resource trackers then clean up. The rest of the group is killed below.
         deadline = time.monotonic() + 3
         while self._group(0) and time.monotonic() < deadline:
             time.sleep(0.05)

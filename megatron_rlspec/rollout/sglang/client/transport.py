@@ -113,7 +113,7 @@ class GroupBroadcast:
         self._name = f"rlspec-{port}-{self._made}"
         where = {"address": self.address, "port": port, "size": size, "group": self._name, "backend": self.backend}
         answer = threads.submit(post, "weights/join", json=where)
-        # SGLang makes its side by this helper of torch, whose keys in the store are its own business.
+        # SGLang makes its side with this helper of torch, so both sides use the same keys in the store.
         group, _ = _new_process_group_helper(
             size,
             0,
@@ -125,4 +125,5 @@ class GroupBroadcast:
         )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         answer.result()
-        self._group, self._store = group, store
+        self._group = group
+        self._store = store

@@ -38,7 +38,7 @@ async def read_body(request: Request, limit: int = BODY_BYTES) -> bytes:
 
 
 def content_length(request: Request, limit: int) -> int | None:
-    """The Content-Length, or None for a chunked body."""
+    """Return the Content-Length, or None for a chunked body."""
     text = request.headers.get("content-length")
     if text is None:
         return None

@@ -191,7 +191,7 @@ class TensorEntry(Strict):
 
 
 def parse(model: type[Body], body: bytes) -> Body:
-    """A JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
+    """Read a JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -199,7 +199,7 @@ def parse(model: type[Body], body: bytes) -> Body:
 
 
 def parse_query(model: type[Body], query: Sequence[tuple[str, str]]) -> Body:
-    """A query string's (name, value) pairs as `model`. Raises Refusal."""
+    """Read a query string's (name, value) pairs as `model`. Raises Refusal."""
     found: dict[str, str] = {}
     for name, value in query:
         if name in found:
@@ -241,10 +241,11 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
 
 
 def sentence(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first mistake of a body in words: where, what was given, what was expected."""
+    """Format the first mistake of a body in words: the place, the value, what was expected."""
     first = error.errors(include_url=False)[0]
     place = _place(first["loc"])
-    kind, context = first["type"], first.get("ctx", {})
+    kind = first["type"]
+    context = first.get("ctx", {})
     if kind == "json_invalid":
         where = re.search(r"line \d+ column \d+", str(context.get("error", "")))
         return "the body is not JSON" + (f" ({where.group()})" if where else "") + "; expected a JSON object in UTF-8"
@@ -262,7 +263,7 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, cut to a readable length."""
+    """Format a value as JSON, cut to a readable length."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -271,7 +272,7 @@ def shown(value: Any) -> str:
 
 
 def plain(name: str) -> str:
-    """A name without quotes, with whatever is not printable ASCII escaped, cut to a readable length."""
+    """Format a name without quotes. Characters that are not printable ASCII are escaped; a long name is cut."""
     return json.dumps(name)[1:-1][:200]
 
 
@@ -329,7 +330,7 @@ def _place(path: Sequence[int | str]) -> str:
 
 
 def _fields(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[str]:
-    """The fields that a body may hold at `path`."""
+    """Return the fields that a body may hold at `path`."""
     for part in path:
         if isinstance(part, int):
             continue

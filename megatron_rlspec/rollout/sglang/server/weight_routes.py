@@ -90,7 +90,7 @@ async def end(request: Request) -> JSONResponse:
 
 
 async def bucket(request: Request) -> JSONResponse:
-    """The body is a safetensors file of full tensors. The last bucket names `version`, and flushes the cache."""
+    """Load a safetensors file of full tensors from the body. The last bucket names `version` and flushes the cache."""
     query = _query(request, schemas.BucketQuery)
     async with _alone():
         _push.check(query.scope)
@@ -114,7 +114,7 @@ async def bucket(request: Request) -> JSONResponse:
 
 
 async def file(request: Request) -> JSONResponse:
-    """As `bucket`, from a file that this machine sees."""
+    """Load a bucket from a file that this machine can read."""
     query = _query(request, schemas.FileQuery)
     await read_nothing(request)
     async with _alone():
@@ -124,7 +124,7 @@ async def file(request: Request) -> JSONResponse:
 
 
 def _read(path: str, limit: int) -> torch.Tensor:
-    """The bytes of a regular file. Opening a pipe or a device neither blocks nor reads it."""
+    """Read the bytes of a regular file. Opening a pipe or a device neither blocks nor reads it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
