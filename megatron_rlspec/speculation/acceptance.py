@@ -1,4 +1,4 @@
-"""How many drafts a round accepts: conditional rates per depth, estimated from censored histograms.
+"""Estimate how many drafts a round accepts: conditional rates per depth, from censored histograms.
 
 a_d = P(depth d accepted | depth d reached). A round that drafted k steps and accepted i shows that depths 1..i were
 accepted and that depth i + 1 was refused. If i = k, it shows nothing about depth k + 1 (censored). A round of k steps
@@ -20,9 +20,10 @@ _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float = 0.4) -> float:
     """Return the tokens that one request emits per round under `config`, given rates a_1.. (the last one repeats).
 
-    For topk > 1 the rates of the other branches are modelled: each sibling accepts the share `sibling` of what the
-    siblings before it missed. The tree is SGLang's (topk beams, topk² candidates a step). Its `num_draft_tokens - 1`
-    likeliest nodes are kept, and a node counts the product along its path (RLHFSpec section 5.2).
+    For topk > 1 the rates of the other branches are modelled: each sibling is accepted with probability `sibling` if
+    all siblings before it were refused. The tree is SGLang's (topk beams, topk² candidates a step). Its
+    `num_draft_tokens - 1` likeliest nodes are kept. A node adds the product of the rates on its path (RLHFSpec, section
+    5.2).
     """
     if config.num_steps == 0:
         return 1.0
@@ -46,9 +47,9 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
 
 
 def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
-    """Tokens per round, the target's own included: 1 + accepted drafts / rounds. NaN without rounds.
+    """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 
-    `histogram[i]` rounds accepted i drafts; pool several histograms first, so that the result is a ratio of sums.
+    `histogram[i]` rounds accepted i drafts. Pool several histograms first, so that the result is a ratio of sums.
     """
     counts = np.asarray(histogram, dtype=np.int64)
     rounds = int(counts.sum())
@@ -85,15 +86,17 @@ def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
 
 
 class Acceptance:
-    """Running estimate of a_1..a_depth. It depends on what it was shown only, so tensor-parallel ranks agree.
+    """Running estimate of a_1..a_depth. It depends on the observations only, so tensor-parallel ranks agree.
 
-    Evidence fades with `memory_rounds` (e-folding) and is capped at `memory_draws` per depth. So the estimate follows a
-    moving policy by rounds at small batches, and by draws at large ones. The prior of a depth is the rate of the depth
-    above it times a ratio that is remembered much longer: while only k = 1 runs, the estimate of a_3 moves with a_1.
-    Before any data the ratios are `prior_rate` for depth 1 and `prior_ratio` below it, worth `prior_strength` draws.
+    Observations fade by e in `memory_rounds` rounds, and are capped at `memory_draws` drafts per depth. The estimate of
+    a changing policy therefore follows rounds at small batches, and drafts at large ones.
+
+    The prior of a depth is the rate of the depth above it times a ratio. The ratio is remembered much longer: while
+    only k = 1 runs, the estimate of a_3 follows a_1. Without data the ratios are `prior_rate` for depth 1 and
+    `prior_ratio` for deeper ones, with the weight of `prior_strength` drafts.
 
     hits, draws              [depth] accepted and reached drafts, faded
-    ratio_hits, ratio_base   [depth] the same for the ratios: accepted drafts, and those expected by the depth above
+    ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and drafts expected from the depth above
     rates                    [depth] posterior means of a_1..a_depth
     totals                   [depth + 1] expected tokens of a round of 0..depth steps
     """
@@ -125,13 +128,13 @@ class Acceptance:
         self._refresh()
 
     def observe(self, num_steps: int, accepted: Sequence[int], elapsed: int = 1) -> None:
-        """Learn from one round of `num_steps`: accepted drafts per request, `elapsed` rounds after the last one."""
+        """Learn from one round of `num_steps`: accepted drafts per request, `elapsed` rounds after the last call."""
         self.observe_histogram(num_steps, histogram_of(num_steps, accepted), elapsed)
 
     def observe_histogram(self, num_steps: int, histogram: Sequence[float], elapsed: int = 1) -> None:
         """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts; the last is censored.
 
-        With 0 steps and an empty histogram, evidence only fades by `elapsed` rounds. Raises ValueError.
+        With 0 steps and an empty histogram, observations only fade, by `elapsed` rounds. Raises ValueError.
         """
         if len(histogram) > num_steps + 1:
             raise ValueError(
@@ -155,7 +158,7 @@ class Acceptance:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Compute `rates` and `totals` from the evidence."""
+        """Compute `rates` and `totals` from the observations."""
         m = self.prior_strength
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
@@ -176,7 +179,7 @@ class Acceptance:
         return bounds
 
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
-        """Start again from predicted rates, as if `draws` drafts per depth had shown them. Raises ValueError."""
+        """Replace all observations by predicted rates, which weigh `draws` drafts per depth. Raises ValueError."""
         if not rates or any(not 0 <= rate <= 1 for rate in rates):
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")
         shallower = 1.0
@@ -191,7 +194,7 @@ class Acceptance:
         self._refresh()
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, for `from_json`."""
+        """Return the state, for `from_json`."""
         return {
             "depth": self.depth,
             "memory_rounds": self.memory_rounds,
@@ -203,7 +206,7 @@ class Acceptance:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
-        """Read what `to_json` returned. Raises ValueError, KeyError."""
+        """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
         names = ("memory_rounds", "memory_draws", "prior_strength")
         acceptance = cls(data["depth"], **{name: data[name] for name in names})
         for name in ("prior", *_STATE):
@@ -218,7 +221,7 @@ class Acceptance:
 
 
 def _cap(hits: list[float], draws: list[float], d: int, most: float) -> None:
-    """Scale both at depth d so that `draws[d]` is at most `most`."""
+    """Scale hits and draws at depth d so that `draws[d]` is at most `most`."""
     if (over := draws[d] / most) > 1:
         hits[d] /= over
         draws[d] /= over

@@ -1,4 +1,4 @@
-"""Acceptance as rollouts have shown it, and the data of the rule that engines get before the next one."""
+"""Follow acceptance over rollouts, and make the speculation rule that engines get before the next rollout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
 
-LEAST_DRAWS = 100  # drafts of one depth that make its rate an expectation
+LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
 
 
 class Adapter:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
-    cost_table     path; empty: every layer costs the same (`Roofline.of_layers`), nothing is measured
-    target_layers  of the model, for `of_layers`
+    cost_table     path; empty: use `Roofline.of_layers`, in which every layer costs the same
+    target_layers  layers of the model, for `of_layers`
     ridge_tokens   of the machine, for `of_layers`
+
+    Raises CostTableError.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Adapter:
         self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.acceptance = Acceptance(max(*candidate_steps, 1))
         self.prior = Prior()
-        self.believed: Acceptance | None = None  # in place of `acceptance`, for the next rollout
+        self.mixed: Acceptance | None = None  # `acceptance` mixed with the forecast, for the next rollout
         self.forecast: list[float] | None = None  # rates a_1.. of the next rollout
-        self.probing: dict[str, Any] | None = None  # what engines' probes may still lose, as the last reports say
+        self.probing: dict[str, Any] | None = None  # the engines' probe budget in the last reports
 
     def rule(self) -> dict[str, Any]:
-        acceptance = self.believed or self.acceptance
+        """Return the data of `SpecRule.from_json`, without candidates."""
+        acceptance = self.mixed or self.acceptance
         rule: dict[str, Any] = self.cost | self.settings | {"acceptance": acceptance.to_json()}
         if self.forecast is not None:
             rule["forecast"] = self.forecast
@@ -58,45 +61,48 @@ class Adapter:
         return rule
 
     def expected(self) -> dict[SpecConfig, float]:
-        """Return tokens per round of every chain whose depths were all drafted often enough lately."""
+        """Return tokens per round of the chains with enough recent drafts at every depth."""
         known = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]
-        deep = known.index(False) if False in known else len(known)
-        return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deep + 1)}
+        deepest = known.index(False) if False in known else len(known)
+        return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deepest + 1)}
 
     def expect(self, forecast: Sequence[float] | None) -> dict[str, float]:
-        """Mix the forecast rates a_1.. of the next rollout into what `rule()` says of acceptance; None: there are none.
+        """Mix the forecast rates a_1.. of the next rollout into the acceptance of `rule()`. None: no forecast.
 
-        Returns metrics: the forecast's share in the mix, the drafts that it is worth, and its rates.
+        Returns metrics: the forecast's share in the mix, the weight of the mix in drafts, and its rates.
         """
-        self.believed = None
+        self.mixed = None
         self.forecast = None if forecast is None else list(forecast)
         if forecast is None:
             self.prior.pending = None
             return {}
-        known = self.acceptance.ratio_base[0] >= LEAST_DRAWS  # ever: `draws` fade while nothing is drafted
-        rates, draws = self.prior.believe(self.acceptance.rates, forecast, known)
-        self.believed = Acceptance.from_json(self.acceptance.to_json())
-        self.believed.predict(rates, draws)
-        return {"spec/prior_forecast_share": self.prior.share() if known else 1.0, "spec/prior_draws": draws} | {
-            f"spec/prior_{d}": rate for d, rate in enumerate(self.believed.rates, 1)
-        }
+        # `ratio_base` and not `draws`, which fade while the engines do not draft.
+        known = self.acceptance.ratio_base[0] >= LEAST_DRAWS
+        rates, draws = self.prior.mix(self.acceptance.rates, forecast, known)
+        self.mixed = Acceptance.from_json(self.acceptance.to_json())
+        self.mixed.predict(rates, draws)
+        metrics = {"spec/prior_forecast_share": self.prior.share() if known else 1.0, "spec/prior_draws": draws}
+        for depth, rate in enumerate(self.mixed.rates, 1):
+            metrics[f"spec/prior_{depth}"] = rate
+        return metrics
 
     def observe(self, stats: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Learn from one rollout's rounds and the engines' reports. Returns metrics."""
         self.prior.score(stats)
-        self.believed = self.forecast = None
-        if known := [report["probing"] for report in reports if report.get("probing")]:
-            self.probing = min(known, key=lambda budget: budget["left_ms"])  # for engines that start again
+        self.mixed = None
+        self.forecast = None
+        if budgets := [report["probing"] for report in reports if report.get("probing")]:
+            self.probing = min(budgets, key=lambda budget: budget["left_ms"])  # for engines that are restarted
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds
             if found.config.num_steps:
                 self.acceptance.observe_histogram(found.config.num_steps, found.accepted, found.rounds)
             else:
-                self.acceptance.observe_histogram(0, [], found.rounds)  # what was seen fades all the same
+                self.acceptance.observe_histogram(0, [], found.rounds)  # earlier observations fade
         total = sum(rounds.values())
         ms = sum(found.ms for found in stats)
-        # Rounds right after a prefill have no time and are not counted: there may be none but those.
+        # Engines do not report rounds right after a prefill, so `total` can be 0.
         values = {f"spec/share_{config}": n / total for config, n in sorted(rounds.items()) if total}
         values |= {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
         values |= {"spec/rounds": float(total), "spec/ms_per_round": ms / total if total else math.nan}
@@ -108,7 +114,7 @@ class Adapter:
             )
             values["spec/switches"] = float(sums["switches"])
             values["spec/probes"] = float(sums["probes"])
-            if "table" in self.cost:  # the rule without one counts in passes, not in ms
+            if "table" in self.cost:  # without a table the rule counts in passes, not in ms
                 values["spec/predicted_tokens_per_second"] = 1e3 * sums["predicted_tokens"] / sums["predicted_ms"]
                 values["spec/observed_tokens_per_second"] = 1e3 * sums["emitted_tokens"] / ms if ms else math.nan
         return values

@@ -1,4 +1,4 @@
-"""The rows of a cost table, and their checks. Standard library only."""
+"""The rows of a cost table and their checks. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_rlspec.types import SpecConfig
 
 
 class CostTableError(ValueError):
-    """A cost table that cannot be used. One line: what is wrong, what was expected, where."""
+    """The cost table cannot be used. The message is one line: what is wrong, what was expected, where."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the figures come from. `simulated`: no engine ran, a model computed them."""
+    """The origin of the figures. `simulated`: a model computed them, no engine ran."""
 
     model: str
     hardware: str
@@ -147,7 +147,7 @@ def _made(kind: type[Row], values: Mapping[str, Any], source: str) -> Row:
 
 
 def _field(name: str, wanted: str, value: Any, source: str) -> Any:
-    """Check the value of a dataclass field, whose annotation is `wanted`."""
+    """Check the value of a dataclass field with the annotation `wanted`."""
     if wanted == "int":
         return _count(name, value, source, least=1)
     if wanted == "float":

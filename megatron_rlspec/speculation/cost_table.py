@@ -1,8 +1,8 @@
-"""The cost table: the measured duration of a decode round, over every axis that a decision depends on.
+"""The cost table: the measured duration of a decode round by batch, context, configuration and tensor-parallel size.
 
-It needs the standard library and numpy only. `rlspec profile` writes it; the solver and the online rule read it.
-Source of the axes: ReSpec section 5.2 (batch, steps, branches, draft tokens), RLHFSpec section 5.2 (context and
-verified tokens), PAT section 4 (tensor parallel size, context tokens).
+Standard library and numpy only. `rlspec profile` writes the table; the solver and the online rule read it. Sources of
+the axes: ReSpec, section 5.2 (batch, steps, branches, draft tokens); RLHFSpec, section 5.2 (context and verified
+tokens); PAT, section 4 (tensor-parallel size, context tokens).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 SCHEMA = "rlspec.cost_table"
 VERSION = 1
 _KEYS = {"schema", "version", "units", "provenance", "switch_ms", "catch_up_ms", "rounds", "prefill", "links"}
-LEAST_MS = 1e-9  # smaller ones are mistakes, and would overflow the fit of relative errors
+LEAST_MS = 1e-9  # a smaller value is a mistake, and would overflow the fit of relative errors
 UNITS = {"time": "ms", "bandwidth": "GB/s", "context": "tokens of the whole batch"}
 
 
 class CostTable:
     """Costs of decode rounds; immutable. Raises CostTableError for NaN, a hole, or without rows of plain decoding.
 
-    switch_ms    ms that a change of the configuration between two rounds costs, measured
-    catch_up_ms  ms per token that the drafter did not read while off and must read before it drafts again, measured
+    switch_ms    measured ms of a change of the configuration between two rounds
+    catch_up_ms  measured ms per token to run the drafter on tokens that were decoded while it was off
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class CostTable:
         self.rounds = tuple(sorted(rounds, key=lambda c: (c.tp, c.config, c.batch, c.context_tokens)))
         self.prefill = tuple(sorted(prefill, key=lambda c: (c.tp, c.batch, c.tokens)))
         self.links = tuple(links)
-        self.switch_ms, self.catch_up_ms = switch_ms, catch_up_ms
+        self.switch_ms = switch_ms
+        self.catch_up_ms = catch_up_ms
         _check_numbers(self)
         _check_holes(self.rounds)
 
@@ -97,29 +98,31 @@ class CostTable:
         return float(self._surface(config, tp)(np.array(batch), np.array(context))[0])
 
     def extrapolates(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> bool:
-        """Say whether `ms` at this point comes from the fitted model instead of measured neighbours."""
+        """Return whether `ms` at this point comes from the fitted model instead of measured neighbours."""
         return bool(self._surface(config, tp)(np.array(batch), np.array(context))[1])
 
     def prefill_ms(self, tokens: float, batch: int = 1, tp: int | None = None) -> float:
-        """Estimate ms to read `tokens` new tokens, from the nearest measured batch.
+        """Estimate the ms of a prefill of `tokens` new tokens, from the nearest measured batch.
 
-        Linear between measured token counts; beyond the largest by the last slope. Raises CostTableError without rows.
+        It is linear between measured token counts, and continues with the last slope. Raises CostTableError without
+        prefill rows.
         """
         tp = self._tp(tp)
         cells = [c for c in self.prefill if c.tp == tp]
         if not cells:
             raise CostTableError(f"{self.provenance.model}: no prefill row for tp={tp}; measure with `rlspec profile`")
         nearest = min({c.batch for c in cells}, key=lambda b: abs(b - batch))
-        line = [(c.tokens, c.ms) for c in cells if c.batch == nearest]
-        x, y = np.array([p[0] for p in line], float), np.array([p[1] for p in line])
-        if len(line) == 1 or tokens <= x[-1]:
-            return float(np.interp(tokens, x, y))
-        slope = max((y[-1] - y[-2]) / (x[-1] - x[-2]), 0.0)
-        return float(y[-1] + slope * (tokens - x[-1]))
+        line = [c for c in cells if c.batch == nearest]
+        counts = np.array([c.tokens for c in line], float)
+        ms = np.array([c.ms for c in line])
+        if len(line) == 1 or tokens <= counts[-1]:
+            return float(np.interp(tokens, counts, ms))
+        slope = max((ms[-1] - ms[-2]) / (counts[-1] - counts[-2]), 0.0)
+        return float(ms[-1] + slope * (tokens - counts[-1]))
 
     @cached_property
     def repairs(self) -> tuple[Repair, ...]:
-        """Cells in which noise made a larger batch or a longer context cheaper; answers use the repaired value."""
+        """Return the cells in which noise made a larger batch or a longer context cheaper, with the values used."""
         fixed = {key: monotone(points) for key, points in self._points.items()}
         pairs = ((c, fixed[c.tp, c.config][c.batch, c.context_tokens]) for c in self.rounds)
         return tuple(Repair(c, ms) for c, ms in pairs if abs(ms / c.ms - 1) > 1e-6)
@@ -129,7 +132,7 @@ class CostTable:
         return self._models[self._tp(tp)][1]
 
     def check(self, **expected: Any) -> CostTable:
-        """Return self if it was measured for this: `check(model=…, hardware=…, dtype=…, tp=…)`; else CostTableError."""
+        """Return self. Raises CostTableError if it was measured for another model=, hardware=, dtype= or tp=."""
         for name, value in expected.items():
             if name == "tp":
                 if value not in self.tps:
@@ -143,11 +146,11 @@ class CostTable:
         return self
 
     def calibrated(self, observed: Iterable[RoundStats], tp: int | None = None, prior_rounds: float = 32) -> CostTable:
-        """Scale the rows of each configuration to the durations that an engine observed.
+        """Scale the rows of each configuration to the durations that engines observed.
 
-        A configuration's factor is the median of observed/predicted ms. It is averaged with the factor of all
-        configurations together, which counts as `prior_rounds` rounds. An engine that is slow for all configurations
-        alike thus changes no decision.
+        The factor of a configuration is the median of observed / predicted ms. It is averaged with the factor of all
+        configurations together, which has the weight of `prior_rounds` rounds. An engine that is equally slow for all
+        configurations therefore changes no choice.
         """
         tp = self._tp(tp)
         known = set(self.configs(tp))
@@ -185,7 +188,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "cost table") -> CostTable:
-        """Rebuild the table that `to_json` gave. Raises CostTableError, which names `source` and the field."""
+        """Make the table that `to_json` returned. Raises CostTableError, which names `source` and the field."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             raise CostTableError(
                 f"{source}: not a cost table (expected schema {SCHEMA!r}); write one with `rlspec profile`"
@@ -217,7 +220,7 @@ class CostTable:
     def load(cls, path: str | Path) -> CostTable:
         """Read a file that `save` wrote. Raises CostTableError."""
         try:
-            data = files.read_json(path, finite=False)  # a NaN is told with the field it stands in
+            data = files.read_json(path, finite=False)  # `from_json` refuses NaN, and names its field
         except files.FileError as error:
             raise CostTableError(str(error)) from None
         return cls.from_json(data, str(path))
@@ -233,7 +236,7 @@ class CostTable:
     def _tp(self, tp: int | None) -> int:
         if tp is None:
             if len(self.tps) > 1:
-                raise CostTableError(f"cost table holds tp={list(self.tps)}: say which")
+                raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
             return self.tps[0]
         self.check(tp=tp)
         return tp
@@ -318,7 +321,7 @@ def _check_holes(rounds: Sequence[RoundCost]) -> None:
 
 
 def _rows(data: Mapping[str, Any], name: str, source: str) -> list[tuple[object, str]]:
-    """Return the elements of a list, each with its place for a message. Raises CostTableError."""
+    """Return the elements of a list field, each with its place for an error. Raises CostTableError."""
     rows = data.get(name, [])
     if not isinstance(rows, list):
         raise CostTableError(f"{source}: {name}={short(rows)}, expected a list")
@@ -336,7 +339,7 @@ def _weighted_median(pairs: Sequence[tuple[float, int]]) -> float:
 
 
 def _one_row_a_line(data: Mapping[str, Any]) -> str:
-    """Write JSON with one record of a list per line, so that files can be read and compared."""
+    """Return JSON with one element of a list per line, so that people can read and compare files."""
     parts = []
     for key, value in data.items():
         rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""

@@ -1,6 +1,6 @@
-"""The forecast of what the next rollout accepts: training's prediction, corrected by what rollouts then accepted.
+"""Forecast the acceptance of the next rollout: the trainer's prediction, calibrated by the rollouts before.
 
-`mtp/predict.py` makes the prediction from the logits of a training step. D depths, K step counts.
+`mtp/predict.py` makes the prediction from the logits of a training step. Shapes: D depths, K step counts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import RoundStats, SpecConfig
 
-GAINS = (0.1, 0.2, 0.4, 1.0)  # of the smoothing; 1: the last value
+GAINS = (0.1, 0.2, 0.4, 1.0)  # of exponential smoothing; 1 keeps the last value only
 TRUST = (0.0, 0.5, 1.0)  # share of a change in the prediction that enters the forecast
-FIRST_WEIGHTS = (9.0, 3.0, 1.0)  # of each trust before any error is known: start by trusting observations more
-MEMORY = 0.95  # of past errors, per step
+FIRST_WEIGHTS = (9.0, 3.0, 1.0)  # of each trust before any error is known: observations weigh more than predictions
+MEMORY = 0.95  # factor on past errors, per step
 ENOUGH = 20.0  # information (n a (1 - a)) at which a depth's observed log-odds count for half
 NOISES = 2.0  # steps of sampling noise that are added to the errors of every smoother
 
@@ -50,7 +50,8 @@ class Prediction:
     def rates(self, num_steps: int | None = None) -> list[float]:
         """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
         row = self.steps.index(num_steps) if num_steps is not None else int(np.argmax(self.steps))
-        reached, accepted = self.reached[row], self.accepted[row]
+        reached = self.reached[row]
+        accepted = self.accepted[row]
         rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
         return [float(rate) for rate in rates[: self.steps[row]]]
 
@@ -59,13 +60,17 @@ class Prediction:
 
 
 class Calibration:
-    """Turns predicted rates into calibrated ones, learns from each rollout how, and reports its errors.
+    """Calibrates predicted rates, learns from each rollout, and reports its errors.
 
-    A prediction is biased, since its forward ran before the update, and carries the noise of one rollout's texts. The
-    bias varies slowly. In log-odds, per depth: level = smoothed observed rates, before = smoothed predicted rates; the
-    forecast is level + trust (predicted - before). Trust 1 is the prediction with its bias tracked, trust 0 ignores it,
-    and gain 1 with trust 0 is the last value. All gains and trusts run side by side. Their forecasts are averaged with
-    weights that fall with their squared errors in tokens per round (Bayesian model averaging).
+    A prediction is biased, because its forward ran before the optimizer step, and it has the noise of one rollout's
+    texts. The bias changes slowly. Per depth and in log-odds, the forecast is
+
+        level + trust · (predicted - before)
+
+    where level is the smoothed observed rate and before the smoothed predicted rate. Trust 1 is the prediction without
+    its bias. Trust 0 ignores the prediction. Gain 1 with trust 0 is the last observed rate. All pairs of a gain and a
+    trust run side by side. Their forecasts are averaged with weights that fall with their squared errors in tokens per
+    round (Bayesian model averaging).
     """
 
     def __init__(self, depth: int) -> None:
@@ -75,9 +80,9 @@ class Calibration:
         self.before = np.zeros((len(GAINS), depth))
         self.steps = np.zeros(depth)  # rollouts that reached the depth
         self.loss = np.zeros((len(GAINS), len(TRUST)))  # squared errors; they fade with MEMORY
-        self.noise = 0.0  # variance of observed tokens per round from the draws alone, the latest
-        self.scored = 0.0  # errors in `loss`; they fade alike
-        self.last: list[float] | None = None  # rates that the previous rollout showed
+        self.noise = 0.0  # variance of the last rollout's mean tokens per round, from sampling only
+        self.scored = 0.0  # errors in `loss`; they fade in the same way
+        self.last: list[float] | None = None  # observed rates of the previous rollout
 
     def apply(self, rates: Sequence[float]) -> list[float]:
         """Return the calibrated rates a_1.. of predicted ones."""
@@ -121,7 +126,7 @@ class Calibration:
         return metrics
 
     def _log_odds(self, rates: Sequence[float]) -> np.ndarray:
-        """The forecast of every smoother, `[gains, trusts, depths]`; depths never observed stay as predicted."""
+        """Return the forecast of every smoother, `[gains, trusts, depths]`; depths never observed stay as predicted."""
         predicted = _logit(np.array(rates))
         depth = len(self.steps)
         change = predicted[:depth] - self.before[:, : len(rates)]
@@ -142,7 +147,7 @@ class Calibration:
         return sum(rounds[k] * mean[k] for k in rounds) / sum(rounds.values())
 
     def _learn(self, known: Mapping[int, np.ndarray], raw: Mapping[int, Sequence[float]]) -> None:
-        """Move every smoother, depth by depth, by the step counts that reach it, weighted by their draws."""
+        """Update every smoother at every depth, from all step counts that reach it, weighted by their drafts."""
         last: list[float] = []
         for d in range(max(known)):
             draws = {k: float(h[d:].sum()) for k, h in known.items() if k > d}
@@ -157,27 +162,28 @@ class Calibration:
                     self.level[:, d] = self.before[:, d] = predicted
                 self.steps[d] += 1
                 rate = (rate * n + 0.5) / (n + 1)
-                information = n * rate * (1 - rate)  # a logit's: little where nearly all pass
+                information = n * rate * (1 - rate)  # of a logit: small if nearly all drafts are accepted
                 pull = np.maximum(GAINS, 1 / self.steps[d]) * information / (information + ENOUGH)
                 self.level[:, d] += pull * (_logit(rate) - self.level[:, d])
                 self.before[:, d] += pull * (predicted - self.before[:, d])
         self.last = last or self.last
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, for `from_json`."""
+        """Return the state, for `from_json`."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
         return {**arrays, "noise": self.noise, "scored": self.scored, "last": self.last}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """Read what `to_json` returned. Raises ValueError."""
+        """Restore the state that `to_json` returned. Raises ValueError."""
         calibration = cls(len(data["steps"]))
         for name in _ARRAYS:
             value = np.array(data[name], float)
             if value.shape != getattr(calibration, name).shape:
                 raise ValueError(f"calibration state: {name} has shape {value.shape}, from another release")
             setattr(calibration, name, value)
-        calibration.noise, calibration.scored = float(data["noise"]), float(data["scored"])
+        calibration.noise = float(data["noise"])
+        calibration.scored = float(data["scored"])
         calibration.last = None if data["last"] is None else [float(x) for x in data["last"]]
         return calibration
 
@@ -186,7 +192,7 @@ _ARRAYS = ("level", "before", "steps", "loss")
 
 
 class Forecast:
-    """The prediction of the rollout that comes next, and the calibration learnt from those that have ended."""
+    """Holds the prediction of the next rollout, and the calibration learned from the finished rollouts."""
 
     def __init__(self, depth: int) -> None:
         self.calibration = Calibration(depth)
@@ -216,16 +222,16 @@ class Forecast:
         return None if self.pending is None else self.calibration.apply(self.pending.rates())
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, for `from_json`."""
-        waiting = self.pending
+        """Return the state, for `from_json`."""
+        pending = self.pending
         return {
             "calibration": self.calibration.to_json(),
-            "pending": waiting and [list(waiting.steps), waiting.reached.tolist(), waiting.accepted.tolist()],
+            "pending": pending and [list(pending.steps), pending.reached.tolist(), pending.accepted.tolist()],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Forecast:
-        """Read what `to_json` returned. Raises ValueError."""
+        """Restore the state that `to_json` returned. Raises ValueError."""
         forecast = cls(1)
         forecast.calibration = Calibration.from_json(data["calibration"])
         if data["pending"]:

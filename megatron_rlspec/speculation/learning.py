@@ -1,10 +1,10 @@
-"""What rollouts teach about speculation. A run holds one `Learning`, whichever loop drives it.
+"""Learn from rollouts how to speculate. A run holds one `Learning`, in our own loop and inside slime.
 
     learning = Learning(Adapter(candidate_steps, cost_table, target_layers))
-    learning.expect(prediction)          before a rollout: training's prediction of its acceptance, or None
-    learning.rule()                      what engines take by `set_spec_rule`
-    learning.observe(rounds, reports)    after it: the rounds and the `spec_rule_report` of all engines
-    learning.state(), .restore(state)    what a checkpoint keeps
+    learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
+    learning.rule()                      the argument of the engines' `set_spec_rule`
+    learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
+    learning.state(), .restore(state)    for checkpoints
 
 `expect` and `observe` return metrics: `spec/...` and `predict/...`.
 """
@@ -23,12 +23,12 @@ from megatron_rlspec.types import RoundStats, SpecConfig
 
 
 class Learning:
-    """Joins the forecast and its calibration, the prior that mixes it with what was seen, and the acceptance itself.
+    """Holds the forecast and its calibration, and the adapter with the observed acceptance and the prior.
 
     adapter      acceptance so far, and the settings of the engines' rule
-    depth        deepest draft that predictions speak of; the adapter's own depth if that is larger
-    adaptive     whether engines decide by `rule()`; otherwise nothing of a forecast enters it
-    scale_table  whether the times of the rounds scale the cost table that `rule()` carries
+    depth        deepest draft of the predictions; the adapter's own depth if that is larger
+    adaptive     whether engines use `rule()`; if not, no forecast enters it
+    scale_table  whether observed round times scale the cost table in `rule()`
     """
 
     def __init__(self, adapter: Adapter, depth: int = 1, *, adaptive: bool = True, scale_table: bool = False) -> None:
@@ -40,17 +40,17 @@ class Learning:
             self._table = CostTable.load(str(adapter.cost["table"]))
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take training's prediction of the rollout that comes next; None if there is none."""
-        return self.forecast.expect(prediction) | self._believe()
+        """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
+        return self.forecast.expect(prediction) | self._mix()
 
     def observe(self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Learn from one rollout: `rounds` and `spec_rule_report`s of all engines together."""
+        """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics."""
         if self._table is not None:
             self._table = self._table.calibrated(rounds)
         return self.adapter.observe(rounds, reports) | self.forecast.score(rounds)
 
     def rule(self) -> dict[str, Any]:
-        """Data of `SpecRule.from_json` without candidates: every engine adds its own."""
+        """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
         rule = self.adapter.rule()
         if self._table is not None:
             rule["table"] = self._table.to_json()
@@ -58,22 +58,22 @@ class Learning:
 
     @property
     def forecasts(self) -> bool:
-        """Whether `rule()` holds a forecast, which is for the very next rollout."""
-        return self.adapter.believed is not None
+        """Return whether `rule()` holds a forecast. It is valid for the next rollout only."""
+        return self.adapter.mixed is not None
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
-        """Tokens per round of every chain whose depths were all seen often enough lately."""
+        """Return tokens per round of the chains with enough recent drafts at every depth."""
         return self.adapter.expected()
 
     def accept_length(self, chain: SpecConfig) -> float | None:
-        """Tokens per round of `chain` by the prediction of the next rollout, else as seen lately; None if unknown."""
-        waiting = self.forecast.pending
-        if waiting is not None and chain.num_steps in waiting.steps:
-            return expected_tokens(chain, self.forecast.calibration.apply(waiting.rates(chain.num_steps)))
+        """Return tokens per round of `chain`: predicted for the next rollout, else observed; None if unknown."""
+        pending = self.forecast.pending
+        if pending is not None and chain.num_steps in pending.steps:
+            return expected_tokens(chain, self.forecast.calibration.apply(pending.rates(chain.num_steps)))
         return self.accept_lengths().get(chain)
 
     def state(self) -> dict[str, Any]:
-        """JSON that a checkpoint keeps."""
+        """Return the state for a checkpoint, as JSON."""
         return {
             "acceptance": self.adapter.acceptance.to_json(),
             "prior": self.adapter.prior.to_json(),
@@ -83,22 +83,22 @@ class Learning:
         }
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Take up what `state` returned, parts of it that are missing left out; one line if some could not be taken.
+        """Restore what `state` returned; missing parts stay as they are. Returns a line if acceptance was not restored.
 
-        A run that drafted fewer steps knows too few depths: engines would refuse its acceptance. A scaled table is
-        taken up only where this run decides by the same measurements.
+        Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it. A scaled table is
+        restored only if it comes from the same measurements as this run's table.
         """
         known = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.adapter.acceptance.depth
         if 0 < known < needed:
-            return f"the checkpoint knows acceptance of {known} drafts, not of {needed}: it is learnt anew"
+            return f"the checkpoint holds acceptance of {known} drafts, expected {needed}: it is learned again"
         if known:
             self.adapter.acceptance = Acceptance.from_json(state["acceptance"])
         if state.get("prior"):
             self.adapter.prior = Prior.from_json(state["prior"])
         if state.get("forecast"):
             self.forecast = Forecast.from_json(state["forecast"])
-            self._believe()
+            self._mix()
         self.adapter.probing = state.get("probing")
         if self._table is not None and state.get("table"):
             table = CostTable.from_json(state["table"], "checkpoint")
@@ -106,5 +106,5 @@ class Learning:
                 self._table = table
         return ""
 
-    def _believe(self) -> dict[str, float]:
+    def _mix(self) -> dict[str, float]:
         return self.adapter.expect(self.forecast.rates()) if self.adaptive else {}

@@ -24,7 +24,7 @@ MOST_LENGTH = 1 << 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the schedule and write what was asked for. Exit status: 0, or 2 with one line for a mistake."""
+    """Print the schedule and write the requested files. Returns 0, or 2 after one line about a mistake."""
     args = _parser().parse_args(argv)
     try:
         _plan(args)
@@ -64,7 +64,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise FileError for files that cannot be written, before anything is computed."""
+    """Raise FileError for output files that cannot be written, before the computation."""
     taken = {args.table.absolute(): "the cost table"}
     for option in ("json", "sglang", "vllm"):
         path: Path | None = getattr(args, option)
@@ -80,10 +80,8 @@ def render(schedule: SpecSchedule, max_batch: int) -> str:
     """Format a schedule as a table: a row per range of running requests, a column per range of total context."""
     lasts = [edge - 1 for edge in schedule.batch_edges[1:]] + [max_batch]
     names = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(schedule.batch_edges, lasts, strict=True)]
-    heads = [
-        f">= {edge}" if edge else "any" if len(schedule.context_edges) == 1 else "less"
-        for edge in schedule.context_edges
-    ]
+    smallest = "any" if len(schedule.context_edges) == 1 else "less"
+    heads = [f">= {edge}" if edge else smallest for edge in schedule.context_edges]
     width = max(9, *(len(head) + 2 for head in heads))
     lines = ["best configuration by running requests (rows) and total context tokens (columns)"]
     lines.append(f"{'':>10}" + "".join(f"{head:>{width}}" for head in heads))
@@ -97,11 +95,11 @@ def _header(table: CostTable, rates: Sequence[float]) -> None:
     kind = "simulated" if p.simulated else "measured"
     print(f"{kind} on {p.hardware}: {p.model}, {p.dtype}, {p.engine} {p.engine_version}, {p.date}, tp={table.tps[0]}")
     print(f"batches {table.batches()[0]}..{table.batches()[-1]}, mean context {table.lengths()[0]:.0f}..", end="")
-    print(f"{table.lengths()[-1]:.0f}, outside by a model that fits to {table.fit_error():.1%} (median)")
+    print(f"{table.lengths()[-1]:.0f}; costs outside come from a fitted model, median error {table.fit_error():.1%}")
     print("acceptance by depth: " + " ".join(f"{rate:.2f}" for rate in rates))
     if table.repairs:
         worst = max(table.repairs, key=lambda r: abs(r.ms / r.cell.ms - 1))
-        print(f"{len(table.repairs)} cells were measured cheaper than less work, and repaired; most of all {worst}")
+        print(f"{len(table.repairs)} cells, measured cheaper than cells with less work, were repaired; worst: {worst}")
     print()
 
 
@@ -123,7 +121,7 @@ def _candidates(table: CostTable, steps: Sequence[int] | None) -> list[SpecConfi
 
 def _only_tp(table: CostTable) -> int:
     if len(table.tps) > 1:
-        raise CostTableError(f"cost table holds tp={list(table.tps)}: say which with --tp")
+        raise CostTableError(f"cost table holds tp={list(table.tps)}: choose one with --tp")
     return table.tps[0]
 
 
@@ -141,7 +139,7 @@ def _parser() -> arguments.Parser:
     add(
         "--steps",
         type=arguments.distinct_integers(0, 1024),
-        help="num_steps to choose from, such as 0,1,3 (default: all that were measured)",
+        help="values of num_steps to choose from, such as 0,1,3 (default: all measured ones)",
     )
     add(
         "--max-batch",

@@ -1,7 +1,8 @@
-"""The budget of probes: rounds that run a deeper configuration only to learn what it accepts.
+"""The budget of probes. A probe is a round of a deeper configuration, run to observe how many drafts are accepted.
 
-A probe is charged in advance as if it accepted nothing, and is refunded what it did accept. What probes lose therefore
-never exceeds `share` of the time so far. Times are in the unit of the cost: ms of a table, passes of a roofline.
+Before a probe, the budget is charged its whole cost, as if no draft would be accepted. Afterwards it gets back the
+value of the accepted drafts. Probes therefore never lose more than `share` of the time so far. Times are in the unit of
+the cost: ms with a table, passes with a roofline.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 
 from megatron_rlspec.types import SpecConfig
 
-FIRST_PROBE = 32  # rounds until the first probe, and between two while they find something
-LAST_PROBE = 128  # most rounds between two; their number doubles after each probe that finds nothing
+FIRST_PROBE = 32  # rounds before the first probe, and between two probes while they pay off
+LAST_PROBE = 128  # most rounds between two probes; the number doubles after each probe that does not pay off
 LEAST_DRAWS = 4  # drafts that the budget must be able to pay for before a probe starts
-PROBE_DRAWS = 16  # drafts that a probe wants, over all its rounds
-EARNED = 0.9  # of `share` that rounds earn; the rest covers errors of the cost
+PROBE_DRAWS = 16  # drafts of a probe, over all its rounds
+EARNED = 0.9  # part of `share` that each round adds to the budget; the rest covers errors of the cost
 
 
 class ProbeBudget:
-    """What probes may still lose, and when the next one is due. It outlives the rule that spends it.
+    """The ms that probes may still lose, and the time of the next probe. A new rule takes it over from the old one.
 
-    share           of all time that probes may lose
-    catch_up_share  of the time of rounds that are off, which probes may spend on the drafter's catching up besides
+    share           part of all time that probes may lose
+    catch_up_share  part of the time of `OFF` rounds that probes may spend on the drafter's catching up, in addition
     """
 
     def __init__(self, share: float, catch_up_share: float) -> None:
@@ -32,23 +33,23 @@ class ProbeBudget:
         self.left_ms = 0.0
         self.catch_up_left_ms = 0.0
         self.wait = FIRST_PROBE  # rounds until the next probe
-        self.interval = FIRST_PROBE  # what `wait` starts from again
-        self.rounds = 0  # that have earned anything
-        self.unit = ""  # of the times: ms, passes; empty until a cost is known
-        # Of each probe round whose acceptance is not known yet: ms of one token, and the tokens that make it pay.
+        self.interval = FIRST_PROBE  # rounds between two probes
+        self.rounds = 0  # rounds that were added to the budget
+        self.unit = ""  # of the times: ms or passes; empty until a cost is known
+        # For each probe round without observed acceptance yet: ms of one token, and the tokens at which it pays off.
         self.pending_charges: dict[SpecConfig, list[tuple[float, float]]] = {}
 
     def earn(self, ms: float) -> None:
-        """Add what a round of `ms` earns."""
+        """Add a round's part of the budget; the round takes `ms`."""
         self.left_ms += EARNED * self.share * ms
         self.rounds += 1
 
     def earn_catch_up(self, ms: float) -> None:
-        """Add what a round of `ms` without drafts earns for catching up."""
+        """Add an `OFF` round's part of the catch-up budget; the round takes `ms`."""
         self.catch_up_left_ms += self.catch_up_share * ms
 
     def due(self) -> bool:
-        """Count one round, and return whether a probe is due in it. The next one is then `interval` rounds away."""
+        """Count one round, and return whether a probe is due. If so, the next one is due after `interval` rounds."""
         self.wait -= 1
         if self.wait > 0:
             return False
@@ -56,7 +57,7 @@ class ProbeBudget:
         return True
 
     def started(self) -> None:
-        """Note that a probe begins: the next ones come later and later, until one finds something."""
+        """Note that a probe begins. The interval doubles with every probe, until one pays off."""
         self.wait = self.interval
         self.interval = min(2 * self.interval, LAST_PROBE)
 
@@ -67,22 +68,23 @@ class ProbeBudget:
     def charge(
         self, config: SpecConfig, lost_ms: float, catch_up_ms: float, ms_per_token: float, needed: float
     ) -> float:
-        """Charge a probe round as if it accepted nothing. Return the ms charged to the budget.
+        """Charge a probe round as if no draft would be accepted. Returns the ms charged to the budget.
 
-        `ms_per_token` is what one token of each request costs otherwise; `needed` tokens make the round pay.
+        The current configuration takes `ms_per_token` for one token of each request. With `needed` tokens per request
+        the probe round pays off.
         """
-        earned = min(catch_up_ms, self.catch_up_left_ms)
-        charged = lost_ms + catch_up_ms - earned
+        from_catch_up = min(catch_up_ms, self.catch_up_left_ms)
+        charged = lost_ms + catch_up_ms - from_catch_up
         self.left_ms -= charged
-        self.catch_up_left_ms -= earned
+        self.catch_up_left_ms -= from_catch_up
         self.pending_charges.setdefault(config, []).append((ms_per_token, needed))
         return charged
 
     def refund(self, config: SpecConfig, drafts: float, share: float) -> float:
-        """Give back what a probe round accepted. Return the ms given back, 0 if no such round is pending.
+        """Return the value of a probe round's accepted drafts to the budget. Returns the ms; 0 if no round is pending.
 
-        `drafts` were accepted per request that took part, which the `share` of all did. If the round paid, the next
-        probe comes soon.
+        `drafts` is the mean number of accepted drafts of the requests that drafted, which are `share` of all requests.
+        If the round paid off, the next probe is due soon.
         """
         pending = self.pending_charges.get(config)
         if not pending:
@@ -96,27 +98,29 @@ class ProbeBudget:
         return refunded
 
     def postpone(self) -> None:
-        """Ask again in the next round: a probe is due, but costs more than was earned so far."""
+        """Make the probe that is due wait one round, because the budget does not allow it yet."""
         self.wait = 1
 
     def restart(self) -> None:
-        """Wait as at the start: another configuration runs from now on."""
-        self.interval = self.wait = FIRST_PROBE
+        """Wait as at the start, because another configuration runs from now on."""
+        self.interval = FIRST_PROBE
+        self.wait = FIRST_PROBE
 
     def refresh(self) -> None:
-        """Shorten the wait after new weights, as probes that found nothing say less. Rounds waited still count."""
+        """Shorten the wait after new weights, because earlier probes say less about them. Rounds waited still count."""
         self.interval = FIRST_PROBE
         self.wait = min(self.wait, FIRST_PROBE)
 
     def set_unit(self, unit: str) -> None:
-        """Count in this unit from now on. What was earned in another one is dropped."""
+        """Count in this unit from now on. A budget in another unit is dropped."""
         if self.unit not in ("", unit):
-            self.left_ms = self.catch_up_left_ms = 0.0
+            self.left_ms = 0.0
+            self.catch_up_left_ms = 0.0
             self.pending_charges = {}
         self.unit = unit
 
     def take_up(self, former: ProbeBudget) -> None:
-        """Go on where the budget of an earlier rule ended, as `refresh` does. Without effect if it never began."""
+        """Continue the budget of an earlier rule, and `refresh` it. Does nothing if that rule chose no round."""
         if not former.rounds:
             return
         unit = self.unit or former.unit
@@ -130,7 +134,7 @@ class ProbeBudget:
         return {name: getattr(self, name) for name in _STATE}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Take up what `to_json` returned. Raises ValueError."""
+        """Set the state that `to_json` returned. Raises ValueError."""
         numbers = [value for name, value in data.items() if name != "unit"]
         if set(data) != set(_STATE) or not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
             raise ValueError(

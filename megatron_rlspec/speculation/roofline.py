@@ -1,4 +1,4 @@
-"""A computed cost of decode rounds: for simulated tables, and for decisions without a table."""
+"""A roofline model of the cost of decode rounds, for simulated tables and for choices without a table."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """A pass takes the longer of reading (weights, context) and computing (tokens), with a smooth transition.
+    """The longer of two times, with a smooth transition: reading weights and context, and computing tokens.
 
-    weights_ms   reading the target's weights once
-    token_ms     computing one token through the target
-    context_ms   reading one context token's keys and values
-    drafter      duration of a drafter pass, as a share of a target pass
-    host_ms      launch and sampling, once a round
-    pass_ms      launch, once a drafter pass
-    switch_ms    changing the configuration between two rounds
+    weights_ms     to read the target's weights once
+    token_ms       to compute one token of the target
+    context_ms     to read the keys and values of one context token
+    drafter        duration of a drafter pass, as a share of a target pass
+    host_ms        launch and sampling, once per round
+    pass_ms        launch, once per drafter pass
+    switch_ms      to change the configuration between two rounds
     drafter_layer  the share of a drafter pass that its layer takes; the output head takes the rest
     """
 
@@ -47,7 +47,7 @@ class Roofline:
 
     @property
     def catch_up_ms(self) -> float:
-        """Return ms to compute one token through the drafter's layer; logits are needed for the last token only."""
+        """Return the ms of one token in the drafter's layer. Only the last token needs logits."""
         return self.drafter_layer * self.drafter * self.token_ms
 
     def __post_init__(self) -> None:
@@ -57,11 +57,11 @@ class Roofline:
 
     @classmethod
     def of_layers(cls, target_layers: int, drafter_layers: int = 1, ridge_tokens: float = 128.0) -> Roofline:
-        """Make the cost model that is used without a table, in units of one plain pass at batch 1.
+        """Make the cost model that is used without a table. Its unit is one plain pass at batch 1. Raises ValueError.
 
         Every layer, of target or drafter, costs the same. `ridge_tokens` is the number of tokens that a pass computes
-        in the time that reading the weights takes: about 37 on an H20, 150 on an A100, 300 on an H100, by the vendors'
-        data sheets. Nothing here is measured. Raises ValueError.
+        in the time of reading the weights: about 37 on an H20, 150 on an A100, 300 on an H100, by the vendors' data
+        sheets. None of this is measured.
         """
         if min(target_layers, drafter_layers) < 1 or ridge_tokens <= 0:
             raise ValueError(
@@ -136,23 +136,27 @@ class Roofline:
         noise: float = 0.0,
         seed: int = 0,
     ) -> CostTable:
-        """Make the cost table that profiling such a machine might give.
+        """Simulate the cost table of such a machine.
 
-        `systematic`: standard deviation of a relative error per configuration and of one per batch size (clocks, kernel
-        choices). `noise`: that of every cell. Two seeds stand for two profiles of the same machine.
+        systematic  standard deviation of a relative error per configuration, and of one per batch size (clocks, kernel
+                    choices)
+        noise       standard deviation of the relative error of every cell
+        seed        two seeds simulate two profiles of the same machine
         """
         rng = np.random.default_rng(seed)
         by_config = np.exp(systematic * rng.standard_normal((len(configs), 1, 1)))
         by_batch = np.exp(systematic * rng.standard_normal((1, len(batches), 1)))
         cells = np.exp(noise * rng.standard_normal((len(configs), len(batches), len(lengths))))
-        batch, length = np.array(batches)[:, None], np.array(lengths)[None, :]
+        batch = np.array(batches)[:, None]
+        length = np.array(lengths)[None, :]
         ms = self.grid(configs, batch, batch * length) * by_config * by_batch * cells
-        rounds = [
-            RoundCost(1, b, b * n, config, round(float(ms[i, j, k]), 6), float(ms[i, j, k] * noise), 20)
-            for i, config in enumerate(configs)
-            for j, b in enumerate(batches)
-            for k, n in enumerate(lengths)
-        ]
+        rounds = []
+        for i, config in enumerate(configs):
+            for j, b in enumerate(batches):
+                for k, n in enumerate(lengths):
+                    median = float(ms[i, j, k])
+                    spread = float(ms[i, j, k] * noise)
+                    rounds.append(RoundCost(1, b, b * n, config, round(median, 6), spread, 20))
         prefill = []
         for n in sorted(set(lengths)):
             tokens = np.array(float(n))

@@ -1,8 +1,9 @@
-"""The online rule of speculation: which speculative configuration the next decode round runs.
+"""The online rule of speculation: it chooses the speculative configuration of the next decode round.
 
-An engine calls `choose` before each round and `observe` after it. The rule uses the costs of a table and the accepted
-drafts, and reads no clock. So all tensor-parallel ranks, which see the same rounds, decide the same. After ReSpec,
-section 5.2 (Solver and Scheduler); here acceptance is estimated live, and what probes cost is bounded.
+An engine calls `choose` before each round and `observe` after it. The rule uses a table of costs and the accepted
+drafts. It reads no clock, so all tensor-parallel ranks, which see the same rounds, choose the same. It follows ReSpec,
+section 5.2 (Solver and Scheduler), with two additions: it estimates acceptance during the rollout, and it bounds the
+cost of probes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
 VERSION = 1
-PATIENCE = 16  # rounds in which a gain of exactly `margin` makes a switch
-CATCH_UP_WEIGHT = 0.1  # of the cost of catching up that staying off must lose before drafting starts: it is paid once
+PATIENCE = 16  # rounds after which a gain of exactly `margin` leads to a switch
+CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
 CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
@@ -40,7 +41,7 @@ class _RoundCosts:
         self._tabulate(range(1, 257))
 
     def at(self, batch: int, context_tokens: int) -> list[float]:
-        """ms of a round of each candidate, linear between two mean context lengths."""
+        """Return ms of a round of each candidate, interpolated between two mean context lengths."""
         if batch not in self.rows:
             self._tabulate([batch])
         row = self.rows[batch]
@@ -59,39 +60,42 @@ class _RoundCosts:
 
 @dataclass
 class _Tally:
-    """What `report` returns, counted since the last report. `ms` and `tokens` are the rule's own predictions."""
+    """Counts since the last `report`. All ms, and `tokens`, are the rule's own predictions."""
 
     rounds: dict[SpecConfig, int] = field(default_factory=dict)
     switches: int = 0
     probes: int = 0
     emitted: int = 0  # tokens
-    drafting: int = 0  # requests, summed over rounds, whose drafts were observed
-    accepted: int = 0  # drafts of them
+    drafting: int = 0  # sum over rounds of the requests with observed drafts
+    accepted: int = 0  # drafts of these requests
     ms: float = 0.0
     tokens: float = 0.0
-    lost_ms: float = 0.0  # to the best candidate
+    lost_ms: float = 0.0  # compared with the best candidate
     probe_ms: float = 0.0
     catch_up_ms: float = 0.0
 
     def ran(self, config: SpecConfig) -> None:
+        """Count one round of `config`."""
         self.rounds[config] = self.rounds.get(config, 0) + 1
 
 
 class SpecRule:
-    """Chooses by a cost (`CostTable`, or `Roofline` where nothing was measured), or by a given `SpecSchedule`.
+    """Chooses by a cost (a measured `CostTable`, or a `Roofline`), or by a given `SpecSchedule`.
 
-    Switching: each round adds, for every other candidate, the share of the round that staying loses to it (or takes off
-    what staying gains). The rule moves to the best candidate once that sum exceeds PATIENCE * margin rounds plus the
-    table's `switch_ms`. So it takes a clear gain within three rounds and a small one when it has lasted, and under a
-    load that alternates it settles on what is better on average.
+    Switching. For every other candidate the rule keeps the loss of not running it, in rounds. Each round adds the share
+    of the round that the current candidate loses to it, or subtracts the share that it gains. The rule switches to the
+    best candidate when the loss exceeds PATIENCE * margin rounds plus the table's `switch_ms`. It therefore takes a
+    clear gain within three rounds, and a small gain after some time. Under a load that alternates it stays with the
+    candidate that is better on average.
 
-    Probing: the rule tries a configuration that drafts deeper than the current one if it would pay by accepting as well
-    as the depth above it. `ProbeBudget` bounds what probes lose. A configuration that pays by the `forecast` is tried
-    at once, and only once.
+    Probing. A probe is a round of a deeper configuration, run to observe its acceptance. The rule probes if the deeper
+    configuration would pay off with the acceptance rate of the depth above it. `ProbeBudget` bounds the loss. A
+    configuration that pays off by the `forecast` is probed at once, and only once.
 
-    Catching up: after `OFF` the drafter has to read what it missed. For a switch it reads the tokens of all running
-    requests; for a probe those of as few requests as tell enough, if the engine can tell them apart (`choose`,
-    `missed`). Probes may spend `catch_up_share` of the time of rounds that were off on it besides.
+    Catching up. While `OFF` runs, the drafter does not run on new tokens. It must run on them before it drafts again.
+    For a switch it runs on the missed tokens of all requests. For a probe it runs on those of a few requests, if the
+    engine supports that (`missed` in `choose`). Besides their budget, probes may spend `catch_up_share` of the time of
+    `OFF` rounds on catching up.
     """
 
     def __init__(
@@ -118,15 +122,15 @@ class SpecRule:
         if self.acceptance.depth < deepest:
             raise ValueError(f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}")
         self._current = self.candidates.index(start) if start is not None else -1
-        self._lost = [0.0] * len(self.candidates)  # rounds that staying has lost to each candidate
+        self._lost = [0.0] * len(self.candidates)  # rounds lost to each candidate since the last switch
         self._unseen = 0  # rounds since acceptance was last observed
-        self.catch_up = 0  # requests, those least behind, whose drafter catches up before the round just chosen
+        self.catch_up = 0  # requests that catch up before the round just chosen; those that missed least
         self._gap = 0  # rounds since the drafter last ran
-        self._probe = -1  # candidate being probed
-        self._probe_left = 0  # rounds of it that remain
-        self._sample = 0  # requests whose drafts the probe is about
-        self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that are yet to be tried
-        self._foreseen_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
+        self._probe = -1  # index of the probed candidate
+        self._probe_left = 0  # rounds that remain of the probe
+        self._probe_requests = 0  # requests that the probe drafts for
+        self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that no probe has tried yet
+        self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
         self.cost: CostTable | Roofline | None = None
         self.schedule: SpecSchedule | None = None
         self._tally = _Tally()
@@ -141,10 +145,10 @@ class SpecRule:
     ) -> None:
         """Set a new cost, a schedule, or predicted acceptance rates, between two rounds.
 
-        A schedule decides every round until the next cost is set. Raises ValueError.
+        A schedule chooses every round until the next cost is set. Raises ValueError.
         """
         if (cost is not None and schedule is not None) or not (cost or schedule or self.cost or self.schedule):
-            raise ValueError("speculation rule: expected a cost or a schedule to decide by, and not both")
+            raise ValueError("speculation rule: expected either a cost or a schedule")
         if cost is not None:
             self.cost = cost
             self.schedule = None
@@ -168,15 +172,16 @@ class SpecRule:
         return self.probe_budget.catch_up_share
 
     def inherit(self, former: SpecRule) -> None:
-        """Take over the probe budget of `former`, and when its next probe is due; acceptance stays this rule's own."""
+        """Take over the probe budget of `former` and the time of its next probe. Acceptance is not taken over."""
         self.probe_budget.take_up(former.probe_budget)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
-        `missed(n)`: tokens that the drafter has not read, summed over the n requests of which it has read most. An
-        engine that passes it feeds the drafter before the round with what those `self.catch_up` requests missed. An
-        engine that does not feeds it with everything when drafting starts after `OFF`. Raises ValueError for batch < 1.
+        `missed(n)` returns the number of tokens on which the drafter has not run, summed over the n requests that
+        missed least. An engine that passes it must run the drafter on the missed tokens of `self.catch_up` requests
+        before the round. An engine that does not pass it runs the drafter on all missed tokens when drafting starts
+        after `OFF`. Raises ValueError for batch < 1.
         """
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
@@ -196,7 +201,7 @@ class SpecRule:
         return self._decide(batch, self._costs.at(batch, context_tokens), catch_up_ms, missed is not None)
 
     def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
-        """Decide by costs. `apart`: the engine can let a part of the requests catch up."""
+        """Choose by costs. `apart`: the engine can let a part of the requests catch up."""
         rates = [tokens / t for tokens, t in zip(self._tokens, ms, strict=True)]
         best = rates.index(max(rates))
         if self._current < 0:
@@ -207,7 +212,7 @@ class SpecRule:
         config = self.candidates[chosen]
         tally = self._tally
         probes_after_off = chosen != self._current and self.candidates[self._current].off
-        drafting = min(self._sample, batch) if probes_after_off else batch
+        drafting = min(self._probe_requests, batch) if probes_after_off else batch
         if config.off:
             self._gap += 1
             self.probe_budget.earn_catch_up(ms[chosen])
@@ -224,9 +229,9 @@ class SpecRule:
         return config
 
     def observe(self, config: SpecConfig, accepted: Sequence[int], others: int = 0) -> None:
-        """Learn from a round under `config`: the drafts accepted per request. It may come some rounds late.
+        """Learn from a round under `config`: the accepted drafts of each request. The call may come some rounds late.
 
-        `others`: requests of the same round whose drafter had not caught up; their drafts are left out.
+        `others` counts the requests of the round for which the drafter had not caught up. They had no drafts.
         """
         tally = self._tally
         tally.emitted += len(accepted) + others
@@ -245,7 +250,7 @@ class SpecRule:
             tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), share)
 
     def report(self) -> dict[str, Any]:
-        """Return what was decided since the last report, as JSON. `estimated_regret` is by the rule's own figures."""
+        """Return the choices since the last report, as JSON. `estimated_regret` uses the rule's own predictions."""
         tally = self._tally
         self._tally = _Tally()
         found: dict[str, Any] = {
@@ -268,7 +273,7 @@ class SpecRule:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return settings and what was learnt, for `from_json`."""
+        """Return settings and learned state, for `from_json`."""
         data: dict[str, Any] = {
             "version": VERSION,
             "candidates": [_triple(c) for c in self.candidates],
@@ -288,11 +293,12 @@ class SpecRule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
-        """`{"candidates": [[num_steps, topk, num_draft_tokens], …], "table": … | "roofline": … | "schedule": …}`.
+        """Make a rule from JSON. Raises ValueError, CostTableError.
 
-        `table` is a path or a table's own JSON; `tp` picks one TP of it. Optional: `start`, `margin`, `probe_share`,
-        `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout), `probing` (as in `report`),
-        `version`. Raises ValueError, CostTableError.
+        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
+        `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional: `start`, `margin`,
+        `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout), `probing` (as in
+        `report`), `version`.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -313,23 +319,24 @@ class SpecRule:
         return rule
 
     def _expected(self) -> list[float]:
-        """Tokens per request and round of each candidate; rates are measured under their topk, trees included."""
+        """Return expected tokens per request and round of each candidate. Rates were observed under the same topk."""
         totals = self.acceptance.totals
         return [totals[c.num_steps] for c in self.candidates]
 
     def _follow(self, rates: list[float], ms: list[float], best: int, batch: int, catch_up_ms: CatchUp) -> None:
-        """Add up what staying loses; switch when it has lost enough."""
+        """Add this round's loss to each candidate, and switch to the best one if the loss to it is large enough."""
         assert self.cost is not None
         now = self._current
         lost = self._lost
-        price = self.cost.switch_ms
+        switch_cost = self.cost.switch_ms
         if best != now and self.candidates[now].off:
-            price += CATCH_UP_WEIGHT * catch_up_ms(batch)
-        enough = PATIENCE * max(self.margin, 1e-3) + price / ms[now]
-        most = 0.5 * enough  # no single round decides
+            switch_cost += CATCH_UP_WEIGHT * catch_up_ms(batch)
+        threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]
+        most = 0.5 * threshold  # a single round cannot cause a switch
         for i, rate in enumerate(rates):
-            lost[i] = max(lost[i] + min(max(1.0 - rates[now] / rate, -most), most), 0.0)
-        if best != now and lost[best] > enough:
+            loss = min(max(1.0 - rates[now] / rate, -most), most)
+            lost[i] = max(lost[i] + loss, 0.0)
+        if best != now and lost[best] > threshold:
             self._current = best
             self._lost = [0.0] * len(lost)
             self._probe_left = 0
@@ -337,15 +344,15 @@ class SpecRule:
             self._tally.switches += 1
 
     def _probing(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
-        """The candidate to run: the current one (`rate` tokens per ms and request), or a deeper one to learn about."""
+        """Return the candidate to run: the current one, with `rate` tokens per ms and request, or one to probe."""
         now = self._current
         ms_per_token = 1.0 / rate
         off = self.candidates[now].off
         if self._probe_left == 0 and not self._start_probe(batch, rate, ms, catch_up_ms, apart):
             return now
         probe = self._probe
-        lost = max(ms[probe] - ms_per_token, 0.0)  # with nothing accepted: one token each for a whole round
-        catch_up = catch_up_ms(min(self._sample, batch)) if off else 0.0
+        lost = max(ms[probe] - ms_per_token, 0.0)  # if no draft is accepted, the round emits one token per request
+        catch_up = catch_up_ms(min(self._probe_requests, batch)) if off else 0.0
         if not self.probe_budget.affords(lost, catch_up):
             self._probe_left = 0
             return now
@@ -357,60 +364,62 @@ class SpecRule:
         return probe
 
     def _start_probe(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> bool:
-        """Start a probe if one is due, could pay, and the budget affords it; whether it did."""
+        """Start a probe if one is due, it could pay off and the budget allows it. Returns whether one was started."""
         budget = self.probe_budget
-        foreseen = self._foreseen(rate, ms)
+        by_forecast = self._best_by_forecast(rate, ms)
         due = budget.due()
-        if foreseen < 0 and not due:
+        if by_forecast < 0 and not due:
             return False
-        self._probe = foreseen if foreseen >= 0 else self._worth_probing(rate, ms)
+        self._probe = by_forecast if by_forecast >= 0 else self._worth_probing(rate, ms)
         if self._probe < 0:
             return False
         extra = max(ms[self._probe] - 1.0 / rate, 0.0)
         off = self.candidates[self._current].off
-        self._sample = self._enough_of(batch, extra, catch_up_ms) if apart and off else batch
-        least_rounds = -(-LEAST_DRAWS // self._sample)
-        if not budget.affords(least_rounds * extra, catch_up_ms(self._sample)):
+        self._probe_requests = self._requests_to_probe(batch, extra, catch_up_ms) if apart and off else batch
+        least_rounds = -(-LEAST_DRAWS // self._probe_requests)
+        if not budget.affords(least_rounds * extra, catch_up_ms(self._probe_requests)):
             if due:
                 budget.postpone()
             return False
-        if foreseen >= 0:
+        if by_forecast >= 0:
             self._forecast = None
-        self._probe_left = -(-PROBE_DRAWS // self._sample)
+        self._probe_left = -(-PROBE_DRAWS // self._probe_requests)
         budget.started()
         return True
 
-    def _foreseen(self, rate: float, ms: list[float]) -> int:
-        """The first deeper candidate that pays by the forecast; -1 if there is none, or no forecast is left to try."""
+    def _best_by_forecast(self, rate: float, ms: list[float]) -> int:
+        """Return the first deeper candidate that pays off by the forecast; -1 without one, or without a forecast."""
         if self._forecast is None:
             return -1
         depth = self.candidates[self._current].num_steps
         for i, config in enumerate(self.candidates):
-            pays = self._foreseen_tokens[i] > ms[i] * rate * (1 + self.margin)
+            pays = self._forecast_tokens[i] > ms[i] * rate * (1 + self.margin)
             if pays and config.num_steps > depth:
                 return i
         return -1
 
-    def _enough_of(self, batch: int, extra: float, catch_up_ms: CatchUp) -> int:
-        """Requests to probe with: as many as may catch up for what was earned, or those that make the probe cheapest.
+    def _requests_to_probe(self, batch: int, extra: float, catch_up_ms: CatchUp) -> int:
+        """Return how many requests a probe after `OFF` drafts for.
 
-        Fewer requests catch up sooner, but need more rounds, each with `extra` ms, for the same number of drafts.
+        Fewer requests catch up in less time, but need more rounds, each with `extra` ms, for the same number of drafts.
+        The result is the cheapest number in total, or a larger one if the catch-up budget pays for it.
         """
         sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < batch] + [batch]
-        prices = [catch_up_ms(n) for n in sizes]
-        totals = [-(-PROBE_DRAWS // n) * extra + price for n, price in zip(sizes, prices, strict=True)]
+        catch_ups = [catch_up_ms(n) for n in sizes]
+        totals = [-(-PROBE_DRAWS // n) * extra + ms for n, ms in zip(sizes, catch_ups, strict=True)]
         cheapest = totals.index(min(totals))
-        affordable = [i for i, price in enumerate(prices) if price <= self.probe_budget.catch_up_left_ms]
+        affordable = [i for i, ms in enumerate(catch_ups) if ms <= self.probe_budget.catch_up_left_ms]
         return sizes[max(cheapest, *affordable[-1:])] if affordable else sizes[cheapest]
 
     def _worth_probing(self, rate: float, ms: list[float]) -> int:
-        """The next deeper candidate, if some deeper one would win by accepting as well as the depth above; else -1."""
+        """Return the next deeper candidate if some deeper one would pay off at the rate of the depth above; else -1."""
         depth = self.candidates[self._current].num_steps
         known = self.acceptance.rates[:depth]
-        hopeful = [*known, known[-1] if known else 1.0]
+        optimistic = [*known, known[-1] if known else 1.0]
         deeper = [i for i, c in enumerate(self.candidates) if c.num_steps > depth]
         for i in deeper:
-            if expected_tokens(SpecConfig(self.candidates[i].num_steps), hopeful) > ms[i] * rate * (1 + self.margin):
+            tokens = expected_tokens(SpecConfig(self.candidates[i].num_steps), optimistic)
+            if tokens > ms[i] * rate * (1 + self.margin):
                 return deeper[0]
         return -1
 

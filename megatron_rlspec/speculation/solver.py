@@ -1,4 +1,4 @@
-"""Choose (num_steps, topk, num_draft_tokens), or OFF, by the most expected tokens per millisecond."""
+"""Choose the configuration (num_steps, topk, num_draft_tokens), or OFF, with the most expected tokens per ms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 
 class RoundCosts(Protocol):
-    """What the solver needs: a `CostTable` of one TP (`table.at(tp)`), or a `Roofline`."""
+    """The costs that the solver needs: a `CostTable` of one TP (`table.at(tp)`), or a `Roofline`."""
 
     switch_ms: float
     catch_up_ms: float
@@ -40,7 +40,7 @@ class Choice:
 def choices(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
 ) -> list[Choice]:
-    """Rate every candidate at this batch and total context, best first; of equals the one that drafts less."""
+    """Rate every candidate at this batch and total context, best first; of equals, the one that drafts less first."""
     ms = cost.grid(candidates, np.array(batch), np.array(context))
     found = [
         Choice(c, expected_tokens(c, rates), float(t), cost.extrapolates(c, batch, context))
@@ -52,6 +52,7 @@ def choices(
 def solve(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
 ) -> Choice:
+    """Return the best candidate at this batch and total context."""
     return choices(cost, rates, batch, context, candidates)[0]
 
 
@@ -63,11 +64,12 @@ def compile_schedule(
     max_batch: int = 256,
     lengths: Sequence[int] = (64, 32_768),
 ) -> SpecSchedule:
-    """Tabulate the best candidate of every batch 1..max_batch over octaves of total context; equal neighbours merge.
+    """Tabulate the best candidate by batch (1..max_batch) and octave of total context. Equal neighbours are merged.
 
-    `lengths`: the shortest and longest mean context per request to plan for.
+    `lengths` are the shortest and longest mean context per request to plan for.
     """
-    shortest, longest = min(lengths), max(lengths)
+    shortest = min(lengths)
+    longest = max(lengths)
     octaves = [2**i for i in range(int(np.log2(shortest)), int(np.ceil(np.log2(max_batch * longest))) + 1)]
     edges = [0, *octaves[1:]]
     batch = np.arange(1, max_batch + 1)
@@ -89,7 +91,7 @@ def compile_schedule(
 def explain(
     cost: RoundCosts, rates: Sequence[float], batch: int, context: int, candidates: Sequence[SpecConfig]
 ) -> str:
-    """List each candidate's tokens and cost, and the tokens that it would need to be chosen."""
+    """Format each candidate's tokens and cost, and how many tokens per round it would need to be the best."""
     ranked = choices(cost, rates, batch, context, candidates)
     best = ranked[0]
     off = next((o for o in ranked if o.config.off), None)
@@ -101,9 +103,9 @@ def explain(
     ]
     for o in ranked:
         needed = best.rate * o.ms
-        verdict = "chosen" if o is best else f"would need {needed:.2f} tokens a round"
+        verdict = "chosen" if o is best else f"would need {needed:.2f} tokens per round"
         if o is not best and not o.config.off and needed > o.config.num_steps + 1:
-            verdict += f", more than {o.config.num_steps + 1} it can accept"
+            verdict += f", more than its maximum of {o.config.num_steps + 1}"
         verdict += " (cost extrapolated)" if o.extrapolated else ""
         lines.append(f"{o.config!s:>12} {o.tokens:13.2f} {o.ms:9.3f} {1e3 * batch * o.rate:9.0f}  {verdict}")
     return "\n".join(lines)
@@ -121,7 +123,8 @@ def sglang_adaptive_config(
     """Make a file for `--speculative-adaptive-config`: the useful steps at each batch size of `length` tokens each.
 
     SGLang (0.5.23, `speculative/adaptive_spec_params.py`) picks among a slot's `candidate_steps` by an average of
-    accepted drafts. A slot therefore gets the best steps for the given rates, and for rates `band` lower and higher.
+    accepted drafts. A slot therefore gets the best steps for the given rates, for rates lower by `band` and for rates
+    higher by `band`.
     SGLang's step 0 still runs a drafter pass: include `SpecConfig(0)` if it was measured. `--speculative-num-steps`
     must be among the steps of the result. Raises ValueError without a chain.
     """

@@ -32,7 +32,7 @@ def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.n
 
 
 def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Solve least squares with coefficients >= 0 (Lawson and Hanson's active set): x `[n, m]`, y `[n]` -> `[m]`."""
+    """Solve least squares with coefficients >= 0 (active set of Lawson and Hanson): x `[n, m]`, y `[n]` -> `[m]`."""
     n_terms = x.shape[1]
     scale = np.maximum(np.abs(x).max(axis=0), 1e-30)
     x = x / scale
@@ -59,7 +59,7 @@ def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:
-    """Find the nondecreasing sequence nearest in (weighted) least squares, by pooling adjacent violators."""
+    """Return the nondecreasing sequence that is nearest in weighted least squares, by pooling adjacent violators."""
     blocks: list[list[float]] = []  # [mean, weight, count]
     for value, weight in zip(values, np.ones(len(values)) if weights is None else weights, strict=True):
         blocks.append([float(value), float(weight), 1])
@@ -73,9 +73,9 @@ def isotonic(values: Sequence[float], weights: Sequence[float] | None = None) ->
 
 
 def monotone(points: Points) -> dict[tuple[int, int], float]:
-    """Remove noise that would make a larger batch or a longer context cheaper.
+    """Return `points` without the noise that makes a larger batch or a longer context cheaper.
 
-    Batches are compared at equal mean context only. Both directions are pooled alternately until neither changes.
+    Batches are compared only at equal mean context. The function pools both directions in turn until nothing changes.
     """
     fixed = dict(points)
     lines: dict[tuple[str, float], list[tuple[int, int]]] = {}
@@ -94,7 +94,7 @@ def monotone(points: Points) -> dict[tuple[int, int], float]:
 
 
 class Surface:
-    """ms over (batch, context tokens) for one (TP, config); `model` are the coefficients of `features` at this TP."""
+    """ms by (batch, context tokens) for one (TP, config). `model` holds the coefficients of `features` at this TP."""
 
     def __init__(self, config: SpecConfig, points: Points, model: np.ndarray) -> None:
         self.config = config
@@ -108,9 +108,9 @@ class Surface:
     def __call__(self, batch: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute (ms, extrapolated), each of the broadcast shape of `batch` and `context`.
 
-        Outside the grid the nearest measured cost is scaled by the fitted model's ratio, so the cost is continuous at
-        the edge. A context shorter than all measured ones costs as much as the shortest of them: the fitted slope is
-        too noisy to decide there.
+        Outside the grid the result is the nearest measured cost times the ratio of the fitted model, so the cost is
+        continuous at the edge. A context below the shortest measured one costs as much as that one, because the fitted
+        slope is too noisy there.
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
         length = context / batch
@@ -146,6 +146,6 @@ def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[np
     rows = list(samples)
     x = np.stack([features(config, np.array(b), np.array(c)) for config, b, c, _ in rows])
     ms = np.array([r[3] for r in rows])
-    # Relative errors: rounds of 2 ms and of 200 ms count alike.
+    # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
     model = fit_nonnegative(x / ms[:, None], np.ones(len(rows)))
     return model, float(np.median(np.abs(x @ model / ms - 1)))

@@ -1,12 +1,15 @@
-"""How many drafted tokens a round should verify, and which: RLHFSpec section 5, and one budget for the whole batch.
+"""Choose how many drafted tokens a round verifies, and which (RLHFSpec, section 5; also one budget for the batch).
 
-It needs the standard library and numpy only. A candidate's *score* is the summed log-probability that the drafter
-gives to its path. F maps scores to acceptance probabilities. The expected tokens of a round, al(n), are one per sample
-plus the sum of F over the verified candidates. The cost of a round is fitted over samples, cached tokens and verified
-tokens. The number of verified candidates maximises the ratio of the two, tokens per millisecond.
+Standard library and numpy only.
 
-A choice by the drafter's scores is lossless only under verifiers that do not use the drafter's probabilities:
-position-keyed and target-only. With rejection sampling it changes the distribution, and engines refuse it.
+* A candidate's *score* is the sum of the drafter's log-probabilities on its path. F maps scores to probabilities of
+  acceptance.
+* The expected tokens of a round, al(n), are one per sample plus the sum of F over the n verified candidates.
+* The cost of a round is fitted over samples, cached tokens and verified tokens.
+* n maximises al(n) / cost(n), the tokens per millisecond.
+
+A choice by the drafter's scores is lossless only under the verifiers position_keyed and target_only, which do not use
+the drafter's probabilities. Under rejection it would change the distribution; engines refuse it.
 """
 
 from __future__ import annotations
@@ -24,21 +27,20 @@ Cost = Callable[[int, int, int], float]  # (samples, cached tokens of the batch,
 
 
 class AcceptanceMap:
-    """F: a candidate's score -> the probability that it is accepted, monotone (RLHFSpec section 5.2 and figure 7).
+    """F: a candidate's score -> the probability that it is accepted, nondecreasing (RLHFSpec, section 5.2, figure 7).
 
-    Rates are counted per bin of scores, pooled until they do not decrease, and interpolated between the bins' mean
-    scores. The prior is F = exp(score), with the weight of `prior` candidates in every bin. About the last `window`
-    candidates count, so that observations from before a policy update lose weight.
+    It counts rates per bin of scores, pools bins until the rates do not decrease, and interpolates between the bins'
+    mean scores. The prior is F = exp(score), with the weight of `prior` candidates in every bin. About the last
+    `window` candidates count, so observations from before a policy update lose weight.
     """
 
     def __init__(self, bins: int = 24, lowest: float = -10.0, prior: float = 4.0, window: float = 20_000.0) -> None:
-        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0: most accepted ones
-        self.edges, centre = borders[1:-1], (borders[1:] + borders[:-1]) / 2
+        borders = lowest * np.linspace(1.0, 0.0, bins + 1) ** 2  # finest near 0, where most accepted candidates are
+        self.edges = borders[1:-1]
+        centre = (borders[1:] + borders[:-1]) / 2
         self.window = window
         self.prior = prior * np.stack([np.ones(bins), np.exp(centre), centre])
-        self.counts = np.zeros(
-            (3, bins)
-        )  # candidates seen, accepted, and their summed scores (a bin is placed at its mean)
+        self.counts = np.zeros((3, bins))  # candidates seen, candidates accepted, sum of scores
         self._refit()
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
@@ -46,11 +48,12 @@ class AcceptanceMap:
         return np.asarray(np.interp(scores, self.at, self.rate))
 
     def observe(self, scores: np.ndarray, accepted: np.ndarray) -> None:
-        """Count verified candidates, [N] each: all of them, also those whose parents were rejected."""
+        """Count all verified candidates, also those with a rejected parent; `scores` and `accepted` are [N]."""
         scores = np.maximum(np.asarray(scores, float), 2 * self.edges[0])
-        where, bins = np.searchsorted(self.edges, scores), self.counts.shape[1]
+        bin_of = np.searchsorted(self.edges, scores)
+        bins = self.counts.shape[1]
         columns = (None, np.asarray(accepted, float), scores)
-        self.counts += np.stack([np.bincount(where, column, bins) for column in columns])
+        self.counts += np.stack([np.bincount(bin_of, column, bins) for column in columns])
         self.counts *= min(1.0, self.window / max(self.counts[0].sum(), 1.0))
         self._refit()
 
@@ -60,26 +63,30 @@ class AcceptanceMap:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AcceptanceMap:
         made = cls(window=data["window"])
-        made.edges, made.prior, made.counts = (np.array(data[k]) for k in ("edges", "prior", "counts"))
+        made.edges = np.array(data["edges"])
+        made.prior = np.array(data["prior"])
+        made.counts = np.array(data["counts"])
         made._refit()
         return made
 
     def _refit(self) -> None:
-        seen, hits, mass = self.counts + self.prior
-        rate = isotonic(hits / seen, seen)
-        self.at, self.rate = np.append(mass / seen, 0.0), np.append(rate, rate[-1])
+        seen, accepted, score_sums = self.counts + self.prior
+        rate = isotonic(accepted / seen, seen)
+        self.at = np.append(score_sums / seen, 0.0)
+        self.rate = np.append(rate, rate[-1])
 
 
 class VerifyCost:
-    """ms of a round over (samples, cached tokens, verified tokens), fitted to measured rounds (RLHFSpec section 5.2).
+    """ms of a round by (samples, cached tokens, verified tokens), fitted to measured rounds (RLHFSpec, section 5.2).
 
-    Linear in samples and cached tokens; convex and piecewise linear in verified tokens, since a further token costs
-    more as the hardware approaches its compute limit. Answers are cached per bucket of the two token counts, each a
-    quarter octave wide.
+    It is linear in samples and cached tokens. It is convex and piecewise linear in verified tokens, because a further
+    token costs more when the hardware is close to its compute limit. Results are cached per bucket of the two token
+    counts; a bucket is a quarter octave wide.
     """
 
     def __init__(self, knees: ArrayLike, weights: ArrayLike) -> None:
-        self.knees, self.weights = np.asarray(knees, float), np.asarray(weights, float)
+        self.knees = np.asarray(knees, float)
+        self.weights = np.asarray(weights, float)
         self._known: dict[tuple[int, int, int], float] = {}
 
     @classmethod
@@ -90,7 +97,7 @@ class VerifyCost:
         data = np.asarray(rounds, float)
         knees = np.unique(np.quantile(data[:, 2], [0.2, 0.4, 0.6, 0.8]))
         x = _features(data[:, 0], data[:, 1], data[:, 2], knees)
-        # Relative errors count: a round of 2 ms matters as much as one of 200.
+        # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
         return cls(knees, fit_nonnegative(x / data[:, 3:], np.ones(len(data))))
 
     def __call__(self, samples: int, context_tokens: int, verified: int) -> float:
@@ -110,17 +117,21 @@ class VerifyCost:
 
 
 class LearnedCost:
-    """A `VerifyCost` fitted to an engine's own rounds: `cost` is None at first, then fitted again every `every` rounds.
+    """A `VerifyCost` fitted to an engine's own rounds.
 
-    The first `rounds` are always kept: they were run with budgets of every size, later ones with the best size only.
+    `cost` is None for the first `rounds` rounds, then it is fitted again every `every` rounds. The fit always keeps the
+    first rounds, because they ran with budgets of every size. Later rounds ran with the best size only.
     """
 
-    TRIED = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the limit, in turn, while nothing is known
+    TRIED = (0.0, 0.1, 0.25, 0.5, 1.0)  # shares of the limit that the first rounds use in turn
 
     def __init__(self, rounds: int = 40, every: int = 64, recent: int = 256, warm_up: int = 4) -> None:
         self.first: list[tuple[int, int, int, float]] = []
         self.later: deque[tuple[int, int, int, float]] = deque(maxlen=recent)
-        self.rounds, self.every, self._seen, self._warm_up = rounds, every, 0, warm_up
+        self.rounds = rounds
+        self.every = every
+        self._seen = 0
+        self._warm_up = warm_up
         self.cost: VerifyCost | None = None
 
     def trial(self, limit: int) -> int:
@@ -131,17 +142,23 @@ class LearnedCost:
         self._seen += 1
         if self._seen <= self._warm_up:
             return
-        (self.first if len(self.first) < self.rounds else self.later).append((samples, context_tokens, verified, ms))
+        kept = self.first if len(self.first) < self.rounds else self.later
+        kept.append((samples, context_tokens, verified, ms))
         if len(self.first) == self.rounds and (self._seen - self._warm_up - self.rounds) % self.every == 0:
             self.cost = VerifyCost.fit([*self.first, *self.later])
 
 
 class TreeBudget:
-    """Decide before every verification which candidates the target verifies.
+    """Chooses the candidates that the target verifies.
 
-    An engine calls `keep`, `observe`, and at the end of the round `timed`. Without a `cost` it is learned from `timed`.
-    share = "sample": RLHFSpec's one number n for all samples; each sample's n best candidates are verified.
-    share = "batch": one budget for the batch; the best candidates of all samples are verified.
+    In every round an engine calls `keep`, then `observe`, then `timed`.
+
+    cost      None: it is learned from the rounds given to `timed`
+    share     "sample": RLHFSpec's rule, the n best candidates of each sample, with the same n for all samples
+              "batch": the best candidates of all samples together
+    patience  how many larger n in a row may lower the tokens per ms before the search for n stops
+
+    Raises ValueError for another `share`.
     """
 
     def __init__(
@@ -153,17 +170,21 @@ class TreeBudget:
     ) -> None:
         if share not in ("sample", "batch"):
             raise ValueError(f"share={share!r}, expected sample or batch")
-        self.cost, self.acceptance, self.share, self.patience = cost, acceptance or AcceptanceMap(), share, patience
+        self.cost = cost
+        self.acceptance = acceptance or AcceptanceMap()
+        self.share = share
+        self.patience = patience
         self._learned = LearnedCost() if cost is None else None
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
-        """Mask [B, M] of the candidates with `scores [B, M]` at `depth [M]` to verify, at most `limit` per sample.
+        """Return the mask [B, M] of the candidates to verify, at most `limit` per sample.
 
-        A child must score no higher than its parent and come after it; then the mask is closed under parents.
+        `scores [B, M]` and `depth [M]` are the candidates'. A child must come after its parent and must not score
+        higher. The mask then holds the parents of every candidate in it.
         """
         cost = self.cost
         if cost is None:
-            assert self._learned is not None  # a budget without a cost learns one
+            assert self._learned is not None  # __init__ made it, because no cost was given
             return top(scores, self._learned.trial(limit))
         weights = self.acceptance(scores)
         if self.share == "sample":
@@ -180,18 +201,22 @@ class TreeBudget:
         self.acceptance.observe(scores, accepted)
 
     def timed(self, samples: int, context_tokens: int, verified: int, ms: float) -> None:
-        """Record a whole round: its samples, their cached tokens, the verified tokens, milliseconds."""
+        """Record the ms of a round: its samples, their cached tokens, the verified tokens."""
         if self._learned is not None:
             self._learned.observe(samples, context_tokens, verified, ms)
             self.cost = self._learned.cost
 
     def _search_layers(self, cost: Cost, weights: np.ndarray, depth: np.ndarray, context: int, limit: int) -> int:
-        """Find n (RLHFSpec section 5.3): it grows layer by layer until tokens per ms have fallen `patience` times.
+        """Find n (RLHFSpec, section 5.3). It grows layer by layer until tokens per ms have fallen `patience` times.
 
-        With layers 1..l considered, the n best are final while each weighs at least as much as any of layer l + 1.
+        With the candidates of layers 1..l, the n best of a sample cannot change any more if each weighs at least as
+        much as the best one of layer l + 1.
         """
-        samples, al = len(weights), float(len(weights))
-        best, best_n, falling = samples / cost(samples, context, samples), 0, 0
+        samples = len(weights)
+        al = float(samples)
+        best = samples / cost(samples, context, samples)
+        best_n = 0
+        falling = 0
         n = 0
         for layer in range(1, int(depth.max()) + 1):
             ranked = -np.sort(-weights[:, depth <= layer], axis=1)
@@ -203,7 +228,9 @@ class TreeBudget:
                 n += 1
                 value = al / cost(samples, context, samples * (n + 1))
                 if value > best:
-                    best, best_n, falling = value, n, 0
+                    best = value
+                    best_n = n
+                    falling = 0
                 else:
                     falling += 1
                     if falling == self.patience:
@@ -211,13 +238,21 @@ class TreeBudget:
         return best_n
 
     def _search_batch(self, cost: Cost, weights: np.ndarray, samples: int, context: int) -> int:
-        """Find how many of the batch's candidates to verify, best first. Only the last of a cost bucket can be best."""
+        """Return how many of the batch's candidates to verify; `weights` are sorted, best first.
+
+        The cost is constant within a bucket of verified tokens, so only the last count of each bucket is tried.
+        """
         al = np.concatenate([[0.0], np.cumsum(weights)]) + samples
-        best, best_count, falling, count = 0.0, 0, 0, 0
+        best = 0.0
+        best_count = 0
+        falling = 0
+        count = 0
         while True:
             value = al[count] / cost(samples, context, samples + count)
             if value > best:
-                best, best_count, falling = value, count, 0
+                best = value
+                best_count = count
+                falling = 0
             else:
                 falling += 1
             if count == len(weights) or falling == self.patience:
@@ -226,14 +261,14 @@ class TreeBudget:
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:
-    """Mask [B, M] each row's `count` highest scores; of equals the earlier, so that parents come first."""
+    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
     keep = np.zeros(scores.shape, bool)
     np.put_along_axis(keep, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, 1)
     return keep
 
 
 def bucket(tokens: int) -> int:
-    """Return the upper edge of a token count's bucket: 1 to 8, 10, 12, 14, 16, 20, ..., quarter octaves."""
+    """Return the upper edge of a token count's bucket: 1 to 8, then quarter octaves 10, 12, 14, 16, 20, ..."""
     if tokens <= 4:
         return max(tokens, 1)
     step = 1 << max(0, (tokens - 1).bit_length() - 3)

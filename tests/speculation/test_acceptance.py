@@ -117,7 +117,7 @@ def test_beta_interval_against_samples(a, b):
     assert beta_interval(a, b) == pytest.approx(np.quantile(samples, [0.025, 0.975]), abs=4e-3)
 
 
-def test_a_prediction_replaces_what_was_learnt():
+def test_a_prediction_replaces_learned_state():
     acceptance = Acceptance(3)
     for _ in range(100):
         acceptance.observe(3, [0] * 16)

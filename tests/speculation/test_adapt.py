@@ -30,7 +30,7 @@ def test_records_hold_shares_acceptance_and_what_rules_decided():
 
 
 def test_a_rollout_of_rounds_without_a_time():
-    """One round after each prefill: it teaches acceptance, and no share can be told."""
+    """Only rounds right after a prefill, which have no time: acceptance is learned, shares are unknown."""
     learnt = adapter()
     found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
     assert found["spec/rounds"] == 0 and "spec/share_k3" not in found

@@ -1,4 +1,4 @@
-"""The room by itself: the example in docs/speculation.md, in a process that may import neither torch nor an engine."""
+"""The package `speculation` by itself: docs/speculation.md's example, in a process without torch and engines."""
 
 import re
 import subprocess

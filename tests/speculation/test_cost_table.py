@@ -45,7 +45,7 @@ def test_interpolation_is_exact_where_the_cost_is_linear(batch, context):
         assert not table().extrapolates(config, batch, context)
 
 
-def test_outside_the_grid_the_fitted_model_answers_and_says_so():
+def test_outside_the_grid_the_fitted_model_is_used_and_reported():
     for batch, context in [(64, 64 * 200), (2, 2 * 20_000), (1, 20)]:
         for config in CONFIGS:
             assert table().extrapolates(config, batch, context)
@@ -67,7 +67,7 @@ def test_one_row_or_one_point_still_answers():
 
 
 def test_a_context_shorter_than_any_measured_costs_what_the_shortest_does():
-    """A slope fitted to noise must not decide between configurations where nobody looked."""
+    """A slope fitted to noise must not choose between configurations where nothing was measured."""
     for config in CONFIGS:
         for batch in (1, 7, 64):
             shortest = min(table().lengths())
@@ -109,7 +109,7 @@ def test_the_file_holds_everything(tmp_path):
     assert (back.rounds, back.prefill, back.links, back.provenance) == (t.rounds, t.prefill, t.links, t.provenance)
     assert back.switch_ms == 0.3 and back.tps == (1, 2)
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["table.json"]
-    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\]: say which"):
+    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\]: choose one of them"):
         back.ms(OFF, 1, 100)
 
 

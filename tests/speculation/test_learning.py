@@ -37,7 +37,7 @@ def taught():
     return made
 
 
-def test_what_was_learnt_survives_a_checkpoint():
+def test_learned_state_survives_a_checkpoint():
     former, later = taught(), learning(depth=3)
     assert later.restore(json.loads(json.dumps(former.state()))) == ""
     assert later.rule() == former.rule() and later.forecasts
@@ -57,10 +57,10 @@ def test_checkpoints_of_earlier_releases_are_read(missing):
 
 
 def test_a_checkpoint_that_drafted_fewer_steps_is_refused_in_one_line():
-    """Engines refuse a rule that knows fewer depths than they draft."""
+    """Engines refuse a rule whose acceptance has fewer depths than they draft."""
     former, later = learning(1), learning(3)
     former.observe([rounds(1, 200, 200)], [])
-    assert "1 drafts, not of 3" in later.restore(former.state())
+    assert "1 drafts, expected 3" in later.restore(former.state())
     SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **later.rule()})
 
 

@@ -17,7 +17,7 @@ def table(tmp_path):
     return tmp_path / "t.json"
 
 
-def test_it_prints_a_schedule_and_says_why(table, capsys):
+def test_it_prints_a_schedule_and_the_reasons(table, capsys):
     assert main([str(table), "--acceptance", "0.8,0.7,0.6", "--why", "4,4096", "--why", "200,40000"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("simulated on H20")

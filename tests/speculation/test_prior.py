@@ -48,7 +48,7 @@ def test_a_good_forecast_gets_most_of_the_weight():
 
 @pytest.mark.parametrize("forecast", ["random", "constant", "a step late"])
 @pytest.mark.parametrize("drift", [0.0, 0.05, 0.5])
-def test_a_forecast_that_knows_nothing_costs_no_more_than_noise(forecast, drift):
+def test_a_forecast_without_information_costs_no_more_than_noise(forecast, drift):
     worse = []
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -70,14 +70,14 @@ def test_before_anything_was_seen_the_forecast_is_all_there_is():
     assert adapter.expect(None) == {} and "acceptance" in adapter.rule()
 
 
-def test_what_was_learnt_of_forecasts_survives_a_checkpoint():
+def test_learned_state_of_forecasts_survives_a_checkpoint():
     prior, rng = Prior(), np.random.default_rng(0)
     for _ in range(5):
-        prior.believe([0.5] * STEPS, [0.7] * STEPS, known=True)
+        prior.mix([0.5] * STEPS, [0.7] * STEPS, known=True)
         prior.score([rollout([0.7] * STEPS, rng)])
     again = Prior.from_json(json.loads(json.dumps(prior.to_json())))
     asked = ([0.5] * STEPS, [0.7] * STEPS, True)
-    assert again.share() == prior.share() > 0.99 and again.believe(*asked) == prior.believe(*asked)
-    assert DRAWS[0] < prior.believe(*asked)[1] <= DRAWS[1]
+    assert again.share() == prior.share() > 0.99 and again.mix(*asked) == prior.mix(*asked)
+    assert DRAWS[0] < prior.mix(*asked)[1] <= DRAWS[1]
     with pytest.raises(ValueError, match="prior state"):
         Prior.from_json({"loss": [0, 0]})

@@ -101,7 +101,7 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
 
 
 def test_a_probe_lets_few_drafters_catch_up_and_a_switch_lets_all():
-    """64 requests, of which an engine says how far behind each is. What the others draft is not counted."""
+    """64 requests; the engine reports the missed tokens of each. Drafts of requests that are behind are ignored."""
     rule, behind, rng = SpecRule(CANDIDATES, owing(0.04)), np.zeros(64, int), np.random.default_rng(0)
 
     def missed(n):
@@ -220,7 +220,7 @@ def test_a_schedule_pins_every_decision_until_a_cost_comes():
     assert {p.choose(b, b * 500) for b in (1, 8, 300)} == {SpecConfig(5)}
 
 
-def test_json_carries_settings_and_what_was_learnt(tmp_path):
+def test_json_carries_settings_and_learned_state(tmp_path):
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     table = H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance)
     p = rule(table, margin=0.02, probe_share=0.005, catch_up_share=0.03)

@@ -71,7 +71,7 @@ def steps(learning, engine, rates, foreseen, batch=BATCH):
 
 
 def test_a_forecast_that_drafting_pays_is_tried_at_once():
-    """Seen on a real model: 16 steps off without one probe, while the forecast said 1.30 tokens at one step."""
+    """Observed with a real model: 16 steps off without a probe, though the forecast was 1.30 tokens at one step."""
     found = steps(disappointed(), Engine(), np.linspace(0.14, 0.30, STEPS), foreseen=0.3)
     assert found[0][0] < 1 and found[0][1] >= 1
     assert np.mean([off for off, _ in found[3:]]) < 0.1, found
@@ -86,7 +86,7 @@ def test_without_a_forecast_probes_come_all_the_same():
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("foreseen", [None, 0.3])
 def test_useless_drafts_cost_no_more_than_the_probes_may(batch, foreseen):
-    """Also where each forecast is wrong anew."""
+    """The same if every forecast is wrong."""
     learning, engine = disappointed(), Engine()
     found = steps(learning, engine, [0.0] * 200, foreseen, batch)
     lost = 1 - (engine.tokens / engine.ms) / (batch * 200 * ROUNDS / engine.plain_ms)

@@ -83,7 +83,7 @@ def test_why_this_configuration():
     assert text.splitlines()[0].startswith("batch 4, context 4096 tokens: k")
     assert text.count("chosen") == 1 and text.count("would need") == len(CANDIDATES) - 1
     crowded = explain(Roofline.of_hardware(*HARDWARE["H20"]), [0.2] * 5, 256, 256 * 128, CANDIDATES)
-    assert "more than 6 it can accept" in crowded
+    assert "more than its maximum of 6" in crowded
 
 
 def sglang_config():
@@ -120,7 +120,7 @@ def test_vllm_ranges_cover_every_batch_once():
         assert solve(H100, [0.6] * 5, lo, lo * 2048, CANDIDATES).config.num_steps == steps
 
 
-def test_a_simulated_profile_says_so_and_differs_by_its_seed():
+def test_a_simulated_profile_is_marked_and_differs_by_its_seed():
     provenance = Provenance("7b", "H100", "bfloat16", "none", "0", "2025-01-01", simulated=True)
     one, two, clean = (
         H100.table(CANDIDATES, (1, 8, 64), (128, 1024), provenance, systematic=s, noise=s, seed=seed)
@@ -134,7 +134,7 @@ def test_a_simulated_profile_says_so_and_differs_by_its_seed():
     assert np.std(ratio) > 0.005 and np.max(np.abs(np.log(ratio))) < 0.2
 
 
-def test_the_rule_without_a_table_knows_depth_and_batch():
+def test_the_rule_without_a_table_depends_on_depth_and_batch():
     rates = [0.6, 0.5, 0.4, 0.3, 0.2]
     deep = Roofline.of_layers(target_layers=36)
     shallow = Roofline.of_layers(target_layers=2)

@@ -142,7 +142,7 @@ def test_dear_tokens_stop_the_budget_and_free_ones_do_not():
 
 @pytest.mark.parametrize("share", ["sample", "batch"])
 def test_a_budget_without_a_cost_learns_it_from_its_rounds(share):
-    """It tries every size, then does what a budget that was told the cost does; a changed cost is noticed."""
+    """It tries every size, then chooses as a budget with the true cost; it follows a changed cost."""
     rng = np.random.default_rng(5)
     learning, told, sizes = TreeBudget(share=share), TreeBudget(rising, share=share), []
     for _ in range(60):
