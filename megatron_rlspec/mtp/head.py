@@ -1,4 +1,4 @@
-"""The output layer, split over tensor-parallel ranks: scores of a chunk of rows, reductions over the vocabulary."""
+"""The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class VocabParallelHead:
-    """This rank's rows of the output layer: token ids start, start + 1, ...; all ranks together have `total`.
+    """This rank's rows of the output layer.
 
-    `weight [width, H]` is detached. Methods take one chunk of C rows. Results are the same on every rank of `group`,
-    unless a docstring says otherwise. `group` is None where one rank holds the whole vocabulary.
+    weight       `[width, H]`, detached
+    temperature  divides all logits
+    start        the token id of the first row
+    total        token ids of all ranks together
+    group        tensor-parallel ranks; None if one rank holds the whole vocabulary
+
+    Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
     """
 
     weight: torch.Tensor
@@ -27,13 +32,15 @@ class VocabParallelHead:
     def of(
         cls, weight: torch.Tensor, temperature: float, group: dist.ProcessGroup | None, vocab_size: int | None
     ) -> VocabParallelHead:
-        """Make one from this rank's `weight [V/tp, H]`; rows of ids from `vocab_size` on are padding and are dropped.
+        """Make a head from this rank's `weight [V/tp, H]`. Rows of ids from `vocab_size` on are padding and are
+        dropped.
 
-        Raises ValueError for a temperature of 0 or less, and for a `vocab_size` that leaves this rank no row.
+        Raises ValueError for a temperature of 0 or less, and for a `vocab_size` that leaves this rank without a row.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}, expected above 0")
-        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank = 0 if group is None else dist.get_rank(group)
+        size = 1 if group is None else dist.get_world_size(group)
         held = weight.shape[0]
         total = held * size if vocab_size is None else vocab_size
         if not rank * held < total <= size * held:
@@ -46,7 +53,7 @@ class VocabParallelHead:
         return self.weight.shape[0]
 
     def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return where `mask [N]` is not 0. Raises ValueError if a label there is outside the vocabulary."""
+        """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id."""
         rows = mask.nonzero().squeeze(1)
         used = labels.index_select(0, rows)
         if bool(((used < 0) | (used >= self.total)).any()):
@@ -57,16 +64,16 @@ class VocabParallelHead:
 
     @cached_property
     def finite_weight(self) -> torch.Tensor:
-        """`weight` with infinities replaced by 0: a gradient of 0 times infinity would be NaN."""
+        """Return `weight` with NaN and infinities replaced by 0, because 0 · infinity in a gradient would be NaN."""
         if bool(torch.stack(self.weight.aminmax()).isfinite().all()):
             return self.weight
         return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits over temperature minus the row's largest, `[C, width]`, in float32 or wider.
+        """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
 
-        The largest over all ranks becomes 0, so that differences of log-probabilities are exact however large the
-        logits are. A logit of minus infinity becomes a very low finite one, whose probability is 0.
+        The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
+        minus infinity becomes a very low finite one with probability 0.
         """
         scores = (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
         scores.clamp_(min=lowest(scores.dtype))
@@ -76,7 +83,7 @@ class VocabParallelHead:
         return scores.sub_(largest[:, None])
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient `[C, H]` of hidden states from that of the scores `[C, width]`; not summed over ranks."""
+        """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
         return grad.to(self.weight.dtype) @ self.finite_weight
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +102,7 @@ class VocabParallelHead:
         return top + self.sum((lse - top).exp_()).log_()
 
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the ids `[C]` of the largest scores; of equal ones the lowest id, on any rank."""
+        """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
         value, best = scores.max(-1)
         best += self.start
         if self.group is not None:
@@ -108,7 +115,7 @@ class VocabParallelHead:
     def top_k(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and ids `[C, k]` of the largest scores, largest first. Raises ValueError if k exceeds V."""
         if k > self.total:
-            raise ValueError(f"k={k} tokens were asked for; the vocabulary has {self.total}")
+            raise ValueError(f"k={k}, but the vocabulary has {self.total} tokens")
         values, ids = scores.topk(min(k, self.width), dim=-1)
         ids = ids + self.start
         if self.group is None:
@@ -119,18 +126,18 @@ class VocabParallelHead:
         return values, self._gather(torch.nn.functional.pad(ids, missing)).gather(1, order)
 
     def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return `x [C, width]` at `ids [C]` or `[C, k]`; 0 where another rank holds the id. `sum` completes it."""
+        """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
         return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
 
     def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-        """Add `value` to `x [C, width]`, in place, at those of `ids` that this rank holds."""
+        """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
         value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
     def set_at(self, x: torch.Tensor, ids: torch.Tensor, value: float) -> torch.Tensor:
-        """Write `value` into `x [C, width]`, in place, at those of `ids [C, k]` that this rank holds."""
+        """Write `value` into `x [C, width]`, in place, at the `ids [C, k]` that this rank holds."""
         local, mine = self._local(ids)
         chosen = torch.zeros_like(x).scatter_add_(1, local, mine.to(x.dtype))
         return x.masked_fill_(chosen != 0, value)
@@ -164,5 +171,5 @@ def accumulate_in(x: torch.Tensor) -> torch.dtype:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return a number that replaces minus infinity in logits: its exponential is 0, and sums of it do not overflow."""
+    """Return a replacement for minus infinity in logits: its exponential is 0, and sums of it do not overflow."""
     return torch.finfo(dtype).min / 4

@@ -1,4 +1,4 @@
-"""Log-probabilities of labels under the policy, and its entropy: chunked over rows, vocab-parallel.
+"""Log-probabilities of labels under the policy, and the policy's entropy: in chunks of rows, vocabulary-parallel.
 
 Shapes as in `mtp/loss.py`: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk.
 """
@@ -32,8 +32,9 @@ def policy_logprobs(
     """Return log-probabilities of `labels [N]` and, if asked, the entropy `[N]`; differentiable in hidden and weight.
 
     Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
-    chunk. `observe(rows, scores, lse)` is called after each forward chunk and may overwrite the scores: row numbers
-    `[C]`, `VocabParallelHead.scores` `[C, V/tp]`, their log-sum-exp `[C]`. See `Student.observe`.
+    chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
+    `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. `Student.observe`
+    is such a function. Raises ValueError for a label that is no token id.
     """
     head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     rows = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
@@ -48,7 +49,7 @@ def policy_logprobs(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Compute log p(label) and the entropy of each row; the backward computes each chunk's logits again."""
+    """Computes log p(label) and the entropy of each row. The backward computes the logits of each chunk again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, options):
@@ -73,12 +74,11 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_picked, grad_entropy):
-        hidden, weight, labels, lses, entropy = (
-            ctx.saved_tensors
-        )  # saved by autograd, which detects that a weight was overwritten
+        # All tensors are saved by autograd, which detects a weight that was overwritten since the forward.
+        hidden, weight, labels, lses, entropy = ctx.saved_tensors
         head, chunk, with_entropy, *_ = ctx.options
         grad_hidden = torch.zeros_like(hidden)
-        # Summed over chunks in at least float32: bfloat16 would lose the small ones.
+        # Chunks are summed in float32 or float64, because bfloat16 would lose small contributions.
         grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)

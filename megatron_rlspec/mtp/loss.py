@@ -1,11 +1,11 @@
-"""The drafter's losses: chunked over rows, vocab-parallel, returned as sums.
+"""The drafter's losses, as sums: in chunks of rows, vocabulary-parallel.
 
-Shapes: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk. A row is one
-predicting position. Hidden states and results are replicated over `tp_group`. Gradients of hidden states are summed
-over that group here, so the gather under sequence parallelism needs no sum in its backward.
+Shapes: N rows, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk. A row is one
+predicting position. Hidden states and results are replicated over `tp_group`. This module sums the gradients of hidden
+states over that group, so the gather under sequence parallelism needs no sum in its backward.
 
-Logits are computed only for rows with a weight, C at a time, so memory does not grow with N. Arithmetic on logits is
-float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as an engine samples them.
+Logits are computed only for rows with a weight, C at a time, so memory for logits does not grow with N. Arithmetic on
+logits is float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as in an engine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Metrics = dict[str, torch.Tensor]
 
 
 class TeacherTopK(NamedTuple):
-    """The k likeliest tokens of a distribution: `ids [N, k]`, `logprobs [N, k]`; `log_rest [N]` of all other tokens."""
+    """The k likeliest tokens of a distribution, and the log-probability `log_rest [N]` of all others together."""
 
-    ids: torch.Tensor
-    logprobs: torch.Tensor
-    log_rest: torch.Tensor
+    ids: torch.Tensor  # [N, k]
+    logprobs: torch.Tensor  # [N, k]
+    log_rest: torch.Tensor  # [N]
 
 
 def drafter_loss(
@@ -52,21 +52,27 @@ def drafter_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """Return Σ token_weight · loss over rows, differentiable in `hidden [N, H]` only, and metrics.
 
-    With student q and teacher p the loss of a row is  ce: -log q(label);  forward_kl: KL(p ‖ q);
-    reverse_kl: KL(q ‖ p);  tv: 1 - Σ min(p, q), the rejection rate under rejection sampling. `kind` may also be a
-    function of the user's (`custom.DrafterLoss`). The gradient is computed in the forward, chunk by chunk. The output
-    layer's `weight [V/tp, H]` and the teacher get no gradient.
+    With student q and teacher p, `kind` selects the loss of a row:
 
-    teacher_hidden [M, H]  the policy's hidden states; row i's teacher is row `teacher_index[i]` of them (i if omitted).
-                           Rows of several depths given in one call share each teacher chunk.
-    teacher_top_k          instead of `teacher_hidden`, `[N, k]`: the loss between distributions over k tokens and the
-                           rest as one more outcome: a lower bound of the full loss; `overlap` is then an upper bound
-    groups [N] int64       which entry of the metrics a row adds to (depth - 1, say), below `num_groups`
+    ce          -log q(label)
+    forward_kl  KL(p ‖ q)
+    reverse_kl  KL(q ‖ p)
+    tv          1 - Σ min(p, q), the rejection rate under rejection sampling
+    a function  the user's (`custom.DrafterLoss`)
+
+    The forward computes the gradient, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get none.
+
+    teacher_hidden [M, H]  the policy's hidden states; the teacher of row i is row `teacher_index[i]` of them, row i if
+                           omitted. Rows of several depths in one call share each teacher chunk
+    teacher_top_k          instead of `teacher_hidden`, `[N, k]`: the loss between distributions over k tokens and one
+                           outcome for all others. It is a lower bound of the full loss; `overlap` is an upper bound
+    groups [N] int64       the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
     vocab_size             tokens without padding; rows of `weight` beyond it are ignored
 
-    Metrics are sums over rows of non-zero weight, unweighted, `[num_groups]` (scalars without `groups`): `tokens`,
-    `loss`, `ce`, `match` (label = argmax q; ties to the lower id), and with a teacher `overlap` (Σ min(p, q)) and
-    `argmax_prob` (p(argmax q)): acceptance under rejection sampling and under the target-only verifier.
+    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
+    `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
+    q), the acceptance under rejection sampling) and `argmax_prob` (p(argmax q), the acceptance under the other
+    verifiers). Raises ValueError for arguments that contradict each other.
     """
     student = Student(
         hidden,
@@ -118,11 +124,11 @@ def top_k_teacher(
 
 
 class Student:
-    """`drafter_loss` in steps, where the caller computes the teacher's logits.
+    """`drafter_loss` in steps, for a caller that computes the teacher's logits.
 
-    Pass `student.observe` to `policy_logprobs`, so that the policy's loss and the teacher share one pass over the
-    output layer. Then call `learn_from` for teacher rows that this pass does not compute, and `finish`. Arguments are
-    those of `drafter_loss`.
+    Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
+    layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
+    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`.
     """
 
     def __init__(
@@ -148,7 +154,7 @@ class Student:
         self._chunk = chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
         rows = self._head.rows_of(token_weight, labels)
-        # Sorted by teacher row, the students of consecutive teacher rows are one slice.
+        # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
         self._teacher, order = teacher.sort(stable=True)
         self._rows = rows.index_select(0, order)
@@ -161,7 +167,7 @@ class Student:
         self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
         self._total = self._weight.new_zeros(())
         self._taught = kind != "ce"
-        # Every rank has all names, also one without rows: metrics are summed over ranks.
+        # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
         names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
@@ -174,7 +180,7 @@ class Student:
             self._learn(slice(first, first + self._chunk))
 
     def learn_top_k(self, teacher: TeacherTopK) -> None:
-        """Learn all rows from top-k distributions `[M, k]`, indexed as teacher rows are."""
+        """Learn all rows from top-k distributions `[M, k]`, indexed like teacher rows."""
         self._taught = True
         for first in range(0, len(self._rows), self._chunk):
             part = slice(first, first + self._chunk)
@@ -182,7 +188,7 @@ class Student:
 
     @torch.no_grad()
     def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
-        """Learn from teacher rows first, first + 1, ...: `teacher_hidden [M, H]`; others are skipped."""
+        """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
         self._taught = True
         last = first + len(teacher_hidden)
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
@@ -193,18 +199,21 @@ class Student:
 
     @torch.no_grad()
     def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
-        """Learn from the teacher's ascending `rows [C]`: their scores `[C, V/tp]`, overwritten, and log-sum-exp."""
+        """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
+        [C]`.
+
+        Raises ValueError if a student between the first and the last row has a teacher that is not among `rows`.
+        """
         self._taught = True
         logp = scores.sub_(lse[:, None])
-        bounds = torch.stack(
-            [torch.searchsorted(self._teacher, rows[0]), torch.searchsorted(self._teacher, rows[-1] + 1)]
-        )
-        first, last = bounds.tolist()
+        begin = torch.searchsorted(self._teacher, rows[0])
+        end = torch.searchsorted(self._teacher, rows[-1] + 1)
+        first, last = torch.stack([begin, end]).tolist()
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
             at = torch.searchsorted(rows, self._teacher[part])
             if not torch.equal(rows[at], self._teacher[part]):
-                raise ValueError("a drafter row's teacher is not among the rows whose logits were computed")
+                raise ValueError("the teacher of a drafter row is not among the rows with computed logits")
             self._learn(part, logp=logp.index_select(0, at))
 
     def finish(self) -> tuple[torch.Tensor, Metrics]:
@@ -221,7 +230,7 @@ class Student:
         return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
-        """Return what `keep_rows` kept, `[N]` by name; zeros for rows without a weight."""
+        """Return the results of single rows, `[N]` by name; zeros for rows without a weight."""
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
@@ -246,7 +255,7 @@ class Student:
                 self._keep(part, label_ratio=(-ce - label_p).exp())
         if callable(self._kind):
             if logp is None:
-                raise ValueError("a loss of your own needs the teacher's whole distribution")
+                raise ValueError("a function as drafter loss needs the teacher's whole distribution")
             sums["overlap"], divergence, grad = _own_divergence(
                 self._kind, logq, logp, labels, self._groups[part] + 1, head
             )
@@ -279,7 +288,7 @@ class Student:
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar whose gradient in some rows of `source` was computed in the forward."""
+    """A scalar with a gradient in some rows of `source` that the forward has computed."""
 
     @staticmethod
     def forward(ctx, source, total, rows, grad):
@@ -326,14 +335,14 @@ def _own_divergence(
     depths: torch.Tensor,
     head: VocabParallelHead,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_divergence`, for a loss of the user's."""
+    """Return the same as `_divergence`, for the user's loss."""
     overlap, _, _ = _divergence("tv", logq, logp, head.sum)
     with torch.enable_grad():
         draft = head.whole(logq).detach().clone().requires_grad_()
         rows = DrafterRows(draft, head.whole(logp).detach().clone(), labels, depths)
         loss = checked("drafter.loss", own(rows), len(labels)).to(draft.dtype)
         (grad,) = torch.autograd.grad(loss.sum(), draft)
-    # From the gradient in the log-probabilities to that in the logits.
+    # Convert the gradient with respect to log-probabilities into that with respect to logits.
     grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
     return overlap, loss.detach(), head.share(grad)
 
@@ -341,16 +350,19 @@ def _own_divergence(
 def _cut_divergence(
     kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: VocabParallelHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_divergence`, between distributions over k tokens and "any other", whose gradient is split by q."""
+    """Return the same as `_divergence`, between distributions over k tokens and one outcome for all other tokens.
+
+    The gradient of that outcome is divided over its tokens in proportion to q.
+    """
     floor = lowest(logq.dtype)
     rest = head.set_at(logq.clone(), top.ids, floor)
     logq_rest = head.log_sum_exp(rest)[:, None]
     cut_logq = torch.cat([head.sum(head.pick(logq, top.ids)), logq_rest], 1)
     cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype)
-    # If the teacher gives the rest probability 0, KL(q ‖ p) would be infinite: it counts as the least normal number.
+    # With a probability of 0 for the other tokens KL(q ‖ p) would be infinite. The least normal number replaces the 0.
     least = torch.tensor(torch.finfo(logq.dtype).tiny).log().item()
     cut_logp = torch.maximum(cut_logp, cut_logq.clamp_max(least))
     overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
-    # Shares within the rest are computed from logarithms, because q itself may underflow.
+    # The proportions within the other tokens are computed from logarithms, because q itself may underflow.
     grad = rest.sub_(logq_rest).exp_().mul_(cut_grad[:, -1:])
     return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))

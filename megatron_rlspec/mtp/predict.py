@@ -1,13 +1,13 @@
 """Predict the acceptance of the next rollout from the logits of the training forward.
 
-Training computes every position once. An engine drafts only where its rounds start, and rounds start more often where
-drafts fail, because an accepted draft skips a start. A mean over positions is therefore too high: 2.41 instead of 1.71
-tokens per round, if half of the text accepts with 0.95 and half with 0.1, at three steps. `walk` follows each sequence
-instead: a round starts at the first position, ends after the drafts that this text would have accepted, and the next
-round starts there.
+Training computes every position once. An engine drafts only at positions where a round starts. Rounds start more often
+where drafts are refused, because accepted drafts skip positions. A mean over positions is therefore too high. Example:
+half of the text accepts with rate 0.95 and half with 0.1, at three steps; the mean over positions gives 2.41 tokens per
+round, the true value is 1.71. `walk` follows each sequence instead: a round starts at the first position and ends after
+the drafts that this text accepts, and the next round starts there.
 
-T: positions in sequence order, context-parallel shards joined; D: depths; K: step counts. Row t, depth d is the
-drafter's prediction of token t + 1 + d, as in `PackedBatch.drafter_*`.
+Shapes: T positions in sequence order, with context-parallel shards joined; D depths; K step counts. Row t, depth d is
+the drafter's prediction of token t + 1 + d, as in `PackedBatch.drafter_*`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from megatron_rlspec.types import Verifier
 def target_probabilities(
     logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
 ) -> torch.Tensor:
-    """Return what an engine samples from, `[N, V]`: softmax at a temperature, cut to top-k and top-p, renormalised.
+    """Return the distribution that an engine samples from, `[N, V]`: softmax, cut to top-k and top-p, renormalised.
 
-    Temperature 0 is greedy. A token stays while the mass of the likelier ones is at most `top_p`, as in SGLang.
+    Temperature 0 is greedy. A token stays if the likelier ones have a total probability of at most `top_p`, as in
+    SGLang.
     """
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -50,13 +51,14 @@ def accept_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (accept, reach), both `[N]`, for rows of one depth.
 
-    target        what the engine samples the predicted token from, `[N, V]` (`target_probabilities`)
-    draft_logits  the drafter's, `[N, V]`; under rejection it proposes from their softmax at `temperature`, else argmax
-    tokens        the token that the text has there, `[N]`
+    target        the engine's distribution of the predicted token, `[N, V]` (`target_probabilities`)
+    draft_logits  the drafter's, `[N, V]`; under rejection the draft is drawn from their softmax at `temperature`,
+                  otherwise it is their argmax
+    tokens        the token that the text holds at this place, `[N]`
 
     `accept` is the probability that a draft of this depth is accepted, over all tokens that the target could sample.
-    `reach` is the same given the token that it did sample; it decides whether a round goes on to the next depth. Their
-    means agree; `accept` varies less.
+    `reach` is the same given the token that the target did sample. It decides whether the round continues with the next
+    depth. Both have the same mean; `accept` varies less. Raises ValueError for an unknown verifier.
     """
     if verifier in ("position_keyed", "target_only"):
         best = draft_logits.argmax(-1)
@@ -75,13 +77,13 @@ def of_rows(
     """Return (accept, reach), `[T, depth]`, from `Student.kept_rows` of a training step, `[depth * T]`, depth by depth.
 
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
-             top-p, top-k) that distribution is not known here, and `accept` is `reach`, which the text shows
+             top-p, top-k) this function does not know the distribution, and `accept` is `reach`
 
     Raises ValueError for rejection without a teacher's unfiltered distribution.
     """
     if verifier == "rejection":
         if not sampled or "overlap" not in rows:
-            raise ValueError("acceptance by rejection is predicted from a teacher's unfiltered distribution only")
+            raise ValueError("verifier=rejection: acceptance can be predicted from an unfiltered teacher only")
         accept = rows["overlap"]
         reach = rows["label_ratio"].clamp(max=1.0)
     else:
@@ -91,10 +93,10 @@ def of_rows(
 
 
 def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
-    """Extend `[T, D]` to `[T, depth]`: a depth below the trained ones takes the last column, one position further on.
+    """Extend `[T, D]` to `[T, depth]`: a depth beyond D takes the values of depth D at later positions.
 
-    Row t, depth D + j and row t + j, depth D predict the same token. This holds for accept, reach and mask: a row whose
-    shallower depths lie within one response lies within it at the next depth if the row after it does.
+    Row t at depth D + j and row t + j at depth D predict the same token. The rule holds for accept, reach and mask: row
+    t is within its response at depth D + j if row t + j is within it at depth D.
     """
     columns = list(table.unbind(1))
     while len(columns) < depth:
@@ -104,11 +106,11 @@ def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]) -> Prediction:
-    """Follow the rounds of each sequence at every step count; accept, reach, mask `[T, D]`, largest step at most D.
+    """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
 
-    `mask[t, d]` is 1 where depth d + 1 at t predicts a token that was generated (`drafter_targets`). Consecutive
-    masked rows are one response, or one turn of it; the first of them starts a round. Drafts past its end are not
-    counted.
+    `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
+    mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
+    Raises ValueError for shapes that differ and for steps outside 1..D.
     """
     depth = accept.shape[1]
     if not (accept.shape == reach.shape == mask.shape):
@@ -126,19 +128,20 @@ def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: S
 
 
 def _round_starts(inside: np.ndarray, carried: np.ndarray, steps: Sequence[int]) -> np.ndarray:
-    """Return the probability that a round starts at each position, `[T, K]`; all responses are walked in parallel."""
+    """Return the probability that a round starts at each position, `[T, K]`; all responses run in parallel."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
     first = edges[::2]
     length = edges[1::2] - edges[::2]
     order = np.argsort(-length, kind="stable")
-    first, length = first[order], length[order]
+    first = first[order]
+    length = length[order]
     depth = carried.shape[1] - 1
     ends = np.zeros((len(carried), depth + 1, len(steps)))  # P(a round from t at steps[k] accepts exactly j)
     for k, most in enumerate(steps):
         ends[:, :most, k] = carried[:, :most] - carried[:, 1 : most + 1]
         ends[:, most, k] = carried[:, most]
     starts = np.zeros((len(carried), len(steps)))
-    ahead = np.zeros((len(first), depth + 1, len(steps)))  # starts due at this position and the next `depth`
+    ahead = np.zeros((len(first), depth + 1, len(steps)))  # P(start) at the present position and the next `depth`
     ahead[:, 0] = 1.0
     running = np.searchsorted(-length, -np.arange(1, (length[0] if len(length) else 0) + 1), side="right")
     for offset, n in enumerate(running):

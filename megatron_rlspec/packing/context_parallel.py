@@ -1,10 +1,10 @@
-"""Index tables of the tokens that each context-parallel rank holds; no process group, no device.
+"""Index tables of the tokens that each context-parallel rank holds. They need no process group and no device.
 
 Two layouts over a packed batch of T tokens with padded boundaries `cu_seqlens_padded`:
 
-zigzag      every sequence is cut into 2·size equal chunks; rank r holds chunks r and 2·size - 1 - r of each, sequence
-            after sequence, so that causal attention costs all ranks the same (Megatron's and Transformer Engine's)
-contiguous  the whole batch is cut into `size` equal runs; rank r holds run r (all-gather context parallelism)
+zigzag      every sequence is split into 2·size equal chunks; rank r holds chunks r and 2·size - 1 - r of each, sequence
+            after sequence, so causal attention costs all ranks the same (as in Megatron and Transformer Engine)
+contiguous  the whole batch is split into `size` equal runs; rank r holds run r (all-gather context parallelism)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Layout = Literal["zigzag", "contiguous"]
 def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag") -> torch.Tensor:
     """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
-    Raises ValueError where the boundaries do not divide: zigzag needs every padded length to be a multiple of 2·size,
-    contiguous needs T to be a multiple of `size`.
+    Raises ValueError if the tokens do not divide: for zigzag every padded length must be a multiple of 2·size, for
+    contiguous T must be a multiple of `size`.
     """
     if not 0 <= rank < size:
         raise ValueError(f"context-parallel rank {rank} is not below the size {size}")
@@ -50,7 +50,7 @@ def cp_index(cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layo
 def slice_for_cp(
     x: torch.Tensor, cu_seqlens_padded: torch.Tensor, rank: int, size: int, layout: Layout = "zigzag", dim: int = -1
 ) -> torch.Tensor:
-    """Return the share of `rank` in `x`, whose dimension `dim` runs over all T packed tokens."""
+    """Return the share of `rank` in `x`. Dimension `dim` of `x` is the T packed tokens. Raises ValueError."""
     index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
     if x.shape[dim] != size * len(index):
         raise ValueError(f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}")
@@ -60,7 +60,7 @@ def slice_for_cp(
 def join_from_cp(
     shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor, layout: Layout = "zigzag", dim: int = -1
 ) -> torch.Tensor:
-    """Join all ranks' shares, in rank order, to the whole batch: the inverse of `slice_for_cp`."""
+    """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
     return torch.cat(list(shards), dim).index_select(dim, order.argsort().to(shards[0].device))

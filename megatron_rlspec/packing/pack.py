@@ -1,7 +1,7 @@
-"""Samples to packed micro-batches: balanced over data-parallel ranks, rolled, then cut for context parallelism.
+"""Pack samples into micro-batches: balanced over data-parallel ranks, shifted, then split for context parallelism.
 
 Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated. Tokens
-are rolled on whole sequences before the cut. The denominators are those of the step under any (DP, CP, packing).
+are shifted on whole sequences before the split. The denominators of the losses do not depend on DP, CP or packing.
 """
 
 from __future__ import annotations
@@ -45,40 +45,46 @@ def pack(
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches of one optimizer step; ranks with too few samples get batches of padding only.
 
-    tokens_per_micro_batch  most laid-out tokens of one micro-batch, over all its context-parallel ranks
-    multiple                a rank's share is a multiple of it (the tensor-parallel size under sequence parallelism)
+    tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
+    multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
-    old_logprobs            `[L]` token-aligned per sample; the behaviour's if omitted
+    old_logprobs            `[L]` token-aligned per sample; `behaviour_logprobs` if omitted
     drafter_weights         one per sample, not negative; 1 if omitted
-    version                 of the policy to be trained: `staleness` is its distance to `Sample.policy_versions`
-    aggregation             Σ policy_weight · loss_mask · loss / counts["policy"] is, over the whole step,
-                            token: the mean over trained tokens; sample: the mean over samples of their token means
-                            (0 for a sample without a trained token); constant: Σ / (samples · constant_length)
+    version                 of the policy to be trained; None leaves `staleness` out
+    aggregation             what Σ policy_weight · loss_mask · loss / counts["policy"] is over the whole step.
+                            token: the mean over trained tokens
+                            sample: the mean over samples of their token means (0 for a sample without trained tokens)
+                            constant: Σ / (samples · constant_length)
 
-    `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 is given
-    as 1; the sum that it divides is 0.
+    `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 becomes 1; the sum that it
+    divides is 0. Raises ValueError for arguments that do not fit the samples.
     """
     lengths = [len(sample.tokens) for sample in samples]
     unit = 1 if cp_size == 1 else 2 * cp_size
-    whole = math.lcm(unit, cp_size * multiple)
-    laid_out = [-(-length // unit) * unit for length in lengths]
-    bins = partition(laid_out, tokens_per_micro_batch // whole * whole, dp_size)
+    batch_unit = math.lcm(unit, cp_size * multiple)
+    padded_lengths = [-(-length // unit) * unit for length in lengths]
+    bins = partition(padded_lengths, tokens_per_micro_batch // batch_unit * batch_unit, dp_size)
     columns = _columns(samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights)
     columns["policy_weight"] = _policy_weight(samples, aggregation)
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
-    return [
-        _micro_batch(chosen, columns, laid_out, whole, depth, counts, cp_size, cp_rank, layout, pad_token)
-        for chosen in bins[dp_rank::dp_size]
-    ]
+    batches = []
+    for chosen in bins[dp_rank::dp_size]:
+        batches.append(
+            _micro_batch(
+                chosen, columns, padded_lengths, batch_unit, depth, counts, cp_size, cp_rank, layout, pad_token
+            )
+        )
+    return batches
 
 
 def partition(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Put the indices of `lengths` into balanced bins of at most `budget`; their number is a multiple of `multiple_of`.
+    """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
 
-    The longest goes first, each into the emptiest bin. Consecutive `multiple_of` bins hold similar loads, so ranks that
-    take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item above the budget.
+    Items are placed in order of falling length, each into the emptiest bin. `multiple_of` consecutive bins have similar
+    loads, so ranks that take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item above
+    the budget.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > budget:
@@ -108,15 +114,15 @@ def unpack(
     lengths: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
-    """Turn label-side `[T]` values of this rank's batches into token-aligned `[L]` per sample of the step, on the CPU.
+    """Turn shifted `[T]` values of this rank's batches into token-aligned `[L]` per sample of the step, on the CPU.
 
-    Token 0 of a sample is never predicted and gets 0. `group` holds the data- and context-parallel ranks; without
-    it, samples (or tokens) on other ranks are 0.
+    Token 0 of a sample is never predicted and gets 0. `group` holds the data- and context-parallel ranks. Without it,
+    tokens on other ranks are 0.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0)
     flat = torch.zeros(int(starts[-1]), dtype=values[0].dtype if values else torch.float32)
     for value, batch in zip(values, batches, strict=True):
-        # The last token of a sample predicts nothing, and padding belongs to none.
+        # The last token of a sample has no label in the sample, and padding belongs to no sample.
         token = batch.position_ids + 1
         length = torch.tensor([*lengths, 0])[batch.sequence_ids]
         keep = (batch.sequence_ids >= 0) & (token < length)
@@ -136,18 +142,20 @@ def _columns(
 ) -> dict[str, list[torch.Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
     behaviour = [sample.behaviour_logprobs for sample in samples]
+    if advantages is None:
+        advantages = [0.0] * len(samples)
+    if drafter_weights is None:
+        drafter_weights = [1.0] * len(samples)
+    if old_logprobs is None:
+        old_logprobs = behaviour
     columns = {
         "tokens": [torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64) for sample in samples],
         "mask": [torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32) for sample in samples],
-        "advantages": _floats("advantages", [0.0] * len(samples) if advantages is None else advantages, lengths),
+        "advantages": _floats("advantages", advantages, lengths),
         "behaviour_logprobs": _floats("behaviour_logprobs", behaviour, lengths),
-        "drafter_weight": _floats(
-            "drafter_weights", [1.0] * len(samples) if drafter_weights is None else drafter_weights, lengths
-        ),
+        "drafter_weight": _floats("drafter_weights", drafter_weights, lengths),
+        "old_logprobs": _floats("old_logprobs", old_logprobs, lengths),
     }
-    columns["old_logprobs"] = (
-        columns["behaviour_logprobs"] if old_logprobs is None else _floats("old_logprobs", old_logprobs, lengths)
-    )
     if reference_logprobs is not None:
         columns["reference_logprobs"] = _floats("reference_logprobs", reference_logprobs, lengths)
     if any(bool((weight < 0).any()) for weight in columns["drafter_weight"]):
@@ -170,7 +178,10 @@ def _floats(name: str, values: Sequence[float] | PerToken, lengths: list[int]) -
 
 
 def _staleness(sample: Sample, version: int) -> torch.Tensor:
-    """Versions between each response token and `version`, `[L]`. Raises ValueError if the spans do not tell all."""
+    """Return the versions between each response token and `version`, `[L]`.
+
+    Raises ValueError if the spans do not cover the response, or hold a version above `version`.
+    """
     found = torch.zeros(len(sample.tokens))
     covered = sample.prompt_len
     for drawn_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
@@ -187,10 +198,13 @@ def _staleness(sample: Sample, version: int) -> torch.Tensor:
 
 
 def _policy_weight(samples: Sequence[Sample], aggregation: Aggregation) -> list[torch.Tensor]:
-    """Weight of each token's loss, `[L]`. Token 0 is never predicted, so it counts in no mean."""
+    """Return the weight of each token's loss, `[L]` per sample. Token 0 is never predicted and enters no mean."""
     weights = []
     for sample in samples:
-        weight = 1 / (float(np.sum(sample.loss_mask[1:])) or 1.0) if aggregation == "sample" else 1.0
+        weight = 1.0
+        if aggregation == "sample":
+            trained_tokens = float(np.sum(sample.loss_mask[1:]))
+            weight = 1 / (trained_tokens or 1.0)
         weights.append(torch.full((len(sample.tokens),), weight))
     return weights
 
@@ -213,7 +227,7 @@ def _counts(
         policy = float(len(lengths))
     elif aggregation == "constant":
         if not constant_length:
-            raise ValueError("aggregation='constant' needs constant_length, the tokens each sample counts for")
+            raise ValueError("aggregation='constant' needs constant_length, the number of tokens to divide by")
         policy = float(len(lengths) * constant_length)
     else:
         raise ValueError(f"aggregation={aggregation!r}, but losses are averaged by 'token', 'sample' or 'constant'")
@@ -228,8 +242,8 @@ def _counts(
 def _micro_batch(
     chosen: list[int],
     columns: dict[str, list[torch.Tensor]],
-    laid_out: list[int],
-    whole: int,
+    padded_lengths: list[int],
+    batch_unit: int,
     depth: int,
     counts: dict[str, float | int | list[float]],
     cp_size: int,
@@ -237,14 +251,14 @@ def _micro_batch(
     layout: Layout,
     pad_token: int,
 ) -> PackedBatch:
-    """Lay the chosen samples out one after the other, roll, and cut out this rank's share.
+    """Place the chosen samples one after the other, shift, and return this rank's share.
 
-    The last sequence's padding also fills the batch up to a multiple of `whole`; with no samples, one sequence
-    of padding remains, because kernels need at least one.
+    The padding of the last sequence also fills the batch up to a multiple of `batch_unit`. Without samples the batch is
+    one sequence of padding, because kernels need at least one sequence.
     """
     real = [len(columns["tokens"][i]) for i in chosen] or [0]
-    padded = [laid_out[i] for i in chosen] or [0]
-    total = max(-(-sum(padded) // whole) * whole, whole)
+    padded = [padded_lengths[i] for i in chosen] or [0]
+    total = max(-(-sum(padded) // batch_unit) * batch_unit, batch_unit)
     padded[-1] += total - sum(padded)
     cu = torch.tensor([0, *real]).cumsum(0).int()
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
@@ -267,7 +281,7 @@ def _micro_batch(
         return slice_for_cp(x, cu_padded, cp_rank, cp_size, layout)
 
     def trained(field: str) -> torch.Tensor:
-        """Return values label-side, 0 where nothing is trained; there the input may even be NaN."""
+        """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
         return share(shift_packed(lay_out(field), cu_padded).masked_fill(loss_mask == 0, 0))
 
     return PackedBatch(

@@ -1,10 +1,10 @@
 """Left shifts over packed sequences; inputs, labels and masks of each drafter depth.
 
-At position t the drafter's depth d (1, 2, ...) reads token t + d and predicts token t + 1 + d. With a token-aligned
-loss mask m it is trained there only if m is 1 on all of t + 1, ..., t + 1 + d and these lie in one sequence, since an
-engine would have to generate each of them within the same draft. m at t itself does not matter.
+At position t, depth d of the drafter (1, 2, ...) reads token t + d and predicts token t + 1 + d. With a token-aligned
+loss mask m, depth d is trained at t only if m is 1 on all of t + 1, ..., t + 1 + d and these tokens are in one
+sequence: an engine would generate all of them within one draft. m at t itself does not matter.
 
-A whole batch is shifted before it is cut for context parallelism. For a batch that is already cut, and for hidden
+A whole batch is shifted before it is split for context parallelism. For a batch that is already split, and for hidden
 states, `RollPlan` fetches the tokens beyond the edges of this rank's chunks in one exchange.
 """
 
@@ -23,8 +23,9 @@ from megatron_rlspec.packing.context_parallel import Layout, cp_index
 def shift_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, steps: int = 1, fill: float = 0) -> torch.Tensor:
     """Return `out[..., t] = x[..., t + steps]` where t + steps is in t's sequence, else `fill`; x `[..., T]`.
 
-    `cu_seqlens [n + 1]` holds the boundaries as laid out (the padded ones, where sequences are padded). Positions past
-    its last entry belong to no sequence. Differentiable in `x`; nothing is read back to the host.
+    `cu_seqlens [n + 1]` holds the boundaries, with padding if sequences are padded. Positions past its last entry
+    belong to no sequence. Differentiable in `x`. Does not synchronise with the device. Raises ValueError for negative
+    `steps`.
     """
     if steps < 0:
         raise ValueError(f"steps={steps}, but the shift is to the left: steps >= 0")
@@ -37,9 +38,9 @@ def drafter_targets(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return inputs, labels and loss masks of depths 1..depth, from token-aligned `tokens [T]` and `mask [T]`.
 
-    Entry d - 1 of the three lists, all `[T]`: token t + d (read), token t + 1 + d (predicted), and 1 in the mask's type
-    where that prediction is trained. Beyond a sequence's end all three are 0. For a batch that is already cut, give its
-    `RollPlan` with `steps > depth` in place of the boundaries.
+    Entry d - 1 of the three lists, all `[T]`: token t + d (the input), token t + 1 + d (the label), and 1 in the mask's
+    type where that label is trained. Beyond a sequence's end all three are 0. For a batch that is already split, give
+    its `RollPlan` with `steps > depth` instead of the boundaries.
     """
     if isinstance(cu_seqlens, RollPlan):
         shifted = cu_seqlens.roll_each([tokens, mask], depth + 1)
@@ -50,19 +51,24 @@ def drafter_targets(
     for _, ahead in shifted[1:]:
         trained = trained & (ahead != 0)
         masks.append(trained.to(mask.dtype))
-    return [x for x, _ in shifted[:-1]], [x for x, _ in shifted[1:]], masks
+    inputs = [shifted_tokens for shifted_tokens, _ in shifted[:-1]]
+    labels = [shifted_tokens for shifted_tokens, _ in shifted[1:]]
+    return inputs, labels, masks
 
 
 class RollPlan:
-    """Left shifts of a batch that is cut over context-parallel ranks: index tables now, one exchange per use.
+    """Left shifts of a batch that is split over context-parallel ranks.
 
-    A use sends at most one message to a rank and receives at most one from it, however many sequences and tensors there
-    are and however large `steps` is; with chunks of at least `steps` tokens the peers are the neighbours only. Building
-    reads `cu_seqlens_padded [n + 1]` on the host; using the plan never synchronises with it. Every rank of `group` must
-    make the same uses in the same order, and run the backward of those that are differentiated.
+    The constructor makes index tables; each use is one exchange. A use sends at most one message to each rank and
+    receives at most one from it, for any number of sequences and tensors and any `steps`. If chunks have at least
+    `steps` tokens, a rank exchanges with its neighbours only. The constructor reads `cu_seqlens_padded [n + 1]` on the
+    host; a use does not synchronise with the device. Every rank of `group` must make the same uses in the same order,
+    and must run the backward of those that are differentiated.
 
-    steps   the largest shift that will be used
-    device  where the tensors to be shifted live; the boundaries' device if omitted
+    steps   the largest shift
+    device  of the tensors to shift; the boundaries' device if omitted
+
+    Raises ValueError for `steps` below 1.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class RollPlan:
         self._rank = rank
         self._send = local[torch.cat(sends)].to(device)
 
-        # Where each shift's source lies in [local | halo], or -1 beyond the end of the sequence.
+        # Index of each shift's source in [local tokens | halo], or -1 beyond the end of the sequence.
         slot = torch.where(owner == rank, local, -1)
         slot[mine] = self.length + torch.arange(len(mine))
         self._edge = []
@@ -120,14 +126,14 @@ class RollPlan:
             self._index.append(source.to(device))
 
     def index(self, steps: int) -> torch.Tensor:
-        """`[T / size]`: where t + steps lies in local tokens followed by `halo`; t itself beyond the sequence's end."""
+        """Return `[T / size]`, the index of t + steps in [local tokens | halo]; t beyond the sequence's end."""
         return self._index[self._checked(steps) - 1]
 
     def halo(self, tensors: Sequence[torch.Tensor], dim: int | Sequence[int] = -1) -> list[torch.Tensor]:
-        """Of each tensor, the entries that up to `steps` shifts need from elsewhere, along its dimension `dim`.
+        """Fetch from other ranks the entries of each tensor that shifts up to `steps` need.
 
-        Any dtype and shape, but for `dim` (one for all tensors, or one each), which must be T / size. Differentiable
-        for floating point: gradients travel back to the ranks that the entries came from.
+        `dim` is the dimension of the tokens, one for all tensors or one each. Its size must be T / size, or ValueError
+        is raised. Any dtype. Differentiable for floating point: gradients go back to the ranks of the entries.
         """
         dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
         for x, d in zip(tensors, dims, strict=True):
@@ -139,7 +145,7 @@ class RollPlan:
     def roll(
         self, tensors: Sequence[torch.Tensor], steps: int = 1, dim: int | Sequence[int] = -1
     ) -> list[torch.Tensor]:
-        """Each tensor shifted left by `steps` within its sequences, 0 beyond their ends."""
+        """Shift each tensor left by `steps` within its sequences, with 0 beyond their ends."""
         dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
         halos = self.halo(tensors, dims)
         return [self._shift(x, halo, self._checked(steps), d) for x, halo, d in zip(tensors, halos, dims, strict=True)]
@@ -147,14 +153,16 @@ class RollPlan:
     def roll_each(
         self, tensors: Sequence[torch.Tensor], steps: int, dim: int | Sequence[int] = -1
     ) -> list[list[torch.Tensor]]:
-        """`roll` by 1, 2, ..., steps from one exchange: entry s - 1 holds all tensors shifted by s."""
+        """Shift by 1, 2, ..., steps with one exchange: entry s - 1 holds all tensors shifted by s."""
         dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
         halos = self.halo(tensors, dims)
-        columns = list(zip(tensors, halos, dims, strict=True))
-        return [[self._shift(x, halo, s, d) for x, halo, d in columns] for s in range(1, self._checked(steps) + 1)]
+        shifted = []
+        for step in range(1, self._checked(steps) + 1):
+            shifted.append([self._shift(x, halo, step, d) for x, halo, d in zip(tensors, halos, dims, strict=True)])
+        return shifted
 
     def _shift(self, x: torch.Tensor, halo: torch.Tensor, steps: int, dim: int) -> torch.Tensor:
-        """Roll, then correct the few positions at chunk edges and sequence ends."""
+        """Roll, then correct the positions at chunk edges and sequence ends."""
         out = x.roll(-steps, dim).index_fill_(dim, self._end[steps - 1], 0)
         return out.index_copy_(dim, self._edge[steps - 1], halo.index_select(dim, self._edge_source[steps - 1]))
 
@@ -164,34 +172,39 @@ class RollPlan:
         return steps
 
     def _transfer(self, tensors: list[torch.Tensor], back: bool) -> list[torch.Tensor]:
-        """Rows `[sent, ...]` grouped by receiver to rows `[received, ...]` grouped by sender (`back`: the reverse).
+        """Send rows `[sent, ...]`, grouped by receiver; return rows `[received, ...]`, grouped by sender.
 
-        All tensors travel as bytes in one message per peer: `[rows, bytes of one row of every tensor]`.
+        `back` exchanges the roles of senders and receivers. All tensors go as bytes in one message per peer:
+        `[rows, bytes of one row of every tensor]`.
         """
-        counts = (self._receive_counts, self._send_counts) if back else (self._send_counts, self._receive_counts)
+        send_counts = self._receive_counts if back else self._send_counts
+        receive_counts = self._send_counts if back else self._receive_counts
         widths = [math.prod(x.shape[1:]) * x.element_size() for x in tensors]
-        out = torch.empty(sum(counts[0]), sum(widths), dtype=torch.uint8, device=tensors[0].device)
-        into = torch.empty(sum(counts[1]), sum(widths), dtype=torch.uint8, device=tensors[0].device)
-        for part, x in zip(out.split(widths, 1), tensors, strict=True):
+        sent = torch.empty(sum(send_counts), sum(widths), dtype=torch.uint8, device=tensors[0].device)
+        received = torch.empty(sum(receive_counts), sum(widths), dtype=torch.uint8, device=tensors[0].device)
+        for part, x in zip(sent.split(widths, 1), tensors, strict=True):
             part.copy_(_bytes(x.clone(memory_format=torch.contiguous_format)))
         operations = []
-        for peer, (away, home) in enumerate(zip(out.split(counts[0]), into.split(counts[1]), strict=True)):
+        messages = zip(sent.split(send_counts), received.split(receive_counts), strict=True)
+        for peer, (message, answer) in enumerate(messages):
             if peer == self._rank:
-                home.copy_(away)
+                answer.copy_(message)
                 continue
-            if len(away):
-                operations.append(dist.P2POp(dist.isend, away, self._ranks[peer], self._group))
-            if len(home):
-                operations.append(dist.P2POp(dist.irecv, home, self._ranks[peer], self._group))
+            if len(message):
+                operations.append(dist.P2POp(dist.isend, message, self._ranks[peer], self._group))
+            if len(answer):
+                operations.append(dist.P2POp(dist.irecv, answer, self._ranks[peer], self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        received = [x.new_empty(len(into), *x.shape[1:]) for x in tensors]
-        for part, x in zip(into.split(widths, 1), received, strict=True):
+        rows = [x.new_empty(len(received), *x.shape[1:]) for x in tensors]
+        for part, x in zip(received.split(widths, 1), rows, strict=True):
             _bytes(x).copy_(part)
-        return received
+        return rows
 
 
 class _Exchange(torch.autograd.Function):
+    """`RollPlan._transfer`; the backward sends gradients the other way."""
+
     @staticmethod
     def forward(ctx, plan, *rows):
         ctx.plan = plan
@@ -210,12 +223,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """`[rows, ...]`, freshly allocated (a dtype's view wants plain strides), as `[rows, bytes of a row]`."""
+    """View contiguous `[rows, ...]` as `[rows, bytes of a row]`."""
     return x.view(len(x), math.prod(x.shape[1:])).view(torch.uint8)
 
 
 def _ends(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """`[total]`: the end of each position's sequence; 0 for positions in none."""
+    """Return `[total]`, the end of each position's sequence; 0 for positions in no sequence."""
     ends = cu_seqlens[1:].long()
     sequence = torch.searchsorted(ends, torch.arange(total, device=ends.device), right=True)  # skips empty sequences
     return torch.cat([ends, ends.new_zeros(1)])[sequence]
@@ -224,7 +237,7 @@ def _ends(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
 def _beyond_edges(
     held: torch.Tensor, local: torch.Tensor, ends: torch.Tensor, owner: torch.Tensor, rank: int, steps: int
 ) -> torch.Tensor:
-    """Ascending global positions that shifts by 1..steps read and that do not follow in the rank's own order."""
+    """Return the ascending global positions that shifts by 1..steps read beyond the edges of the rank's chunks."""
     found = []
     t = torch.arange(len(held))
     for step in range(1, steps + 1):

@@ -257,7 +257,7 @@ def errors_of(informative, seed, steps=40, rounds=600, depth=3):
 
 @pytest.mark.parametrize(("informative", "gain"), [(True, 0.12), (False, 0.05)])
 def test_calibrated_forecasts_beat_the_last_value(informative, gain):
-    """By what the prediction knows of the change, and where it knows nothing by smoothing alone."""
+    """The gain comes from the prediction of the change; without a prediction it comes from smoothing alone."""
     calibrated, last, raw = np.mean([errors_of(informative, seed) for seed in range(12)], axis=0)
     assert calibrated < (1 - gain) * last < last < raw
 

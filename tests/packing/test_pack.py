@@ -1,4 +1,4 @@
-"""Packed batches against loops over samples: whatever (DP, CP, layout, budget) is, every sum is the step's."""
+"""Packed batches against loops over samples: for every (DP, CP, layout, budget) the sums are those of the step."""
 
 import numpy as np
 import pytest
@@ -140,7 +140,7 @@ def losses_of(batches, aggregation_count, tables):
 
 
 def plain_losses(samples, aggregation, weights, tables, constant_length):
-    """The same by loops over samples, unpacked, each mean as its name says."""
+    """Compute the same by loops over unpacked samples."""
     hidden_table, head = tables
     per_sample, drafts = [], [[] for _ in range(DEPTH)]
     for i, sample in enumerate(samples):
@@ -194,7 +194,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(aggregation):
         torch.testing.assert_close(got_gradient, expected_gradient, rtol=1e-6, atol=1e-9)
 
 
-def test_counts_know_the_whole_step():
+def test_counts_are_those_of_the_whole_step():
     samples = make_samples([(2, 6, 0), (3, 1, 0), (1, 0, 0)])
     for batch in flatten(pack_all(samples, 2, 2)):
         assert batch.counts == {"policy": 7.0, "drafter": [5.0, 4.0, 3.0], "tokens": 7.0, "samples": 3}
