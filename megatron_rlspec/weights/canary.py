@@ -1,7 +1,8 @@
-"""The canary: after a push every engine answers a few prompts, drafting a fixed chain.
+"""The canary: after a push every engine answers a few prompts with a fixed chain of drafts.
 
-Fingerprints compare bits, so they cannot see that the exporter is wrong (exchanged halves, a scale, shards in the
-wrong order). The canary's acceptance can: it reads what the engine computes.
+Fingerprints compare bits. They cannot detect a wrong exporter (swapped halves, a wrong scale, shards in the wrong
+order), because the engine then holds exactly what the exporter sent. The acceptance of the canary depends on what the
+engine computes, and falls.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from megatron_rlspec.weights.detectors import Finding, HealthSettings, canary_fi
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """What one engine's canary showed.
+    """The result of one engine's canary.
 
     accepted  [num_steps + 1] rounds that accepted 0, 1, ... drafts; empty if the engine does not speculate or failed
-    error     why the engine gave no answer; "" if it did
+    error     why the engine did not answer; "" if it did
     """
 
     findings: tuple[Finding, ...] = ()
@@ -34,21 +35,21 @@ class CanaryResult:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per round; NaN without rounds."""
+        """Return tokens per round; NaN without rounds."""
         return accept_length(self.accepted)
 
 
 class Canary:
-    """Runs canaries within their share of the time, and remembers each engine's last good one."""
+    """Runs canaries within their share of the time. Keeps the accept length of each engine's last good canary."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
-        self.seconds = 0.0  # that all canaries took
+        self.seconds = 0.0  # duration of all canaries together
         self._began = time.perf_counter()  # when the first one began
         self._accept_lengths: dict[str, float] = {}
 
     def due(self) -> bool:
-        """Whether `canary_share` of the time since the first canary pays for another one. True before the first."""
+        """Return whether canaries took at most `canary_share` of the time since the first. True before the first."""
         allowed = self.settings.canary_share * (time.perf_counter() - self._began)
         return not self.seconds or self.seconds <= allowed
 
@@ -61,14 +62,15 @@ class Canary:
         chain: SpecConfig | None,
         expected: float | None,
     ) -> dict[str, CanaryResult]:
-        """Ask all `engines` at once, and judge their answers.
+        """Run the canary on all `engines` at once, and check the answers.
 
-        versions  by engine, the version that every answer must be stamped with
-        chain     drafted in every round; None in a run without speculation: then only the stamps are judged
-        expected  accept length under `chain`. The floor comes from it or from the engine's last good canary, whichever
-                  is lower: acceptance on the first tokens of answers differs from acceptance on the rest
+        versions  by engine, the version stamp that every answer must carry
+        chain     drafted in every round; None in a run without speculation: then only the stamps are checked
+        expected  accept length under `chain`. The floor comes from the lower one of `expected` and the engine's last
+                  good canary, because acceptance on the first tokens of answers differs from acceptance on the rest
 
-        The schedule of `chain` stays in force, and the rounds stay in the engine's `stats`: the caller restores both.
+        Afterwards the engine still runs the schedule of `chain`, and its `stats` hold the canary's rounds. The caller
+        must restore both.
         """
         if not engines:
             return {}
@@ -85,12 +87,12 @@ class Canary:
         return found
 
     def remember(self, name: str, result: CanaryResult) -> None:
-        """Take this result for the engine's last good one."""
+        """Keep this result as the engine's last good one."""
         if not math.isnan(result.accept_length):
             self._accept_lengths[name] = result.accept_length
 
     def forget(self, name: str) -> None:
-        """Forget the engine's last good canary: another engine has its name now."""
+        """Drop the engine's last good canary, because another engine has its name now."""
         self._accept_lengths.pop(name, None)
 
     def _ask(
@@ -103,7 +105,7 @@ class Canary:
         chain: SpecConfig | None,
         expected: float | None,
     ) -> CanaryResult:
-        # No id may be a prefix of another, hence the fixed width; the seed varies with the version.
+        # Fixed widths, because no id may be a prefix of another. The seed varies with the version.
         requests = [
             Request(f"canary-{version:08d}-{i:04d}", prompt, seed=version * len(prompts) + i)
             for i, prompt in enumerate(prompts)
@@ -120,8 +122,8 @@ class Canary:
         if chain is not None:
             accepted = _histogram(pooled(sample.accepted for sample in samples), chain.num_steps)
             known = [length for length in (expected, self._accept_lengths.get(name)) if length is not None]
-            floor_share, z = self.settings.floor_share, self.settings.z
-            findings.append(canary_finding(accepted, min(known, default=None), floor_share, z))
+            floor_share = self.settings.floor_share
+            findings.append(canary_finding(accepted, min(known, default=None), floor_share, self.settings.z))
         return CanaryResult(tuple(finding for finding in findings if finding), accepted)
 
 

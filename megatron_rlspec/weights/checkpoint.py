@@ -17,7 +17,8 @@ from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.names import NameTable
 from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 # Everything but weights that a reader of the new checkpoint needs from the old one.
 _COMPANIONS = (
     "tokenizer*",
@@ -51,11 +52,11 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape, without reading the tensor."""
+        """Return the shape, without reading the tensor."""
         return self._file(name).shape(name)
 
     def bytes(self) -> int:
-        """Size of all files together."""
+        """Return the size of all files together."""
         return sum((self.directory / file).stat().st_size for file in set(self._file_of.values()))
 
     def _file(self, name: str) -> TensorFile:
@@ -107,7 +108,7 @@ def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check(family: NameTable, tensors: LazyTensors, *, drafter: bool = True) -> None:
-    """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json promises.
+    """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json states.
 
     `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.
     """

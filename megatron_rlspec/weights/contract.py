@@ -1,8 +1,8 @@
-"""The push contract: what follows when an engine does not hold, or does not compute, what was pushed.
+"""The push contract: the actions after a push that an engine does not hold, or does not compute, correctly.
 
     examine ─► finding ─► hold speculation ─► push again ─► examine ─┬─► speculate
-       └─► no finding ─► speculate                                   ├─► plain: the drafter is in doubt
-                                                                     └─► drop: the target is in doubt
+       └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong
+                                                                     └─► drop: the target may be wrong
 
 `health.py` drives it in our own loop, `integrations/slime/engines.py` after slime's weight updates.
 """
@@ -23,18 +23,18 @@ _REASON_CHARACTERS = 500
 
 
 class HealthError(RuntimeError):
-    """No engine may serve, or the configuration says to stop. The message lists the findings."""
+    """No engine may serve, or `health.on_failure` is stop. The message lists the findings."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What each engine may do. `records`: one for each engine that had a finding, for the log."""
+    """The action for each engine. `records`: one for each engine with a finding, for the log."""
 
     actions: Mapping[str, Action]
     records: tuple[dict[str, Any], ...]
 
     def engines(self, action: Action) -> tuple[str, ...]:
-        """Names of the engines that `action` is for."""
+        """Return the names of the engines with this action."""
         return tuple(name for name, decided in self.actions.items() if decided == action)
 
 
@@ -44,12 +44,12 @@ def enforce(
     push_again: Callable[[Sequence[str]], Findings] | None,
     hold: Callable[[str, Sequence[Finding]], object],
 ) -> Verdict:
-    """Decide for every engine; push once more where there is a finding.
+    """Choose an action for every engine. Pushes once more to engines with a finding.
 
     first       findings after the push of `version`, for every engine
-    push_again  pushes everything at least to the engines named, and examines: findings after the second push. None if
-                the push cannot be repeated: then the first findings last
-    hold        disables speculation of an engine: before the second push, and where it must stay off
+    push_again  pushes all tensors at least to the engines named, and returns the findings after that. None if the push
+                cannot be repeated: the first findings then count as those after the second push
+    hold        disables speculation of an engine; called before the second push, and if speculation must stay off
     """
     doubted = [name for name, findings in first.items() if decide(findings, None) == "push_again"]
     second: Findings = {}
@@ -60,7 +60,7 @@ def enforce(
     actions: dict[str, Action] = {}
     records = []
     for name, findings in first.items():
-        # A second push may reach engines that were sound after the first; what they hold now counts.
+        # The second push may also reach engines without a finding after the first. Then its findings count.
         actions[name] = decide(findings or second.get(name, ()), second.get(name))
         if findings or second.get(name):
             records.append(_record(version, name, findings, second[name], actions[name]))
@@ -70,12 +70,12 @@ def enforce(
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """Each finding as "detector: message"."""
+    """Format each finding as "detector: message"."""
     return [f"{finding.detector}: {finding.message}" for finding in findings]
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """A record in one line: engine, what was found, what followed."""
+    """Format a record in one line: engine, version, action, findings."""
     outcomes = {"speculate": "healthy after a second push", "plain": "no speculation until a later push"}
     outcome = outcomes.get(record["action"], "may not serve")
     lasting = record["after_second_push"] or record["found"]
@@ -83,9 +83,10 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
-    """Disable speculation until `release`. False if the engine cannot be reached.
+    """Disable speculation until `release`. Returns False if the engine cannot be reached.
 
-    Such an engine keeps speculating: more slowly with a stale drafter, but not wrongly, since the target verifies.
+    Such an engine keeps speculating. With a stale drafter it is slower, but its text is right, because the target
+    verifies it.
     """
     try:
         engine.hold("; ".join(finding.message for finding in findings)[:_REASON_CHARACTERS])
@@ -96,7 +97,7 @@ def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
 
 
 def release(engine: RolloutEngine) -> bool:
-    """Enable speculation again. False if the engine cannot be reached."""
+    """Enable speculation again. Returns False if the engine cannot be reached."""
     try:
         engine.release()
     except EngineError as error:

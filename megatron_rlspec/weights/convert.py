@@ -1,8 +1,9 @@
-"""Hugging Face <-> Megatron checkpoints, the drafter included, tensor by tensor.
+"""Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
 
-Both directions, and making a fresh drafter, are one stream: a source maps canonical Megatron names to full tensors, and
-a sink writes them layer by layer. Memory holds one layer towards Hugging Face and one tensor towards Megatron. Finished
-files are kept if the conversion is interrupted, and the same command goes on. The target appears when it is complete.
+Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
+tensors, and a sink writes them layer by layer. Memory holds one layer on the way to Hugging Face, and one tensor on the
+way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it. The target
+appears when it is complete.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from megatron_rlspec.weights.torch_dist import TRACKER, TorchDistReader, TorchDi
 
 Kind = Literal["hf", "megatron"]
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 class HfSource(Mapping[str, Tensor]):
-    """canonical Megatron name -> full tensor, fused from a Hugging Face checkpoint when asked for."""
+    """Maps canonical Megatron names to full tensors, fused from a Hugging Face checkpoint on access."""
 
     def __init__(self, family: NameTable, tensors: Mapping[str, Tensor]) -> None:
-        self.family, self.tensors = family, tensors
+        self.family = family
+        self.tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
         row = self.family.row(name)
@@ -51,20 +54,23 @@ class HfSource(Mapping[str, Tensor]):
 
 
 class WithFreshDrafter(Mapping[str, Tensor]):
-    """A source without a drafter, and a new drafter: the embedding, the target's first layer, the target's final norm.
+    """Adds a new drafter to a source without one. It uses the target's first layer and final norm.
 
-    Embeddings are what the first layer was trained on, so this drafter starts as a one-layer language model of the next
-    token; the half of the input projection that reads hidden states starts at zero and is learned. No random numbers
-    are needed. A copy of the last layer learns more slowly than a random one, since its input lies deep in the target.
+    The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
+    The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
+    needed. A copy of the last layer would learn more slowly than a random one, because its input is from deep inside
+    the target.
 
-    Scales are the model's own. The norms before the projection give vectors of the embedding's root mean square, to
-    which the first layer is used. The final norm is scaled down until the logits of a random direction have a standard
-    deviation of 1: as it is, it belongs to the last layer's output, and would make the drafter certain of its mistakes.
+    The scales come from the model. The norms before the projection return vectors with the root mean square of the
+    embeddings, which the first layer expects. The final norm is scaled down until the logits of a random direction have
+    a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
+    mistakes.
     """
 
     def __init__(self, family: NameTable, source: Mapping[str, Tensor]) -> None:
-        self.family, self.source = family, source
-        # The first layer of the drafter's own kind: with experts, or with full attention, where the drafter has them.
+        self.family = family
+        self.source = source
+        # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
         wanted = _parts(family, "mtp.layers.0.transformer_layer.")
         kinds = (n for n in range(family.geometry.layers) if _parts(family, f"decoder.layers.{n}.") == wanted)
         self._template = next(kinds)
@@ -92,7 +98,7 @@ class WithFreshDrafter(Mapping[str, Tensor]):
 
     @property
     def _zero(self) -> float:
-        """What a norm adds to its weight."""
+        """Return what this family's norms add to their weight: 1 or 0."""
         return 1.0 if self.family.record.zero_centered_norms else 0.0
 
     @cached_property
@@ -108,7 +114,7 @@ class WithFreshDrafter(Mapping[str, Tensor]):
 
 
 def _mean_squares(rows: Tensor) -> Tensor:
-    """`[V, H]` to the mean square of each column, float64 `[H]`, with little memory."""
+    """Return the mean square of each column of `[V, H]`, float64 `[H]`, in parts to save memory."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for part in rows.split(4096):
         total += part.double().square().sum(0)
@@ -120,7 +126,7 @@ def _parts(family: NameTable, prefix: str) -> set[str]:
 
 
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same model with one MTP layer; Qwen2 becomes MiMo, as which SGLang runs its drafter.
+    """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
 
     Raises ValueError if no engine runs a drafter for this family.
     """
@@ -132,7 +138,7 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion will do. `groups`: (label, canonical names), each written as one file."""
+    """A planned conversion. Each of `groups`, (label, canonical names), becomes one file."""
 
     source: Path
     target: Path
@@ -145,7 +151,7 @@ class Conversion:
     fresh_drafter: bool
 
     def identity(self) -> dict[str, Any]:
-        """Return what an interrupted conversion must have in common with this one to be continued."""
+        """Return the properties that an interrupted conversion must share with this one to be continued."""
         stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
         shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
         return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
@@ -160,13 +166,15 @@ def plan(
     add_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
 ) -> Conversion:
-    """Read the source and decide what to write. Raises CheckpointError, FileError or ValueError, each one line.
+    """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
-    `to`: default is the other kind than the source's. `hf`: Hugging Face directory with config.json and tokenizer of a
-    Megatron checkpoint; default is what this converter left beside it. `spec`: the layer specs that will read a
-    Megatron checkpoint, which matters for latent attention's norms only.
+    to    the kind of the target; default: the other kind than the source's
+    hf    Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that this
+          converter left beside the checkpoint
+    spec  the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
     """
-    source, target = Path(source), Path(target)
+    source = Path(source)
+    target = Path(target)
     if not source.is_dir():
         what = "not a directory" if source.exists() else "no such directory"
         raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
@@ -175,7 +183,10 @@ def plan(
     if kind == to and not add_mtp:
         raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
     files.check_new_directory(target)
-    small_files = Path(hf) if hf else source if kind == "hf" else checkpoint_directory(source)
+    if hf:
+        small_files = Path(hf)
+    else:
+        small_files = source if kind == "hf" else checkpoint_directory(source)
     config = check_model(small_files, "convert", weights=False, tokenizer=False)
     checkpoint.check_companions(small_files)
     family = name_table(config, spec)
@@ -204,15 +215,15 @@ def plan(
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
-    """Carry out a conversion, or continue it. `advance(label, bytes)` is called after every group.
+    """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
 
-    Raises CheckpointError for a damaged source, which leaves nothing behind; and OSError, after which the same
-    conversion goes on (a full disk, for example).
+    Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
+    example; the same call then continues the conversion.
     """
     unfinished = work.target.with_name(f".{work.target.name}.partial")
     note = unfinished / "plan.json"
     if note.exists() and not _continues(note, work):
-        shutil.rmtree(unfinished)  # what was interrupted was another conversion
+        shutil.rmtree(unfinished)  # the interrupted conversion was another one
     unfinished.mkdir(exist_ok=True)
     write_json(note, work.identity())
     try:
@@ -234,8 +245,11 @@ def _continues(note: Path, work: Conversion) -> bool:
 
 
 class _MegatronSink:
+    """Writes a Megatron checkpoint into `directory`, then publishes it as the target."""
+
     def __init__(self, work: Conversion, directory: Path) -> None:
-        self.work, self.directory = work, directory
+        self.work = work
+        self.directory = directory
         self.writer = TorchDistWriter(directory / "release", work.family)
 
     def write(self, index: int, names: Sequence[str]) -> int:
@@ -252,8 +266,11 @@ class _MegatronSink:
 
 
 class _HfSink:
+    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target."""
+
     def __init__(self, work: Conversion, directory: Path) -> None:
-        self.work, self.directory = work, directory
+        self.work = work
+        self.directory = directory
 
     def write(self, index: int, names: Sequence[str]) -> int:
         file = self.directory / f"shard-{index:05d}.safetensors"
@@ -277,7 +294,7 @@ class _HfSink:
 
 
 def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Group names: one group per layer, and one for each tensor outside of layers."""
+    """Group the names: one group per layer, and one for each tensor outside of the layers."""
     groups: dict[str, list[str]] = {}
     for name in family.rows:
         found = _LAYER.match(name)
@@ -292,6 +309,6 @@ def _has_drafter(kind: Kind, source: Path, family: NameTable) -> bool:
 
 
 def weight_files(source: Path) -> list[Path]:
-    """List the files of a checkpoint, of either kind, that hold tensors."""
+    """List the files with tensors of a checkpoint of either kind."""
     directory = source if (source / "config.json").exists() else checkpoint_directory(source)
     return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

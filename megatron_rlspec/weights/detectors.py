@@ -19,7 +19,7 @@ _DEFAULTS = HealthConfig()
 
 @dataclass(frozen=True)
 class Finding:
-    """What one detector found wrong with one engine. `target`: the target is in doubt, not only the drafter."""
+    """A problem of one engine. `target`: the target may be wrong, not only the drafter."""
 
     detector: Detector
     message: str
@@ -28,17 +28,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """What counts as healthy, and what follows if a second push does not help.
+    """Thresholds of the checks, and the action after a second push that does not repair an engine.
 
-    `on_failure`          plain: go on without speculation, or without the engine; stop: raise HealthError
-    `canary_steps`        drafts per round of the canary; the engine must be able to run such a chain
-    `canary_tokens`       its longest answer; many prompts with short answers cost an engine less than the reverse
-    `canary_share`        share of the time since the first canary that canaries may take; beyond it a push has none,
-                          unless an engine is in doubt
-    `floor_share`         share of the predicted accepted drafts per round that canary and drift test must reach
-    `z`                   how many standard errors below that the canary must lie to fail
-    `false_alarm`         bound on the probability, per observation, that the drift test alarms above its floor
-    `correlated_rounds`   rounds that count as one observation there: those of one request resemble each other
+    on_failure         plain: continue without speculation, or without the engine; stop: raise HealthError
+    canary_steps       drafts per round of the canary; the engine must be able to run such a chain
+    canary_tokens      the longest answer of a canary; many prompts with short answers take less time than few long ones
+    canary_share       share of the time since the first canary that canaries may take. A push beyond it runs no canary,
+                       unless an engine is held
+    floor_share        share of the predicted accepted drafts per round that canary and drift test must reach
+    z                  the canary fails if its mean is so many standard errors below the floor
+    false_alarm        bound on the probability, per observation, of an alarm of the drift test above its floor
+    correlated_rounds  rounds that the drift test counts as one observation, because rounds of a request are correlated
     """
 
     on_failure: Literal["plain", "stop"] = _DEFAULTS.on_failure
@@ -70,59 +70,60 @@ def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Findin
 def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share: float, z: float) -> Finding | None:
     """Check that a histogram of accepted drafts per round (index = accepted) reaches its floor.
 
-    `predicted` is the expected accept length, tokens per round, the target's own included; None: unknown; then it is
-    enough that speculation ran. The floor is `1 + floor_share (predicted - 1)`, and the canary fails when the observed
-    mean lies `z` standard errors below it.
+    `predicted` is the expected accept length: tokens per round, with the target's own token. With None the canary only
+    has to speculate. The floor is `1 + floor_share (predicted - 1)`. The canary fails if the observed mean is more than
+    `z` standard errors below it.
     """
     counts = np.asarray(accepted, dtype=np.float64)
     rounds = counts.sum()
     if rounds == 0:
-        return Finding("canary", "speculation is on, but not one round was verified", target=False)
+        return Finding("canary", "speculation is on, but no round was verified", target=False)
     if predicted is None:
         return None
     values = np.arange(len(counts))
     mean = float(counts @ values / rounds)
-    # The sample's variance is 0 when nothing is accepted; the floor's own Bernoulli variance bounds it from below.
+    # Without accepted drafts the sample's variance is 0. The Bernoulli variance of the floor is a lower bound.
     floor = floor_share * (predicted - 1)
     variance = max(float(counts @ (values - mean) ** 2 / rounds), min(floor, 0.25))
     if mean + z * math.sqrt(variance / rounds) >= floor:
         return None
     message = (
-        f"accept length {1 + mean:.2f} over {int(rounds)} rounds, but {predicted:.2f} was predicted "
-        f"and at least {1 + floor:.2f} must be reached"
+        f"accept length {1 + mean:.2f} over {int(rounds)} rounds, expected at least {1 + floor:.2f} "
+        f"({predicted:.2f} was predicted)"
     )
     return Finding("canary", message, target=False)
 
 
 def logprob_finding(samples: Sequence[Sample], recomputed: Sequence[np.ndarray], bound: float) -> Finding | None:
-    """Compare the engine's log-probs with the trainer's, `recomputed[i]` token-aligned as in `Sample`.
+    """Compare the engine's log-probs with the trainer's `recomputed[i] [L]`, token-aligned as in `Sample`.
 
-    Finds a target that was exported wrongly. `bound`: on the mean absolute difference over response tokens; it depends
-    on dtype and kernels (float32 1e-3, bfloat16 about 0.05), so it is the caller's.
+    A difference shows that the target was exported wrongly. `bound` is the largest mean absolute difference over
+    response tokens. It depends on dtype and kernels: 1e-3 for float32, about 0.05 for bfloat16.
     """
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for sample, values in zip(samples, recomputed, strict=True):
         response = slice(sample.prompt_len, len(sample.tokens))
         total += float(np.abs(sample.behaviour_logprobs[response] - np.asarray(values)[response]).sum())
         tokens += len(sample.response)
     gap = total / max(1, tokens)
-    if gap <= bound:  # NaN is above every bound
+    if gap <= bound:  # false for NaN
         return None
-    return Finding(
-        "logprobs", f"engine and trainer differ by {gap:.4f} nats a token, allowed are {bound:g}", target=True
-    )
+    message = f"engine and trainer differ by {gap:.4f} nats per token, expected at most {bound:g}"
+    return Finding("logprobs", message, target=True)
 
 
 @dataclass
 class Drift:
-    """A sequential test, while the engine runs, that the mean of accepted drafts per round is at least its floor.
+    """A sequential test, between pushes, that the mean of accepted drafts per round is at least its floor.
 
-    A betting martingale (Waudby-Smith and Ramdas, arXiv 2010.09686): each observation multiplies the evidence by
-    1 + bet (floor - accepted), whose mean is at most 1 while the floor is reached. By Ville's inequality evidence that
-    starts at any given moment ever exceeds 1 / false_alarm with at most that probability, however often one looks. It
-    is restarted whenever it falls below 1, as in CUSUM, so that a good past does not delay the alarm; among n starts a
-    false alarm has then at most the probability n × false_alarm. `correlated_rounds` rounds are averaged
-    geometrically into one observation, which keeps this true for any dependence among them.
+    It is a betting martingale (Waudby-Smith and Ramdas, arXiv 2010.09686). Each observation multiplies the evidence by
+    1 + bet (floor - accepted). The mean of this factor is at most 1 while the floor is reached. By Ville's inequality,
+    the evidence then exceeds 1 / false_alarm at any time with a probability of at most false_alarm.
+
+    The evidence restarts at 1 whenever it falls below 1, as in CUSUM, so a good past does not delay the alarm. With n
+    starts the probability of a false alarm is at most n × false_alarm. `correlated_rounds` rounds are averaged
+    geometrically into one observation; the bound then holds for any dependence among them.
     """
 
     settings: HealthSettings
@@ -133,7 +134,7 @@ class Drift:
     alarmed: bool = False
 
     def observe(self, stats: Sequence[RoundStats]) -> Finding | None:
-        """`predicted[config]` is the accept length expected under that config; other configs' rounds are not judged."""
+        """Add rounds to the test. Rounds of configurations without a `predicted` accept length are ignored."""
         for round_stats in stats:
             predicted = self.predicted.get(round_stats.config)
             if predicted is None or round_stats.config.num_steps == 0 or predicted <= 1:
@@ -141,7 +142,7 @@ class Drift:
             floor = self.settings.floor_share * (predicted - 1)
             counts = np.asarray(round_stats.accepted, dtype=np.float64)
             values = np.arange(len(counts))
-            # Half of the largest bet that cannot ruin: good against any alternative, and never far from the best one.
+            # Half of the largest bet that keeps the factor positive. It works against any lower mean.
             bet = 0.5 / max(1.0, round_stats.config.num_steps - floor)
             gain = float(counts @ np.log1p(bet * (floor - values)))
             self.log_evidence = max(0.0, self.log_evidence) + gain / self.settings.correlated_rounds
@@ -154,18 +155,18 @@ class Drift:
 
 
 class DriftWatch:
-    """One `Drift` per engine and push. Each gives its finding once."""
+    """One `Drift` test per engine and push. Each test returns its finding once."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
         self._tests: dict[str, Drift] = {}
 
     def begin(self, name: str) -> None:
-        """Start the engine's test anew: its weights are new."""
+        """Start a new test for an engine with new weights."""
         self._tests[name] = Drift(self.settings, {})
 
     def observe(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
-        """Take in an engine's rounds; `predicted` are accept lengths by configuration, the latest ones hold."""
+        """Test an engine's rounds. `predicted` are accept lengths by configuration; later calls update them."""
         if name not in self._tests:
             self.begin(name)
         test = self._tests[name]
@@ -178,7 +179,7 @@ class DriftWatch:
 
 
 def decide(first: Sequence[Finding], second: Sequence[Finding] | None) -> Action:
-    """Decide about one engine by its findings after the push and, if there was one, after the second push."""
+    """Return the action for one engine, from its findings after the push and, if there was one, the second push."""
     if not first:
         return "speculate"
     if second is None:

@@ -34,7 +34,8 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     first_byte = start * tensor.element_size()
     if first_byte % _WORD:
         raise ValueError(f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}")
-    device, first = tensor.device, first_byte // _WORD
+    device = tensor.device
+    first = first_byte // _WORD
     row_factors, column_factors = _factors(device)
     step = _ROW * _ROWS_AT_ONCE.get(device.type, _MANY_ROWS)
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -43,7 +44,8 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     while done < data.numel():
         # Rows are those of the full tensor, so a shard's first and last one may be partial.
         word = first + done // _WORD
-        row, column = word // _ROW % _ROW, word % _ROW
+        row = word // _ROW % _ROW
+        column = word % _ROW
         size = min(data.numel() - done, (step - column) * _WORD)
         words = -(-size // _WORD)
         part = buffer[:words]
@@ -71,19 +73,19 @@ def _partial_rows(part: Tensor, row: int, column: int, row_factors: Tensor, colu
 
 
 def _dot(x: Tensor, factors: Tensor) -> Tensor:
-    """Σ over the last dimension, modulo 2⁶⁴. CUDA has no integer matrix product; the CPU's needs no temporary."""
+    """Sum products over the last dimension, modulo 2⁶⁴. CUDA has no integer matrix product; the CPU's saves memory."""
     return torch.matmul(x, factors) if x.device.type == "cpu" else (x * factors).sum(dim=-1)
 
 
 @cache
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd numbers for rows and columns, 65,536 each; rows repeat them after 32 GiB."""
+    """Return 65,536 odd numbers each for rows and columns; rows repeat them after 32 GiB."""
     index = torch.arange(_ROW, device=device)
     return _mix(index + 1) | 1, _mix(index + (1 << 40)) | 1
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on int64 with wrap-around; shifts are made logical by masking."""
+    """Apply splitmix64's finaliser to int64 with wrap-around; masking makes the shifts logical."""
     x = (x ^ ((x >> 30) & 0x3_FFFF_FFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1F_FFFF_FFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1_FFFF_FFFF)

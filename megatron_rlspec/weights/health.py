@@ -1,4 +1,4 @@
-"""Health of our own loop's engines: push, prove, repair, and watch until the next push.
+"""Health of the engines of our own loop: push, check, repair, and watch until the next push.
 
     push ─► fingerprints ─► canary ─► speculate
                │ finding        │ finding
@@ -6,7 +6,8 @@
                                                │ finding again
                                                └─► plain | out of rotation | stop
 
-`detectors.py` turns observations into findings, `contract.py` findings into actions; `canary.py` asks the engines.
+`canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py` turns
+findings into actions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from megatron_rlspec.weights.push import Pusher, PushReport, Source
 
 @dataclass(frozen=True)
 class HealthReport:
-    """`serving`: engines that may generate; `plain`: those of them that must not speculate; `records`: for the log."""
+    """The result of `Health.push`.
+
+    pushes   the first push, and the second one if there was one
+    serving  names of the engines that may generate
+    plain    names of the serving engines that must not speculate
+    records  one per incident, for the log
+    """
 
     pushes: tuple[PushReport, ...]
     serving: tuple[str, ...]
@@ -50,15 +57,15 @@ class HealthReport:
 
 
 class Health:
-    """Pushes, checks, repairs.
+    """Pushes weights, checks the engines, and repairs them.
 
-    is_drafter  tells by its Hugging Face name whether a tensor is the drafter's: if only such differ, the target is
-                sound
+    is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
+                is sound
     speculate   sets an engine to the run's own rule or schedule, after canaries and repairs. None in a run without
-                speculation; its canary then checks version stamps only
+                speculation: the canary then checks version stamps only
     canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts only
-                what bits can show is seen
-    incident    is called with the record of every incident, before anything is raised because of it
+                fingerprints are compared
+    incident    called with the record of every incident, before an error is raised because of it
     """
 
     def __init__(
@@ -89,11 +96,11 @@ class Health:
         scope: Scope = "all",
         predicted: float | None = None,
     ) -> HealthReport:
-        """Push one version, and check everything that must hold before the next rollout is trained on.
+        """Push one version and check every engine.
 
-        `predicted`: accept length under `settings.canary_steps` steps; see `Canary.run`.
-        Raises HealthError when no engine may serve, or on a finding that survives the second push if
-        `settings.on_failure` is "stop"; PushError as `Pusher.push`.
+        `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. Raises HealthError if no
+        engine may serve, and if a finding remains after the second push and `settings.on_failure` is "stop". Raises
+        PushError as `Pusher.push` does.
         """
         seconds = self._canary.seconds
         results: dict[str, CanaryResult] = {}
@@ -126,9 +133,9 @@ class Health:
         self._held.add(name)
 
     def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
-        """Give one engine's drift test what its `stats()` returned; on a finding its speculation is disabled.
+        """Run one engine's drift test on the result of its `stats()`. A finding disables its speculation.
 
-        A finding is returned once; the next push starts a new test.
+        A finding is returned once. The next push starts a new test.
         """
         finding = self._drift.observe(name, stats, predicted)
         if finding is not None:
@@ -136,9 +143,9 @@ class Health:
         return finding
 
     def after_sleep(self, names: Sequence[str] | None = None) -> dict[str, Finding]:
-        """Compare bits again after engines released and resumed their memory: engine -> finding, sound ones left out.
+        """Compare fingerprints again after engines released and resumed their memory.
 
-        The next push sends the engines named everything.
+        Returns the finding of every engine that differs. The next push sends all tensors to the engines in `names`.
         """
         differences = self.pusher.verify(names)
         return {name: self._bits(difference) for name, difference in differences.items() if not difference.empty}
@@ -149,7 +156,7 @@ class Health:
     def _examine(
         self, report: PushReport, predicted: float | None, results: dict[str, CanaryResult], canary: bool
     ) -> dict[str, list[Finding]]:
-        """Findings by engine; what canaries showed goes into `results`."""
+        """Return the findings of every engine. Adds the canaries' results to `results`."""
         findings: dict[str, list[Finding]] = {name: [] for name in report.engines}
         for name, engine in report.engines.items():
             if engine.error:
@@ -173,10 +180,10 @@ class Health:
             return
         self._held.add(name)
         if not hold(self.pusher.engines[name], findings):
-            self.pusher.forget(name)  # an engine that does not answer holds nothing that is known
+            self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
 
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
-        """Set the run's speculation again, where a canary or `hold` changed it."""
+        """Set the run's speculation again if a canary or `hold` changed it."""
         if canary is not None:
             self._canary.remember(name, canary)
         engine = self.pusher.engines[name]
@@ -187,7 +194,7 @@ class Health:
         self._held.discard(name)
 
     def _refuse(self, verdict: Verdict) -> None:
-        """Raise HealthError if the run may not go on."""
+        """Raise HealthError if the run must stop."""
         lasting = [f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]]
         if lasting and self.settings.on_failure == "stop":
             raise HealthError("unhealthy after a second push, and health.on_failure is stop: " + "; ".join(lasting))

@@ -1,7 +1,7 @@
-"""How Hugging Face tensors form one Megatron tensor, and how tensor-parallel ranks cut it.
+"""Fuse Hugging Face tensors into one Megatron tensor, and split it over tensor-parallel ranks; and the inverses.
 
-A `Layout` is a pair of inverse functions on full tensors; a `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both only move elements, hence are exact; the one exception says so (`ZERO_CENTERED`).
+A `Layout` is a pair of inverse functions between full tensors. A `Cut` is a pair of inverse functions between the full
+Megatron tensor and its shards. Both only move elements and are exact, except `ZERO_CENTERED`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
+    """`fuse`: Hugging Face tensors to the Megatron tensor; `split`: the inverse."""
+
     fuse: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
 
@@ -34,27 +36,27 @@ def _swap(full: Tensor) -> Tensor:
     return torch.cat((second, first), dim=-1)
 
 
-# The drafter's input projection [H, 2H], where the checkpoint concatenates (hidden, embedding) and Megatron
-# (embedding, hidden): its own inverse.
+# The drafter's input projection [H, 2H]: the checkpoint concatenates (hidden, embedding), Megatron (embedding, hidden).
+# The swap is its own inverse.
 SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 
-# A norm whose checkpoint multiplies by w, in a model whose Megatron norms multiply by 1 + w. Exact in both directions
-# for weights from 1/2 up; below that the difference may need a bit more than the type has.
+# A norm that multiplies by w in the checkpoint, and by 1 + w in Megatron. It is exact in both directions for weights of
+# 1/2 or more. Below that the difference may need one bit more than the type has.
 ZERO_CENTERED = Layout(lambda parts: parts[0] - 1, lambda full: (full + 1,))
 
 
 def stacked(*sizes: int) -> Layout:
-    """Parts of these sizes, one after the other on dim 0."""
+    """Concatenate parts of these sizes on dim 0."""
     return Layout(_cat, lambda full: full.split(sizes))
 
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
-    """Megatron's linear_qkv, weight or bias: for each key/value group its query heads, then its key, then its value."""
+    """Make Megatron's linear_qkv, weight or bias: for each key/value group the query heads, then key, then value."""
     return _grouped(groups, (heads_per_group * head_dim, head_dim, head_dim))
 
 
 def gated_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
-    """As `grouped_qkv`, if q_proj holds query and gate per head: Megatron puts a group's gates after its queries."""
+    """Make Megatron's linear_qkv if q_proj holds query and gate per head: a group's gates follow all its queries."""
     queries = heads_per_group * head_dim
     grouped = _grouped(groups, (2 * queries, head_dim, head_dim))
 
@@ -73,7 +75,10 @@ def gated_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
 
 
 def gated_delta_net(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    """Megatron's GDN in_proj, [Q; K; V; Z; B; A], of Qwen3-Next's in_proj_qkvz and in_proj_ba, grouped by key head."""
+    """Make Megatron's GDN in_proj, [Q; K; V; Z; B; A], from Qwen3-Next's in_proj_qkvz and in_proj_ba.
+
+    The Qwen3-Next tensors are grouped by key head.
+    """
     share = value_heads // key_heads
     wide = _grouped(key_heads, (key_dim, key_dim, share * value_dim, share * value_dim))
     narrow = _grouped(key_heads, (share, share))
@@ -90,13 +95,14 @@ def gated_delta_net(key_heads: int, value_heads: int, key_dim: int, value_dim: i
 
 
 def gated_delta_net_sizes(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
-    """Rows of Q, K, V, Z, B and A."""
-    qk, v = key_heads * key_dim, value_heads * value_dim
+    """Return the numbers of rows of Q, K, V, Z, B and A."""
+    qk = key_heads * key_dim
+    v = value_heads * value_dim
     return qk, qk, v, v, value_heads, value_heads
 
 
 def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
-    """Parts of groups × sizes[i] rows, interleaved group by group."""
+    """Interleave parts of groups × sizes[i] rows, group by group."""
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
         rest = parts[0].shape[1:]
@@ -113,9 +119,10 @@ def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensor-parallel cut along `dim` (None: every rank holds all of it).
+    """A tensor-parallel split along `dim`; None: every rank holds the whole tensor.
 
-    `blocks` on dim 0, so many equal ones or of these sizes, are cut one by one: a rank holds a part of each.
+    `blocks` is the number of equal blocks on dim 0, or their sizes. Each block is split, and a rank holds a part of
+    each.
     """
 
     dim: int | None

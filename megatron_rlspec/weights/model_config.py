@@ -124,7 +124,7 @@ class Trained(Shared):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """What is said of rotary embeddings, all of it."""
+        """Return all settings of the rotary embeddings."""
         return {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
 
     @model_validator(mode="after")

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_rlspec import files
 from megatron_rlspec.weights.model_config import SCHEMAS, ModelConfigError, Shared, check_config
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 LARGEST_CONFIG = 1 << 24  # bytes
 FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -100,7 +101,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _json(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
-    """An object of standard JSON. Transformers reads no byte order mark, so one is refused."""
+    """Read an object of standard JSON. Transformers reads no byte order mark, so one is refused."""
     try:
         if files.read_bytes(file, most).startswith(b"\xef\xbb\xbf"):
             raise ModelConfigError(
@@ -237,9 +238,10 @@ def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared)
 
 
 def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
-    """The shape that config.json gives to a tensor, as key -> size; None if its name is not known."""
+    """Return the shape that config.json gives to a tensor, as key -> size; None if its name is not known."""
     part = name.rpartition(".")[0].rpartition(".")[2]
-    hidden, words = {"hidden_size": config.hidden_size}, {"vocab_size": config.vocab_size}
+    hidden = {"hidden_size": config.hidden_size}
+    words = {"vocab_size": config.vocab_size}
     queries = {"num_attention_heads x head_dim": config.num_attention_heads * config.head_size}
     keys = {"num_key_value_heads x head_dim": config.groups * config.head_size}
     head = {"head_dim": config.head_size}
@@ -271,7 +273,7 @@ def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
 
 
 def _mlp_width(name: str, config: Shared) -> dict[str, int]:
-    """Of a dense layer, of one expert, or of the shared experts together."""
+    """Return the width of a dense MLP, of one expert, or of all shared experts together."""
     if ".mlp.experts." in name:
         return {"moe_intermediate_size": config.moe_intermediate_size or 0}
     if ".shared_experts." in name:

@@ -72,7 +72,7 @@ class PushReport:
 
     @property
     def failed(self) -> dict[str, str]:
-        """engine -> one line, for every engine that may not serve."""
+        """Return one line for every engine that may not serve, by name."""
         return {n: e.error or str(e.difference) for n, e in self.engines.items() if not e.ok}
 
     def metrics(self) -> dict[str, float]:
@@ -248,7 +248,7 @@ class _Feed:
                 self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more tensors will come; with `error`, the reader raises it after those that are queued."""
+        """Announce the end of the tensors. With `error`, the reader raises it after the queued tensors."""
         with self._changed:
             self._ended = self._ended or error or True
             self._changed.notify_all()
@@ -282,7 +282,9 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
     Returns fingerprints by name, bytes, and seconds of fingerprinting.
     """
     marks: dict[str, int] = {}
-    total, spent, refused = 0, 0.0, ""
+    total = 0
+    spent = 0.0
+    refused = ""
     for name, tensor in tensors:
         began = time.perf_counter()
         if name in marks:

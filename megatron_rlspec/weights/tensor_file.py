@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of dtype, shape and every bit, such as "float32[2,3]:00f3…"; one changed bit always shows."""
+    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…"; it detects any changed bit."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}[{','.join(map(str, tensor.shape))}]:{fingerprint(tensor):016x}"
 
@@ -89,7 +89,7 @@ class TensorFile(Mapping[str, Tensor]):
 
     @property
     def checked(self) -> bool:
-        """Whether the file has checksums."""
+        """Return whether the file has checksums."""
         return bool(self._checksums)
 
     def __enter__(self) -> TensorFile:
@@ -117,7 +117,7 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape, without reading the tensor."""
+        """Return the shape, without reading the tensor."""
         if name not in self._names:
             raise CheckpointError(f"{self.path}: lacks {name}")
         return tuple(self._file.get_slice(name).get_shape())

@@ -1,18 +1,18 @@
-"""Megatron distributed checkpoints of the `torch_dist` format, one tensor at a time, without Megatron or a job.
+"""Read and write Megatron checkpoints of the `torch_dist` format, one tensor at a time, without Megatron.
 
-The format is PyTorch's distributed checkpoint: files of `torch.save`d tensors, and a pickled index of which part of
-which global tensor lies where. Every reader reshards from it, so the tensor, pipeline and expert parallel sizes of
-writer and reader need not match. Megatron's choice of names:
+The format is PyTorch's distributed checkpoint: files of `torch.save`d tensors, and a pickled index with the place of
+each part of each global tensor. A reader can have other tensor, pipeline and expert parallel sizes than the writer.
+Megatron's names:
 
     a dense model's layers are one tensor [L, ...]   decoder.layers.mlp.linear_fc2.weight
     other layers are numbered                        decoder.layers.3.mlp.router.weight, mtp.layers.0.eh_proj.weight
     a layer's experts are one tensor [E, ...]        ....mlp.experts.experts.linear_fc1.weight
     norms may be named as fused                      ....self_attention.linear_qkv.layer_norm_weight
 
-The index is the only pickle that is read, by an unpickler that knows the classes it may hold and refuses any other.
-What it holds is checked by a schema. Of every stored part the CRCs of its zip archive are compared. A checkpoint that
-`TorchDistWriter` wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of
-the index. The reader compares them.
+The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
+result by a schema. It compares the CRCs in the zip archive of every stored part. A checkpoint that `TorchDistWriter`
+wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of the index. The
+reader compares them, too.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ from megatron_rlspec.weights.tensor_file import checksum, verify
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "rlspec-checksums.json"
 _DAMAGED = "its checksum differs from what was written: the file is damaged"
-_INDEX, _BACKEND, _COMMON = ".metadata", "metadata.json", "common.pt"
+_INDEX = ".metadata"
+_BACKEND = "metadata.json"
+_COMMON = "common.pt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
-# Modules for which Megatron stores an (empty) extra state, and misses it when it loads: linear layers, and under
-# Transformer Engine norms that are not fused into one, and the core attention of MTP layers.
+# Modules for which Megatron stores an (empty) extra state. Loading fails without it. They are linear layers; under
+# Transformer Engine also norms that are not fused into one, and the core attention of MTP layers.
 _LINEAR = re.compile(r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
 _NORM = re.compile(r"norm\.weight$")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the model lies: slice `at` of the leading axes, of sizes `of`, of the global tensor `key`."""
+    """The place of a tensor of the model: slice `at` of the leading axes, of sizes `of`, of the global tensor `key`."""
 
     key: str
     at: tuple[int, ...] = ()
@@ -68,11 +70,12 @@ class Place:
 
 
 def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
-    """Return the place of a canonical name. `stacked`: layers form one tensor, as in models whose layers are alike."""
+    """Return the place of a canonical name. `stacked`: all layers form one tensor, as `uniform` says."""
     at: list[int] = []
     of: list[int] = []
     key = _stored_name(family, name, spec)
-    layer, expert = _LAYER.match(key), _EXPERT.search(key)
+    layer = _LAYER.match(key)
+    expert = _EXPERT.search(key)
     if layer and stacked:
         key = key.replace(layer[0], "decoder.layers.", 1)
         at.append(int(layer[1]))
@@ -85,7 +88,7 @@ def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
 
 
 def _stored_name(family: NameTable, name: str, spec: str) -> str:
-    """Return the stored name. Local specs fuse the names of both norms of a block, but none with latent attention."""
+    """Return the stored name. Local specs fuse the names of both norms of a block, except with latent attention."""
     if spec == "te":
         return family.fused(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
@@ -97,7 +100,7 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
 
 
 def uniform(family: NameTable) -> bool:
-    """Say whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
+    """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
     kinds: dict[str, set[str]] = {}
     for name in family.rows:
         if layer := _LAYER.match(name):
@@ -109,7 +112,7 @@ def uniform(family: NameTable) -> bool:
 
 
 class TorchDistReader(Mapping[str, Tensor]):
-    """canonical Megatron name -> full tensor, read when asked for, from whatever shards the checkpoint has."""
+    """Maps canonical Megatron names to full tensors, read on access. The checkpoint may be sharded in any way."""
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
@@ -137,7 +140,7 @@ class TorchDistReader(Mapping[str, Tensor]):
         chunks = [chunk for chunk in stored.chunks if _holds(chunk, found.at)]
         elements = math.prod(stored.size[lead:])
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        if present != elements:  # asked before memory is taken for what an index promises
+        if present != elements:  # checked before memory is allocated for the size in the index
             raise CheckpointError(f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)")
         full: Tensor | None = None
         filled = torch.zeros(0)
@@ -168,7 +171,7 @@ class TorchDistReader(Mapping[str, Tensor]):
         return next((c for c in candidates if c.key in self._stored), None)
 
     def _read(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        """One stored part, of the chunk's sizes. Raises CheckpointError if it is missing, damaged or something else."""
+        """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
         info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
         if info is None:
             raise CheckpointError(f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}")
@@ -181,7 +184,7 @@ class TorchDistReader(Mapping[str, Tensor]):
         return part
 
     def _bytes(self, key: str, info: _Where) -> bytes:
-        """What is stored of a part, after comparing its CRC. Raises CheckpointError."""
+        """Read the bytes of a stored part and compare their CRC. Raises CheckpointError."""
         file = self.directory / info.relative_path
         try:
             if not file.is_file():
@@ -200,10 +203,10 @@ class TorchDistReader(Mapping[str, Tensor]):
 
 
 def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
-    """Compare the CRCs of all stored parts of a converted checkpoint; return how many parts this rank compared.
+    """Compare the CRCs of all stored parts of a converted checkpoint. Returns how many parts this rank compared.
 
-    For readers that do not compare them, such as Megatron's own loader. Each of `ranks` reads its share. A checkpoint
-    that `TorchDistWriter` did not write has no list of CRCs and passes. Raises CheckpointError.
+    It is for readers that do not compare CRCs, such as Megatron's own loader. Each of `ranks` reads its share. A
+    checkpoint of another writer has no list of CRCs and passes. Raises CheckpointError.
     """
     directory = Path(path) / "release"
     if not (directory / CHECKSUMS).exists():
@@ -223,7 +226,7 @@ def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
 
 
 def checkpoint_directory(path: Path) -> Path:
-    """Return the directory with the index: `path` itself, or the one that its tracker file names."""
+    """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; expected a Megatron checkpoint")
     tracker = path / TRACKER
@@ -256,7 +259,7 @@ class _Properties(_Record):
 
 
 class _Stored(_Record):
-    """A global tensor. Its chunks have its number of axes and lie inside it."""
+    """A global tensor. Its chunks have as many axes as it has, and lie inside it."""
 
     properties: _Properties
     size: tuple[NonNegativeInt, ...]
@@ -277,7 +280,7 @@ class _Part(_Record):
 
 
 class _Where(_Record):
-    """Bytes of a file of the checkpoint's own directory."""
+    """A range of bytes in a file of the checkpoint's own directory."""
 
     relative_path: str = Field(pattern=r"^[^/\\\x00]+$", min_length=1)
     offset: NonNegativeInt
@@ -306,7 +309,7 @@ class _Checksums(_Record):
             raise CheckpointError(f"{file}: {_DAMAGED}") from None
 
     def crc(self, where: _Where) -> int | None:
-        """Of a part; None where nothing is known. Raises CheckpointError for a part that is not listed."""
+        """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
         key = f"{where.relative_path}:{where.offset}:{where.length}"
         if self.parts and key not in self.parts:
             raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
@@ -314,7 +317,7 @@ class _Checksums(_Record):
 
 
 class _IndexRecord(_Record):
-    """What is used of torch's `Metadata`."""
+    """The used fields of torch's `Metadata`."""
 
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
@@ -322,7 +325,7 @@ class _IndexRecord(_Record):
 
 @dataclass(frozen=True)
 class _Index:
-    """Global tensors by name, and where their parts lie, by name and offsets."""
+    """Global tensors by name, and the places of their parts by name and offsets."""
 
     tensors: dict[str, _Stored]
     parts: dict[tuple[str, tuple[int, ...]], _Where]
@@ -342,7 +345,7 @@ def _index(record: _IndexRecord) -> _Index:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that knows the classes of an index by name, and raises CheckpointError for any other."""
+    """An unpickler that loads the classes of an index only, and raises CheckpointError for any other."""
 
     _MODULES = {
         "torch.distributed.checkpoint.metadata",
@@ -358,12 +361,12 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_dtype or is_part or (module, name) in self._OTHERS:
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing"):
-            return type(name, (), {})  # Megatron 0.15 wrapped metadata and plan; nothing of theirs is used here
+            return type(name, (), {})  # Megatron 0.15 wrapped metadata and plan; the reader does not use them
         raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
 
 
 def _load_index(file: Path, expected: int | None) -> _Index:
-    """The index, whose CRC is `expected` where it is known. Raises CheckpointError."""
+    """Read the index. Raises CheckpointError, also if `expected` is not None and is not the index's CRC."""
     try:
         content = files.read_bytes(file)
         found = _IndexUnpickler(io.BytesIO(content)).load()
@@ -384,7 +387,7 @@ def _load_index(file: Path, expected: int | None) -> _Index:
 
 
 def _load_part(data: bytes, where: str) -> Tensor:
-    """The tensor of one `torch.save`d part, after comparing the CRCs of its zip archive."""
+    """Load the tensor of one `torch.save`d part, after comparing the CRCs in its zip archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
@@ -401,13 +404,13 @@ def _load_part(data: bytes, where: str) -> Tensor:
 
 
 def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
-    """Whether a chunk holds slice `at` of the leading axes."""
+    """Return whether a chunk holds slice `at` of the leading axes."""
     lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
     return all(start <= i < start + size for i, start, size in lead)
 
 
 def _line(error: Exception) -> str:
-    """The first sentence of an error: torch's go on with advice that does not apply here."""
+    """Return the first line of an error. The next lines of torch's errors are advice that does not apply here."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
@@ -430,13 +433,16 @@ class _Entry:
 
 
 class TorchDistWriter:
-    """Write groups of tensors, each to a file of its own that appears completely or not at all; then `finish`."""
+    """Writes groups of tensors, each to a file of its own that appears complete or not at all. Call `finish` last."""
 
     def __init__(self, directory: Path, family: NameTable) -> None:
-        self.directory, self.family, self.stacked = directory, family, uniform(family)
+        self.directory = directory
+        self.family = family
+        self.stacked = uniform(family)
         directory.mkdir(parents=True, exist_ok=True)
 
     def has(self, group: int) -> bool:
+        """Return whether this group was written completely."""
         return self._note(group).exists()
 
     def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -447,7 +453,8 @@ class TorchDistWriter:
             for name, tensor in tensors:
                 checksums[name] = checksum(tensor)
                 where = place(self.family, name, self.stacked, self.family.spec)
-                # The leading axes of the global tensor are part of what is stored; and only this tensor's bytes.
+                # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
+                # a view is copied first.
                 whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
                 if whole.untyped_storage().nbytes() != whole.nbytes:
                     whole = whole.clone()
@@ -472,7 +479,8 @@ class TorchDistWriter:
                 info = _StorageInfo(_file(group), entry.offset, entry.length)
                 crcs[f"{_file(group)}:{entry.offset}:{entry.length}"] = entry.crc
                 if not entry.dtype:
-                    at, of = entry.at or (0,), entry.of or (1,)
+                    at = entry.at or (0,)
+                    of = entry.of or (1,)
                     key = f"{entry.key}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
                     parts[key] = BytesStorageMetadata()
                     where[MetadataIndex(key)] = info

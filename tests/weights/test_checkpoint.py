@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, and every defect told in one line."""
+"""Checkpoints on disk appear whole or not at all; every defect is reported in one line."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_defects_on_disk(tmp_path, checkpoint):
         read_hf(tmp_path / "b")
 
 
-def test_an_index_that_promises_too_much(tmp_path, checkpoint):
+def test_an_index_with_more_tensors_than_the_files(tmp_path, checkpoint):
     config, tensors = checkpoint
     write_hf(tmp_path / "a", config, tensors, shard_bytes=100_000)
     index = tmp_path / "a" / "model.safetensors.index.json"

@@ -82,7 +82,7 @@ def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
     assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
 
 
-def test_another_source_starts_anew(tmp_path):
+def test_another_source_starts_again(tmp_path):
     config, _ = hf_directory(tmp_path)
     other = mimo_checkpoint(seed=5)[1]
     write_hf(tmp_path / "other", config, other)
@@ -164,7 +164,7 @@ def without_swap(*arguments):
 
 
 def test_check_sees_a_wrong_table(tmp_path):
-    """Both directions wrong alike: the round trip is perfect, and only the logits tell."""
+    """The same mistake in both directions: the round trip is exact, and only the logits differ."""
     _, tensors = hf_directory(tmp_path)
     code, report = one_rank(run, str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check")
     assert code == 0 and max(map(float, re.findall(r"\d\.\de-\d+", report))) < 1e-4, report

@@ -1,4 +1,4 @@
-"""docs/weights.md tells which detector catches which fault: exactly what the fault tests assert."""
+"""The table of faults and detectors in docs/weights.md equals the one that the fault tests assert."""
 
 from pathlib import Path
 

@@ -257,7 +257,7 @@ def test_without_a_fault_no_detector_fires():
 
 
 def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
-    """The exporter's bug survives the second push, so the engine goes on without speculation, on a sound target."""
+    """The exporter's bug survives the second push; the target is sound, so the engine continues without speculation."""
     room = Room()
     name = MTP + "input_proj.weight"
     room.damage = lambda n, t: swap(t, 1) if n == name else t

@@ -24,7 +24,7 @@ def run(tmp_path):
 
 
 def test_a_drafter_that_has_improved_is_found_in_rollouts_of_20_rounds(run):
-    """The defect: each push started the wait for a probe anew, so that none came, whatever training foresaw."""
+    """The defect: each push restarted the wait for a probe, so no probe came, in spite of the trainer's forecast."""
     share_off = []
     for version in range(1, 17):
         run.push(version)
