@@ -1,4 +1,7 @@
-"""Every way a user can be wrong: one line that says what is wrong and where, and nothing half-written."""
+"""Mistakes of a user: each gets one line that says what is wrong and where, and leaves no partial file.
+
+`tests/malformed/` holds the tables of malformed files and command lines. This file holds the other mistakes.
+"""
 
 import argparse
 import json
@@ -12,8 +15,6 @@ from pathlib import Path
 
 import forked
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tiny_mimo
 import torch
@@ -24,8 +25,7 @@ from megatron_rlspec.data import DataError
 from megatron_rlspec.rl.rewards import Scorer
 from megatron_rlspec.rollout.sglang.server import serve
 from megatron_rlspec.rollout.sglang.server.serve import ServeError
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.weights.checkpoint import CheckpointError, check, read_hf, write_hf
 from megatron_rlspec.weights.names import name_table
 
@@ -57,49 +57,34 @@ def tokenizer_path(tmp_path_factory) -> Path:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 OPTIONS = [  # command-line text of options, and what the line must hold
-    ("optimizer.lrr=1", "unknown option optimizer.lrr", "did you mean optimizer.lr?"),
-    ("optimiser.lr=1", "unknown option optimiser", "did you mean optimizer?"),
     ("rollout.n_samples=8", "unknown option rollout.n_samples"),
-    ("seed=1", "seed"),
     ("optimizer.lr=fast", "optimizer.lr", "number", "'fast'"),
-    ("optimizer.lr=0", "optimizer.lr", "greater than 0"),
     ("optimizer.lr=-1", "optimizer.lr", "greater than 0"),
-    ("optimizer.beta1=1", "optimizer.beta1", "less than 1"),
     ("optimizer.beta2=-0.1", "optimizer.beta2", "at least 0"),
     ("optimizer.eps=0", "optimizer.eps", "greater than 0"),
     ("optimizer.clip_grad=-1", "optimizer.clip_grad", "from 0 to 1e+06"),
     ("optimizer.distributed=perhaps", "optimizer.distributed", "true or false", "'perhaps'"),
-    ("optimizer.decay_steps=5 optimizer.warmup_steps=9", "optimizer", "decay_steps=5", "warmup_steps=9"),
     ("model.dtype=int8", "model.dtype", "'bfloat16'", "'int8'"),
     ("model.max_length=0", "model.max_length", "from 1 to 16777216"),
     ("model.max_length=4.5", "model.max_length", "integer", "'4.5'"),
     ("data.shuffle=often", "data.shuffle", "true or false"),
     ("reward.timeout_seconds=0", "reward.timeout_seconds", "greater than 0"),
     ("reward.workers=0", "reward.workers", "from 1 to 1024"),
-    ("rollout.engine=vllm", "rollout.engine", "'sglang' or 'embedded'", "'vllm'"),
     ("rollout.engines=none", "rollout.engines", "integer", "'none'"),
     ("rollout.temperature=-0.5", "rollout.temperature", "from 0 to 100"),
     ("rollout.top_p=0", "rollout.top_p", "greater than 0"),
     ("rollout.top_p=1.5", "rollout.top_p", "at most 1"),
-    ("rollout.top_k=0", "rollout", "top_k=0", "-1"),
     ("rollout.mem_fraction=1", "rollout.mem_fraction", "less than 1"),
     ("rollout.staleness=-1", "rollout.staleness", "from 0 to 1"),
     ("rollout.max_new_tokens=5000", "rollout.max_new_tokens=5000", "model.max_length=4096"),
-    ("rollout.urls=localhost:30000", "rollout", "urls=localhost:30000", "http://"),
     ("rollout.urls=http://a:1 rollout.engines=2", "rollout", "engines=2", "urls=http://a:1"),
-    ("rollout.engine=embedded spec.mode=off rollout.engines=2", "engine=embedded", "engines=2"),
     ("rollout.engine=embedded spec.mode=off rollout.urls=http://a:1", "engine=embedded", "urls=http://a:1"),
     ("rollout.staleness=2", "rollout.staleness", "from 0 to 1"),
-    ("algorithm.stale_clip=0", "algorithm.stale_clip", "greater than 0"),
     ("spec.mode=on", "spec.mode", "'adaptive', 'fixed' or 'off'", "'on'"),
     ("spec.num_steps=-1", "spec.num_steps", "from 0 to 64"),
-    ("spec.num_steps=4", "spec", "num_steps=4", "candidate_steps=[0, 1, 2, 3, 5]"),
-    ("spec.candidate_steps=1,x", "spec.candidate_steps", "integer", "'x'"),
     ("spec.candidate_steps=3,-1", "spec.candidate_steps", "at least 0", "got -1"),
     ("spec.candidate_steps=, spec.mode=off", "spec", "candidate_steps=[]"),
     ("spec.verifier=greedy", "spec.verifier", "'position_keyed'", "'greedy'"),
-    ("spec.mode=fixed spec.cost_table=c.json", "spec", "cost_table=c.json", "mode=fixed"),
-    ("spec.topk=2", "spec", "topk=2", "mode=adaptive"),
     ("spec.mode=fixed spec.topk=2", "spec.topk=2", "rollout.engine=sglang"),
     ("spec.mode=fixed spec.tree_budget=batch", "spec.tree_budget=batch", "rollout.engine=sglang"),
     ("rollout.engine=embedded spec.mode=fixed spec.topk=2 spec.verifier=rejection", "topk=2", "verifier=rejection"),
@@ -114,17 +99,9 @@ OPTIONS = [  # command-line text of options, and what the line must hold
         "algorithm.dynamic_sampling=true",
         "rollout.samples_per_prompt=1",
     ),
-    (
-        "algorithm.dynamic_sampling=true rollout.temperature=0",
-        "algorithm.dynamic_sampling=true",
-        "rollout.temperature=0",
-    ),
     ("drafter.depth=0", "drafter.depth", "from 1 to 64"),
-    ("drafter.loss=mse", "drafter.loss", "'ce'", "'mse'"),
     ("drafter.depth_decay=1.1", "drafter.depth_decay", "at most 1"),
     ("parallel.tensor=0", "parallel.tensor", "from 1 to 65536"),
-    ("parallel.sequence=true", "parallel", "sequence=true", "tensor=1"),
-    ("sft.drafter_only=true drafter.train=false", "sft.drafter_only=true", "drafter.train=false"),
     ("sft.drafter_only=true drafter.mtp_detach_heads=false", "sft.drafter_only=true", "drafter.mtp_detach_heads=false"),
     ("train.steps=0", "train.steps", "from 1 to 1000000000"),
     ("train.keep=all", "train.keep", "integer", "'all'"),
@@ -139,27 +116,16 @@ def options(text: str) -> Act:
 ROWS += [(f"options {text}", ConfigError, options(text), parts) for text, *parts in OPTIONS]
 
 TOML = [
-    ("x = = 1", "run.toml: not valid TOML"),
-    ("[model", "run.toml: not valid TOML", "Expected ']'"),
     ("[model]\npath = 'a'\npath = 'b'", "run.toml: not valid TOML", "Cannot overwrite"),
-    (b"[model]\npath = '\xff'", "run.toml: not UTF-8"),
     ("[modle]\npath = 'a'", "run.toml: unknown option modle", "did you mean model?"),
     ("[model]\nparth = 'a'", "run.toml: unknown option model.parth", "did you mean model.path?"),
-    ("model = 'a'", "run.toml: model: expected a table [model]"),
-    ("[model]\npath = 3", "run.toml: model.path", "expected text", "got 3"),
     ("[train]\nsteps = 1.5", "run.toml: train.steps", "integer", "got 1.5"),
     ("[train]\nsteps = [1]", "run.toml: train.steps", "integer"),
-    ("[spec]\ncandidate_steps = 3", "run.toml: spec.candidate_steps", "a list of integers", "got 3"),
-    ("[rollout]\nmax_new_tokens = 9999", "run.toml: rollout.max_new_tokens=9999", "model.max_length=4096"),
 ]
 for content, *parts in TOML:
     ROWS.append(
         (f"toml {content!r}", ConfigError, lambda p, c=content: load(p.file("run.toml", c)), tuple(parts)),
     )
-ROWS += [
-    ("toml missing", ConfigError, lambda p: load(p.here / "no.toml"), ("no.toml", "No such file")),
-    ("toml directory", ConfigError, lambda p: load(p.here), ("Is a directory",)),
-]
 
 
 def run(command: str, text: str, ranks: int = 1) -> Act:
@@ -169,11 +135,6 @@ def run(command: str, text: str, ranks: int = 1) -> Act:
     ).check_run(command, ranks)
 
 
-def over_old_results(place: Place) -> None:
-    (place.here / "hf").mkdir()
-    run("train", "train.run_dir={here}")(place)
-
-
 def over_a_file(place: Place) -> None:
     place.file("run", "")
     run("train", "train.run_dir={here}/run")(place)
@@ -181,9 +142,6 @@ def over_a_file(place: Place) -> None:
 
 ROWS += [
     ("run without model", ConfigError, run("train", "model.path="), ("model.path is empty", "Hugging Face")),
-    ("run without data", ConfigError, run("train", "data.path="), ("data.path is empty", ".jsonl")),
-    ("sft without data", ConfigError, run("sft", "sft.path="), ("sft.path is empty", ".jsonl")),
-    ("eval without data", ConfigError, run("train", "train.eval_every=5"), ("train.eval_every=5", "data.eval_path")),
     ("sft eval without data", ConfigError, run("sft", "sft.eval_every=5"), ("sft.eval_every=5", "data.eval_path")),
     ("three ranks", ConfigError, run("train", "parallel.tensor=2", 3), ("parallel.tensor=2", "multiple of 2", "3")),
     (
@@ -192,58 +150,13 @@ ROWS += [
         run("train", "parallel.pipeline=2 parallel.context=2", 2),
         ("pipeline=2 x context=2", "multiple of 4 ranks, but 2"),
     ),
-    (
-        "small micro-batch",
-        ConfigError,
-        run("train", "train.tokens_per_micro_batch=512"),
-        ("train.tokens_per_micro_batch=512", "model.max_length=4096"),
-    ),
-    (
-        "small cache",
-        ConfigError,
-        run("train", "rollout.max_total_tokens=512"),
-        ("rollout.max_total_tokens=512", "model.max_length=4096"),
-    ),
-    ("run over results", ConfigError, over_old_results, ("train.run_dir=", "holds hf/")),
     ("run over a file", ConfigError, over_a_file, ("train.run_dir=", "expected a directory")),
-    ("option without value", ConfigError, lambda p: cli.parse("train", ["--optimizer.lr"]), ("--optimizer.lr",)),
-    ("stray word", ConfigError, lambda p: cli.parse("train", ["quickly"]), ("unknown option quickly",)),
     ("misspelt flag", ConfigError, lambda p: cli.parse("sft", ["--sft.step=3"]), ("sft.step", "sft.steps?")),
 ]
 
 # ---- rows of data ---------------------------------------------------------------------------------------------------
 
 GOOD = '{"prompt": "a1", "label": "1"}\n'
-LINES = [  # the second line of a JSONL file of prompts
-    ("{", ":2: not valid JSON"),
-    ('{"prompt": "a1", "label": "1"', ":2: not valid JSON"),
-    ("[1]", ":2: a list, expected an object"),
-    ("3", ":2: a number, expected an object"),
-    ("null", ":2: null, expected an object"),
-    ("{}", ":2: no prompt", "the row has nothing"),
-    ('{"question": "a", "label": "1"}', ":2: no prompt", "the row has question, label"),
-    ('{"prompt": null, "label": "1"}', ":2: prompt is null, expected a value"),
-    ('{"prompt": "", "label": "1"}', ":2: the prompt is empty"),
-    ('{"prompt": 3, "label": "1"}', ":2: the prompt is a number"),
-    ('{"prompt": [{"role": "user"}], "label": "1"}', ":2: the prompt is a list", "data.apply_chat_template=true"),
-    ('{"prompt": "a1"}', ":2: no label", "the row has prompt"),
-    ('{"prompt": "a1", "label": [1]}', ":2: label is a list, expected text or a number"),
-    ('{"prompt": "a1", "label": true}', ":2: label is true or false"),
-    ('{"prompt": "a1", "label": "1", "metadata": 3}', ":2: metadata is a number, expected an object"),
-]
-
-
-def prompts(name: str, content: str | bytes, longest: int = 100, **settings: object) -> Act:
-    def act(place: Place) -> None:
-        tokenizer = data.load_tokenizer(place.tokenizer_path)
-        data.read_prompts(place.file(name, content), DataConfig(**settings), tokenizer, longest)
-
-    return act
-
-
-for line, *parts in LINES:
-    ROWS.append((f"jsonl {line}", DataError, prompts("x.jsonl", GOOD + line), ("x.jsonl" + parts[0], *parts[1:])))
-CHAT = {"apply_chat_template": True}
 
 
 def demonstrations(line: str) -> Act:
@@ -254,38 +167,7 @@ def demonstrations(line: str) -> Act:
     return act
 
 
-def parquet(rows: list[dict]) -> Act:
-    def act(place: Place) -> None:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place.here / "x.parquet")
-        tokenizer = data.load_tokenizer(place.tokenizer_path)
-        data.read_prompts(place.here / "x.parquet", DataConfig(), tokenizer, 100)
-
-    return act
-
-
 ROWS += [
-    ("jsonl not UTF-8", DataError, prompts("x.jsonl", b'{"prompt": "\xff"}'), ("x.jsonl:1: not valid JSON",)),
-    ("jsonl empty", DataError, prompts("x.jsonl", ""), ("x.jsonl", "the file has no rows")),
-    (
-        "jsonl too long",
-        DataError,
-        prompts("x.jsonl", GOOD, 1),
-        ("x.jsonl", "at most 1 tokens", "all 1 rows are longer"),
-    ),
-    ("csv", DataError, prompts("x.csv", "prompt,label"), ("x.csv", ".jsonl or .parquet")),
-    ("no template", DataError, prompts("x.jsonl", GOOD, **CHAT), ("data.apply_chat_template=true", "no template")),
-    ("no file", DataError, lambda p: list(data.read_rows(p.here / "no.jsonl")), ("no.jsonl: No such file",)),
-    ("no parquet", DataError, lambda p: list(data.read_rows(p.here / "no.parquet")), ("no.parquet", "No such file")),
-    ("not parquet", DataError, prompts("x.parquet", "PAR1 but not so"), ("x.parquet: truncated or not Parquet",)),
-    (
-        "parquet row",
-        DataError,
-        parquet([{"prompt": "a", "label": "1"}, {"prompt": None}]),
-        ("x.parquet: row 2: prompt is null",),
-    ),
-    ("parquet label", DataError, parquet([{"prompt": "a"}]), ("x.parquet: row 1: no label", "the row has prompt")),
-    ("no response", DataError, demonstrations('{"prompt": "a"}'), ("x.jsonl:1: no response", "the row has prompt")),
-    ("response 3", DataError, demonstrations('{"prompt": "a", "response": 3}'), ("x.jsonl:1: response is a number",)),
     ("long response", DataError, demonstrations('{"prompt": "a", "response": "12345"}'), ("at most 5 tokens",)),
     ("no tokenizer", DataError, lambda p: data.load_tokenizer(p.here / "no"), ("no: no such directory",)),
     ("empty tokenizer", DataError, lambda p: data.load_tokenizer(p.here), ("no tokenizer that Transformers can load",)),
@@ -294,12 +176,6 @@ ROWS += [
         DataError,
         lambda p: data.check_vocabulary(data.load_tokenizer(p.tokenizer_path), 8),
         ("the tokenizer has", "vocab_size=8"),
-    ),
-    (
-        "order of other data",
-        DataError,
-        lambda p: data.Order(5, 1).restore({"size": 6, "seed": 1, "epoch": 0, "position": 0}),
-        ("size was 6, but is 5 now",),
     ),
     (
         "torn records",
@@ -313,7 +189,7 @@ ROWS += [
 
 
 def checkpoint(spoil: Callable[[Path], object] = lambda path: None, drop: str = "-", **changes: object) -> Act:
-    """A good checkpoint, but for `changes` of config.json, tensors whose name holds `drop`, and what `spoil` does."""
+    """Check a good checkpoint after `changes` of config.json, without tensors named *`drop`*, and after `spoil`."""
 
     def act(place: Place) -> None:
         path = place.here / "model"
@@ -406,7 +282,7 @@ ROWS += [
 
 
 def session(settings: str = "", **changes: object) -> Act:
-    """What `Session` finds out before it starts engines or trainer."""
+    """Open a `Session`, which must fail before it starts engines or trainer."""
 
     def act(place: Place) -> None:
         from megatron_rlspec.session import Session
@@ -425,7 +301,7 @@ def session(settings: str = "", **changes: object) -> Act:
 
 
 def pending(content: bytes | None) -> Act:
-    """Resuming from a checkpoint whose drawn rollout is gone or damaged."""
+    """Resume from a checkpoint whose drawn rollout is missing or damaged."""
 
     def act(place: Place) -> None:
         from megatron_rlspec.checkpoints import Checkpoints
@@ -465,50 +341,6 @@ ROWS += [
 if not torch.cuda.is_available():
     no_gpu = ("spec.verifier=rejection", "no GPU here")
     ROWS.append(("rejection without a GPU", ConfigError, session("spec.verifier=rejection"), no_gpu))
-
-# ---- cost tables ----------------------------------------------------------------------------------------------------
-
-
-def cost_table(edit: Callable[[dict], object]) -> Act:
-    def act(place: Place) -> None:
-        provenance = Provenance("tiny", "cpu", "float32", "sglang", "0", "2025-01-01")
-        cells = [RoundCost(1, b, 100 * b, c, 1.0 + b) for b in (1, 4) for c in (OFF, SpecConfig(3))]
-        content = CostTable(provenance, cells, [PrefillCost(1, 1, 10, 1.0)]).to_json()
-        edit(content)
-        CostTable.load(place.file("cost.json", json.dumps(content)))
-
-    return act
-
-
-COSTS: list[tuple[str, Callable[[dict], object], str]] = [
-    ("schema", lambda t: t.update(schema="other"), "not a cost table"),
-    ("version", lambda t: t.update(version=99), "version 99"),
-    ("units", lambda t: t.update(units={"time": "s"}), "units {'time': 's'}"),
-    ("no rounds", lambda t: t.update(rounds=[]), "no round"),
-    ("no rounds key", lambda t: t.pop("rounds"), "no field 'rounds'"),
-    ("no provenance", lambda t: t.pop("provenance"), "no field 'provenance'"),
-    ("unknown field", lambda t: t["rounds"][0].update(cost=3), "unknown field 'cost'"),
-    ("nan", lambda t: t["rounds"][0].update(ms=float("nan")), "ms=nan"),
-    ("negative", lambda t: t["rounds"][0].update(ms=-1), "ms=-1"),
-    ("text", lambda t: t["rounds"][0].update(ms="1"), "ms='1', expected a number"),
-    ("hole", lambda t: t["rounds"].pop(), "hole at tp=1 batch=4"),
-    ("twice", lambda t: t["rounds"].append(t["rounds"][0]), "measured twice"),
-    ("no off", lambda t: t.update(rounds=[r for r in t["rounds"] if r["topk"]]), "no plain-decoding row"),
-    ("no batch", lambda t: t["rounds"][0].update(batch=0), "batch=0"),
-    ("bad chain", lambda t: t["rounds"][-1].update(num_draft_tokens=9), "num_draft_tokens=9"),
-    ("prefill", lambda t: t["prefill"][0].update(ms=0), "prefill tp=1"),
-    ("switch", lambda t: t.update(switch_ms=-1), "switch_ms=-1"),
-]
-ROWS += [(f"cost table {name}", CostTableError, cost_table(edit), ("cost.json: ", part)) for name, edit, part in COSTS]
-ROWS += [
-    ("cost table missing", CostTableError, lambda p: CostTable.load(p.here / "no.json"), ("no.json: No such file",)),
-    (
-        "cost table no JSON",
-        CostTableError,
-        lambda p: CostTable.load(p.file("c.json", "ms")),
-        ("c.json: not valid JSON",),
-    ),
-]
 
 # ---- serve, schedules, rewards --------------------------------------------------------------------------------------
 
@@ -568,20 +400,19 @@ def reward(kind: str) -> Act:
 ROWS += [
     ("serve port taken", ServeError, port_taken, ("cannot listen on 127.0.0.1:", "Address already in use")),
     ("serve without model", ServeError, without_model, ("--model", "no config.json there")),
-    ("reward unknown", ConfigError, options("reward.kind=exactly"), ("reward.kind=exactly", "module:function")),
     ("reward module", ConfigError, reward("no_such_module:f"), ("reward.kind=no_such_module:f", "ModuleNotFoundError")),
     ("reward function", ConfigError, reward("json:no"), ("reward.kind=json:no", "AttributeError")),
     ("reward not callable", ConfigError, reward("json:__name__"), ("reward.kind=json:__name__", "is not a function")),
 ]
 
 
-def test_there_are_a_hundred_and_each_is_one_of_its_kind():
+def test_every_case_has_a_name_of_its_own():
     names = [name for name, *_ in ROWS]
-    assert len(names) == len(set(names)) >= 100
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(("error", "act", "parts"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_one_line_says_what_and_where(error, act, parts, tmp_path, tokenizer_path):
+def test_one_line_names_mistake_and_place(error, act, parts, tmp_path, tokenizer_path):
     with pytest.raises(error) as raised:
         act(Place(tmp_path, tokenizer_path))
     line = str(raised.value)
@@ -594,12 +425,7 @@ def test_one_line_says_what_and_where(error, act, parts, tmp_path, tokenizer_pat
 
 COMMANDS = [
     ("trian", "unknown command 'trian'"),
-    ("train", "model.path is empty"),
-    ("train --optimizer.lrr 1", "did you mean optimizer.lr?"),
-    ("train --optimizer.lr", "--optimizer.lr"),
-    ("train --config no.toml", "no.toml: No such file"),
     ("sft --model.path m --sft.path s.jsonl --parallel.tensor 2", "but this is one process, which torchrun did not"),
-    ("train --model.path m --data.path d --parallel.tensor 2 --dry-run", "multiple of 2 ranks, but --ranks is 1"),
     ("plan no.json", "no.json: No such file"),
     ("serve --model no", "--model no: no config.json"),
     ("serve --model . --host 0.0.0.0", "--api-key"),
@@ -624,11 +450,6 @@ def test_a_command_line_ends_in_one_line_and_2(arguments, part, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_rank_0_prints_the_error(tmp_path):
-    ended = command("train", tmp_path, RANK="1", WORLD_SIZE="2")
-    assert ended.returncode == 2 and ended.stderr == ""
-
-
 def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
     code = (
         "import sys, megatron_rlspec.cli as c\ntry: c.main(['train'])\nexcept SystemExit: print('torch' in sys.modules)"
@@ -638,7 +459,7 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(tmp_path, tokenizer_path):
-    """A norm of 1e30, whose gradient overflows: two steps are skipped, then the run says so and stops."""
+    """A norm of 1e30 makes the gradient overflow: two steps are skipped, then the run stops with one line."""
     tokenizer = data.load_tokenizer(tokenizer_path)
     shape = MODEL | {"vocab_size": len(tokenizer)}
     tensors = tiny_mimo.weights(shape)

@@ -76,7 +76,7 @@ def warm(*modules: str) -> None:
 
 
 def check(case: Case, here: Path, capfd, monkeypatch) -> str:
-    """Run the case in `here`, assert all that `Case` promises, and return its line."""
+    """Run the case in `here`, assert all rules of `Case`, and return the printed line."""
     if callable(case.writes):
         case.writes(here)
     else:
@@ -113,7 +113,7 @@ def limit(seconds: float) -> float:
 
 
 def snapshot(directory: Path) -> dict[str, tuple]:
-    """What lies under a directory: kind, permissions, and for a file its inode and content."""
+    """Return the entries below a directory: kind, permissions, and for a file its inode and content."""
     found = {}
     for path in sorted(directory.rglob("*")):
         about = path.lstat()
@@ -125,7 +125,7 @@ def snapshot(directory: Path) -> dict[str, tuple]:
 
 
 def difference(before: Mapping[str, tuple], after: Mapping[str, tuple]) -> list[str]:
-    """Paths that are new, gone or changed."""
+    """Return the paths that are new, missing or changed."""
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 

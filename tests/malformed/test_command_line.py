@@ -127,7 +127,7 @@ def test_one_line(case, tmp_path, capfd, monkeypatch):
     check(case, tmp_path, capfd, monkeypatch)
 
 
-def test_only_the_first_rank_speaks(tmp_path, capfd, monkeypatch):
+def test_only_rank_0_prints_the_error(tmp_path, capfd, monkeypatch):
     case = Case("rank 1", "train", lines=0, environment={"RANK": "1", "WORLD_SIZE": "2"})
     check(case, tmp_path, capfd, monkeypatch)
     assert capfd.readouterr().err == ""

@@ -167,7 +167,7 @@ def overlapping(index, _) -> None:
 
 
 def flip_in_a_name(root: Path) -> None:
-    """Change a name that no tensor of the model has, so that nothing but the checksum can tell."""
+    """Change a name that no tensor of the model has, so that only the checksum can detect it."""
     content = (root / INDEX).read_bytes()
     (root / INDEX).write_bytes(content.replace(b"_extra_state", b"_extra_stat_", 1))
 
@@ -343,8 +343,8 @@ def test_a_part_with_right_crcs_and_other_bits_is_found_by_its_checksum(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path, capfd):
-    """A limit on the size of files stands in for a full disk."""
+def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capfd):
+    """A limit on the size of files replaces a full disk."""
     hf()(tmp_path)
     argv = [str(tmp_path / "hf"), str(tmp_path / "out"), "--quiet"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

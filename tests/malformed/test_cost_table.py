@@ -1,4 +1,4 @@
-"""Cost tables that must be refused, whatever command reads them."""
+"""Cost tables that every command must refuse."""
 
 import copy
 import json
@@ -138,6 +138,7 @@ CASES = [
     case("link speed", lambda t: t.update(links=[{"source": "a", "target": "b", "gigabytes_per_second": 0}]), "GB/s"),
     case("switch text", lambda t: t.update(switch_ms="0"), "switch_ms='0'"),
     case("switch inf", lambda t: t.update(switch_ms=float("inf")), "switch_ms=inf"),
+    case("switch negative", lambda t: t.update(switch_ms=-1), "switch_ms=-1"),
     case("catch up negative", lambda t: t.update(catch_up_ms=-1), "catch_up_ms=-1"),
 ]
 

@@ -136,6 +136,12 @@ FILES = [
     file("parquet null", "x.parquet", parquet([{"prompt": None, "label": "1"}]), "row 1: prompt is null"),
     file("parquet number", "x.parquet", parquet([{"prompt": 3, "label": "1"}]), "row 1: the prompt is a number"),
     file("parquet bytes", "x.parquet", parquet([{"prompt": b"a", "label": "1"}]), "row 1: the prompt is bytes"),
+    file(
+        "parquet second row",
+        "x.parquet",
+        parquet([{"prompt": "a", "label": "1"}, {"prompt": None}]),
+        "row 2: prompt is null",
+    ),
     file("parquet without label", "x.parquet", parquet([{"prompt": "a"}]), "row 1: no label; the row has prompt"),
     file("parquet NaN", "x.parquet", parquet([{"prompt": "a", "label": float("nan")}]), "row 1: label is nan"),
     file(

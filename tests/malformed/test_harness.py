@@ -1,4 +1,4 @@
-"""The harness itself: a case that breaks a promise is seen."""
+"""The harness itself: it must fail for a case that breaks one of its rules."""
 
 import os
 import time
@@ -61,7 +61,7 @@ def remove(here):
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
-def test_a_broken_promise_is_seen(case, why, tmp_path, capfd, monkeypatch):
+def test_the_harness_fails_for_a_broken_rule(case, why, tmp_path, capfd, monkeypatch):
     with pytest.raises(AssertionError, match=why):
         check(case, tmp_path, capfd, monkeypatch)
 

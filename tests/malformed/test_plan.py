@@ -61,7 +61,7 @@ CASES = [
     option("--tp 1e3", "'1e3'"),
     option("--tp -1", "'-1'"),
     option("--tp 2", "tp=[1]", "tp=2"),
-    Case("several tp", "plan t.json", ("say which with --tp",), {"t.json": table((1, 2))}),
+    Case("several tp", "plan t.json", ("choose one with --tp",), {"t.json": table((1, 2))}),
     option("--steps a,b", "--steps", "'a,b'", "integers from 0 to 1024"),
     option("--steps=", "''"),
     option("--steps -1", "'-1'"),
