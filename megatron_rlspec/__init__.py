@@ -1,6 +1,6 @@
 """Speculative decoding that keeps up with reinforcement learning.
 
-The package imports nothing heavy here: torch, Megatron-core and SGLang are loaded by the rooms that need them.
+The import of the package is light: torch, Megatron-core and SGLang are imported by the modules that need them.
 """
 
 __version__ = "0.2.0.dev0"

@@ -1,4 +1,4 @@
-"""Command lines: a parser that tells a mistake in one line, and bounded values. Standard library only."""
+"""Command lines: a parser that prints one line for a mistake, and bounded values. Standard library only."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Checkpoints:
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        """Where the trainer's directory after `step` optimizer steps is, or will be."""
+        """Return the path of the trainer's directory after `step` optimizer steps."""
         return self.folder / f"step-{step:06d}"
 
     def whole(self) -> list[Path]:
@@ -78,7 +78,7 @@ class Checkpoints:
 
 
 def advice(path: Path) -> str:
-    """Say what to do about a checkpoint that cannot be read."""
+    """Return the advice for a checkpoint that cannot be read."""
     return f"remove {path} to go on without it"
 
 

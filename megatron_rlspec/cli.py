@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(act: Callable[[], object]) -> int:
-    """The exit code of a command: what `act` returns, or one line on stderr for an error that has an `exit_code`."""
+    """Run a command and return its exit code. Prints one line for an error that has an `exit_code`; raises others."""
     try:
         ended = act()
         sys.stdout.flush()
@@ -117,12 +117,12 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        return _complain(_told(error), code, every_rank=getattr(error, "every_rank", False))
+        return _complain(_message(error), code, every_rank=getattr(error, "every_rank", False))
     return ended if isinstance(ended, int) else 0
 
 
 def exit_code(error: Exception) -> int | None:
-    """Return 2 for a mistake of the user, 1 for a run that failed, None for a bug, whose traceback is to be shown."""
+    """Return 2 for a mistake of the user, 1 for a run that failed, None for a bug, which needs its traceback."""
     for name, code in ERRORS.items():
         module, _, kind = name.partition(":")
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
@@ -131,12 +131,12 @@ def exit_code(error: Exception) -> int | None:
 
 
 def _lost_rank(error: Exception) -> bool:
-    """Whether a collective call failed because another rank ended. Its own message, or torchrun's, says why."""
+    """Return whether a collective call failed because another rank ended. That rank, or torchrun, prints the reason."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistBackendError" in names or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if _lost_rank(error):
@@ -152,7 +152,7 @@ def train(argv: list[str]) -> None:
     config = parse("train", argv)
     check_inputs(config, "train")
     interruption = Interruption().install()
-    with interruption.told():
+    with interruption.translating():
         doctor.refuse_if_affected(config, engines=True)
         from megatron_rlspec import loop
 
@@ -165,7 +165,7 @@ def sft(argv: list[str]) -> None:
     config = parse("sft", argv)
     check_inputs(config, "sft")
     interruption = Interruption().install()
-    with interruption.told():
+    with interruption.translating():
         doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
         from megatron_rlspec import loop
 

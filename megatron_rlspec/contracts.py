@@ -115,7 +115,7 @@ def kept(contracts: Mapping[str, Mapping[str, Sequence[str]]], read: Read | None
 
 
 def broken(contract: Mapping[str, Sequence[str]], read: Read | None = None) -> str | None:
-    """Say in one line which names and parameters of a contract are missing; None if none is."""
+    """Return one line with the missing names and parameters of a contract; None if none is missing."""
     missing = lacking(contract, read)
     if not missing:
         return None

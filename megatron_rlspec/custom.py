@@ -136,7 +136,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the module's own code raises
+    except Exception as error:  # the module's own code can raise any error
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{option}={name}: cannot be imported: {type(error).__name__}: {reason}") from None
     if not callable(found) or inspect.iscoroutinefunction(found):
@@ -175,7 +175,7 @@ def check(config: Config) -> None:
 
 
 def checked(option: str, result: Tensor, rows: int) -> Tensor:
-    """What a loss returned. Raises ConfigError if it is no tensor `[rows]`."""
+    """Return the result of a loss. Raises ConfigError if it is no tensor `[rows]`."""
     shape = list(getattr(result, "shape", ()))
     if shape != [rows]:
         raise ConfigError(

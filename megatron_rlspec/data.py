@@ -1,7 +1,8 @@
-"""Prompts and demonstrations from JSONL and Parquet, in slime's format, and the order in which they are drawn.
+"""Read prompts and demonstrations from JSONL and Parquet, in slime's format, and draw them in a reproducible order.
 
-A row is an object with a prompt (text, or chat messages), a label and optional metadata; a demonstration has a response
-instead of a label. An error names the row's file and line. Rows that are too long are counted; no other row is skipped.
+A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
+instead of a label. An error names file and line of the row. Rows that are too long are dropped and counted; no other
+row is dropped.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others a
 
 
 class DataError(ValueError):
-    """A row, file or tokenizer that cannot be used. One line: where, what is wrong, what was expected."""
+    """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
 
 
 @dataclass
 class Order:
-    """The order in which `size` rows are drawn, epoch after epoch. With `shuffle`, (seed, epoch) decides each epoch's.
+    """The order in which `size` rows are drawn, epoch after epoch. With `shuffle` it depends on (seed, epoch).
 
-    `restore(state)` continues exactly where another `Order` was when its `state()` was taken, also within an epoch.
+    `restore(state)` continues exactly at the place of `state()`, also within an epoch. Raises ValueError for no rows.
     """
 
     size: int
@@ -65,14 +66,11 @@ class Order:
         return taken
 
     def state(self) -> dict[str, int]:
-        """Return what `restore` takes."""
+        """Return the state for `restore`."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": self.size}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continue where `state` was taken.
-
-        Raises DataError if it belongs to other data or another seed, or is none: the order would not continue.
-        """
+        """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
         given = dict(state) if isinstance(state, Mapping) else {}
         for name in ("size", "seed", "epoch", "position"):
             value = given.get(name)
@@ -108,21 +106,21 @@ class Source(Generic[Row]):
         return len(self.rows)
 
     def take(self, count: int) -> list[Row]:
-        """Return the next `count` rows, as `Order.take`."""
+        """Return the next `count` rows. A row can come twice at the end of an epoch."""
         return [self.rows[i] for i in self.order.take(count)]
 
 
 class Prompts(Source[Prompt]):
-    """Prompts that leave room for `rollout.max_new_tokens` within `model.max_length`. Raises DataError."""
+    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError."""
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
-        room = config.model.max_length - config.rollout.max_new_tokens
-        rows, dropped = read_prompts(path, config.data, tokenizer, room)
+        longest = config.model.max_length - config.rollout.max_new_tokens
+        rows, dropped = read_prompts(path, config.data, tokenizer, longest)
         super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
 
 
 class Demonstrations(Source[Sample]):
-    """Written answers within `model.max_length`. Raises DataError."""
+    """Demonstrations of at most `model.max_length` tokens. Raises DataError."""
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         longest = config.model.max_length
@@ -141,9 +139,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot read
         raise DataError(f"{path}: no tokenizer that Transformers can load ({_first_line(error)})") from None
     if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
-        raise DataError(
-            f"{path}: its tokenizer makes no tokens of '1 + 1 ='; expected the files of the whole tokenizer"
-        )
+        raise DataError(f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer")
     return tokenizer
 
 
@@ -157,7 +153,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) of every row. `where` is "file:line" for JSONL, whose empty lines count, or "file: row n".
+    """Yield (place, row) of every row. The place is "file:line" for JSONL and "file: row n" for Parquet.
 
     Raises DataError.
     """
@@ -175,7 +171,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_prompts(path: str | Path, options: DataConfig) -> None:
-    """Check a file of prompts without a tokenizer: its first rows. Raises DataError."""
+    """Check the first rows of a file of prompts, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
         _prompt(where, row, options)
@@ -186,7 +182,7 @@ def check_prompts(path: str | Path, options: DataConfig) -> None:
 
 
 def check_demonstrations(path: str | Path, options: DataConfig, response_key: str) -> None:
-    """Check a file of demonstrations without a tokenizer: its first rows. Raises DataError."""
+    """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
         _prompt(where, row, options)
@@ -200,14 +196,15 @@ def read_prompts(
 ) -> tuple[list[Prompt], int]:
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
-    `Prompt.id` is the row's index in the file, longer ones counted. `Prompt.text` is what was tokenized; no special
+    `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the tokenized text; no special
     tokens are added to it. Raises DataError, also if no prompt is short enough.
     """
     rows = []
     for where, row in read_rows(path):
         text = _text(where, row, options, tokenizer)
         rows.append((text, _label(where, row, options.label_key), _metadata(where, row, options.metadata_key)))
-    prompts, dropped = [], 0
+    prompts = []
+    dropped = 0
     for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows], max_tokens)):
         text, label, metadata = rows[i]
         if tokens is None or len(tokens) > max_tokens:
@@ -225,20 +222,21 @@ def read_demonstrations(
     max_tokens: int,
     response_key: str = "response",
 ) -> tuple[list[Sample], int]:
-    """Return all written answers as samples of at most `max_tokens` tokens, and the number of longer ones.
+    """Return all demonstrations as samples of at most `max_tokens` tokens, and the number of longer ones.
 
     The response and the end-of-sequence token after it are trained. Prompt and response are tokenized apart, as in a
-    rollout, where the policy starts to write at that border. Raises DataError.
+    rollout, where the policy generates from the prompt's last token on. Raises DataError.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
     rows = []
     for where, row in read_rows(path):
         rows.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
-    asked = _tokenize(tokenizer, [prompt for prompt, _ in rows], max_tokens)
-    answered = _tokenize(tokenizer, [response for _, response in rows], max_tokens)
-    samples, dropped = [], 0
-    for i, (prompt, response) in enumerate(zip(asked, answered, strict=True)):
+    prompts = _tokenize(tokenizer, [prompt for prompt, _ in rows], max_tokens)
+    responses = _tokenize(tokenizer, [response for _, response in rows], max_tokens)
+    samples = []
+    dropped = 0
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if prompt is None or response is None or len(prompt) + len(response) + 1 > max_tokens:
             dropped += 1
             continue
@@ -259,7 +257,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise DataError(f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row a line")
+                raise DataError(f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row per line")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
@@ -305,7 +303,7 @@ def _field(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
 
 
 def _well_formed(where: str, key: str, text: str) -> str:
-    """Raise DataError for half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    """Return the text. Raises DataError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -317,7 +315,7 @@ def _well_formed(where: str, key: str, text: str) -> str:
 
 
 def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
-    """Text, or chat messages with data.apply_chat_template=true."""
+    """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
     prompt = _field(where, row, options.prompt_key, "data.prompt_key")
     if prompt in ("", []):
         raise DataError(f"{where}: the prompt is empty")
@@ -340,7 +338,7 @@ def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | li
 
 
 def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that the policy continues."""
+    """Return the text that the policy continues. Raises DataError."""
     prompt = _prompt(where, row, options)
     text = _render_chat(where, prompt, tokenizer) if options.apply_chat_template else str(prompt)
     if not text:
@@ -354,7 +352,7 @@ def _render_chat(where: str, prompt: str | list[dict[str, Any]], tokenizer: PreT
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program of the model's author: it can raise anything
+    except Exception as error:  # a template is a program, and can raise any error
         raise DataError(f"{where}: the chat template refuses the messages: {_first_line(error)}") from None
 
 
@@ -366,7 +364,7 @@ def _response(where: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def _label(where: str, row: Mapping[str, Any], key: str) -> str:
-    """Text, or a number as JSON writes it; with an empty key rows have no label."""
+    """Return the label as text; "" if `key` is empty. Raises DataError for anything but text and finite numbers."""
     if not key:
         return ""
     label = _field(where, row, key, "data.label_key")
@@ -393,9 +391,9 @@ def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int) -> list[np.ndarray | None]:
-    """`[P] int64` per text, without special tokens, which a chat template writes where they belong.
+    """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself.
 
-    None for a text of more characters than `max_tokens` of the vocabulary's longest token: it is not tokenized.
+    A text with more characters than `max_tokens` times the longest token is not tokenized and gives None.
     """
     longest = max_tokens * max(map(len, tokenizer.get_vocab()))
     tokens: list[np.ndarray | None] = [None] * len(texts)
@@ -415,7 +413,7 @@ def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> 
 
 
 def _kind(value: Any) -> str:
-    """The type of a value as JSON names it."""
+    """Return the type of a value in JSON's terms."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

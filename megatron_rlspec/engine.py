@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine refused, failed or is gone. The message is one line: which engine, what was asked, what it said."""
+    """The engine refused, failed or ended. The message is one line: the engine, the request, the answer."""
 
 
 class EngineDescription(TypedDict):
-    """What an engine says of itself.
+    """An engine's description of itself.
 
     configs  the speculative configurations that it can switch between, each (num_steps, topk, num_draft_tokens)
     held     why speculation is held off; "" if it is not
@@ -84,7 +84,7 @@ class RolloutEngine(Protocol):
         """End the named samples, or all: their `generate` returns what they have, with status "aborted"."""
 
     def stats(self) -> list[RoundStats]:
-        """Return and reset what decode rounds showed, aggregated by (config, batch)."""
+        """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
 
     def fingerprints(self) -> dict[str, int]:
         """Compute `weights.fingerprint` of every tensor that the engine holds, under Hugging Face names."""
@@ -94,7 +94,7 @@ class RolloutEngine(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False if the engine is known to have ended. An engine started elsewhere is alive until a call fails."""
+        """Return False if the engine has ended. An engine started elsewhere counts as alive until a call fails."""
 
     def close(self) -> None:
         """End the engine if this process started it; otherwise drop the connection. Repeatable."""

@@ -66,10 +66,10 @@ def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
     `finite=False` reads NaN and infinities, for callers that check numbers themselves and can say where they stand.
     """
 
-    def refuse(word: str) -> float:
+    def refuse(constant: str) -> float:
         if finite:
-            raise FileError(f"{source}: not valid JSON: {word} is no JSON number")
-        return float(word)
+            raise FileError(f"{source}: not valid JSON: {constant} is no JSON number")
+        return float(constant)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -190,7 +190,7 @@ def write_output(path: str | Path, content: str | bytes) -> None:
 
 
 def _refuses(directory: Path) -> str:
-    """Why no file can be made in a directory, found by making one without a name; empty if it can."""
+    """Return why no file can be made in a directory, found by making one without a name; "" if one can."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""
@@ -199,7 +199,7 @@ def _refuses(directory: Path) -> str:
 
 
 def kind(mode: int) -> str:
-    """What a file of this `st_mode` is, in one or two words."""
+    """Return the kind of a file with this `st_mode`, in one or two words."""
     kinds: Sequence[tuple[Any, str]] = (
         (stat.S_ISDIR, "directory"),
         (stat.S_ISFIFO, "pipe"),
@@ -211,14 +211,14 @@ def kind(mode: int) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an OSError says, without its number and path."""
+    """Return the message of an OSError, without its number and path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split())
 
 
 def shown(path: str | Path) -> str:
-    """A path for a message: long ones are cut in the middle, control characters are escaped."""
+    """Format a path for a message: long ones are cut in the middle, control characters are escaped."""
     text = str(path)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 240 else f"{text[:100]}...{text[-100:]}"

@@ -51,7 +51,7 @@ def check_inputs(config: Config, command: Literal["train", "sft"]) -> None:
 
 @contextmanager
 def _reward_checked(kind: str) -> Iterator[None]:
-    """Import a reward in a child process meanwhile, and raise ConfigError at the end if that fails."""
+    """Import a reward in a child process during the block, and raise ConfigError at its end if that fails."""
     if kind == "exact" or kind.startswith(("http://", "https://")):
         yield
         return

@@ -20,7 +20,7 @@ LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once to
 
 
 class Interrupted(BaseException):
-    """The run was asked to end before its first step. No Exception, so that no handler swallows it."""
+    """A signal ended the run before its first step. It is no Exception, so that no handler swallows it."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(f"{reason} before the first step")
@@ -28,7 +28,7 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Why this process is to end, if it is. `install` has signals and torchrun's death noted here."""
+    """The reason to end this process, if there is one. After `install` it records signals and torchrun's death."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -46,13 +46,13 @@ class Interruption:
         return self
 
     def defer(self) -> None:
-        """Note signals from now on instead of raising Interrupted. Raises it if one came before."""
+        """Record signals from now on instead of raising Interrupted. Raises Interrupted if a signal came before."""
         self._raise_if_asked()
         self._deferred = True
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Turn any error inside into Interrupted if a signal was its cause: libraries in C++ raise one of their own."""
+    def translating(self) -> Iterator[None]:
+        """Turn any error inside into Interrupted if a signal caused it: C++ libraries raise errors of their own."""
         try:
             yield
         except Exception:
@@ -60,7 +60,7 @@ class Interruption:
             raise
 
     def ask(self, reason: str, exit_code: int) -> None:
-        """Note that the run is to end; the first reason counts."""
+        """Record that the run is to end. The first reason counts."""
         if not self.asked.is_set():
             self.reason = reason
             self.exit_code = exit_code
@@ -79,7 +79,7 @@ class Interruption:
         self._raise_if_asked()
 
     def _watch(self, launcher: int) -> None:
-        """Ask the run to end when torchrun is gone: no other process would end this rank when another rank dies."""
+        """Ask the run to end when torchrun has ended. Without it nothing would end this rank after another one died."""
         while os.getppid() == launcher:
             time.sleep(0.5)
         self.ask("torchrun ended", 1)

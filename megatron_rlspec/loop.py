@@ -1,4 +1,7 @@
-"""The RL loop, and the supervised warm start before it. Every rank runs these lines; `Session` does the rest."""
+"""The RL loop, and the supervised warm start before it.
+
+Every rank runs these lines. `Session` (session.py) implements the steps; only rank 0 talks to the engines.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from megatron_rlspec.session import Session
 
 
 def train(config: Config, interruption: Interruption | None = None) -> None:
-    """Train by GRPO with a co-trained drafter: collect, learn, adapt, push."""
+    """Train the policy by GRPO, and the drafter with it. Raises RunStopped if the run ends early."""
     with Session(config, config.data.path, interruption=interruption) as run:
-        run.push()
+        run.push()  # the engines need the initial weights
         if run.done == 0:
             run.evaluate("first")
         for step in run.steps(config.train.steps):
             with run.clock("generate"):
-                groups = run.collect(step)  # rank 0 draws and scores; every rank gets the groups
+                groups = run.collect(step)  # rank 0: engines draw samples, rewards score them; all ranks get the groups
             with run.clock("train"):
-                batches = run.pack(groups)  # this rank's share; labels are shifted before it is cut
-                metrics = run.train_step(batches, objective="grpo")  # policy and drafter, one step each
+                batches = run.pack(groups)  # advantages within each group, then this rank's micro-batches
+                metrics = run.train_step(batches, objective="grpo")  # one optimizer step of policy and drafter each
             with run.clock("generate"):
-                run.settle()  # wait for the rollout that runs ahead: weights change between rollouts
-            run.adapt()  # read which configurations ran and what was accepted
+                run.settle()  # with rollout.staleness: wait for the next step's rollout, which already runs
+            run.adapt()  # give the speculation rule the engines' acceptance and round times
             with run.clock("push"):
                 run.push()  # both models as one version; compare fingerprints, run the canary prompts
             run.record(step, metrics, groups)
@@ -33,7 +36,10 @@ def train(config: Config, interruption: Interruption | None = None) -> None:
 
 
 def warm_start(config: Config, interruption: Interruption | None = None) -> None:
-    """Train policy and drafter on written answers, until held-out reward and accept length are good enough for RL."""
+    """Train policy and drafter on demonstrations, until held-out reward and accept length are good enough for RL.
+
+    Raises RunStopped if the run ends early.
+    """
     with Session(config, config.sft.path, supervised=True, interruption=interruption) as run:
         for step in run.steps(config.sft.steps):
             with run.clock("train"):

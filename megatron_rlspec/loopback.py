@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, a name or an address."""
+    """Return whether only this machine reaches `host`, a name or an address."""
     if host == "localhost":
         return True
     try:
@@ -19,13 +19,13 @@ def is_loopback(host: str) -> bool:
 
 
 def listener(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on `host` alone; give its `detach()` to TCPStore as `master_listen_fd`."""
+    """Open a socket that listens on `host` only. Give its `detach()` to TCPStore as `master_listen_fd`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=4096)
 
 
 def bind_stores() -> None:
-    """From now on, a store that `init_process_group` opens under a loopback address listens on that address only."""
+    """Make every store that `init_process_group` opens under a loopback address listen on that address only."""
     from torch.distributed import TCPStore
 
     def store(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:

@@ -23,11 +23,11 @@ READ_MOST = 1 << 31  # bytes of a file of records
 
 
 class RecordError(ValueError):
-    """A run's records that cannot be read, told in one line with file and line number."""
+    """Records of a run cannot be read. The message is one line, with file and line number."""
 
 
 class Clock:
-    """Seconds per named part since the last `drain`. Parts do not nest."""
+    """Measures seconds per named part since the last `drain`. Parts do not nest."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -41,14 +41,16 @@ class Clock:
             self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
     def drain(self) -> dict[str, float]:
-        seconds, self._seconds = self._seconds, {}
+        """Return `seconds_<part>` of every part, and start again at 0."""
+        seconds = self._seconds
+        self._seconds = {}
         return {f"seconds_{part}": value for part, value in seconds.items()}
 
 
 class Recorder:
-    """Write `metrics.jsonl` (an object a step), `events.jsonl`, `samples.jsonl` and TensorBoard files under `run_dir`.
+    """Writes `metrics.jsonl` (one object per step), `events.jsonl`, `samples.jsonl` and TensorBoard files in `run_dir`.
 
-    On resume at step n, records and samples of step n and later are dropped first, so that no step is recorded twice.
+    On resume at step n, records and samples of step n and later are dropped first, so no step is recorded twice.
     """
 
     def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
@@ -56,7 +58,7 @@ class Recorder:
 
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        for left in self.run_dir.glob(".*.partial"):  # of a process that was killed while it wrote
+        for left in self.run_dir.glob(".*.partial"):  # from a process that was killed during a write
             if left.is_file():
                 left.unlink()
         self._metrics = self.run_dir / "metrics.jsonl"
@@ -69,6 +71,7 @@ class Recorder:
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the record of a step."""
         record = {"step": step, "time": time.time(), **values}
         _append(self._metrics, [record])
         for name, value in values.items():
@@ -76,7 +79,7 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Print one line on stderr, and add it to `events.jsonl`, from which the report takes its list of events."""
+        """Print one line on stderr, and add the event to `events.jsonl`."""
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
         self.latest.append(f"[{kind}] {message}")
         _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
@@ -96,12 +99,17 @@ class Recorder:
 
 
 def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
-    """Cut the response's text where accepted drafts begin and end. The pieces together are the decoded response.
+    """Split the response's text where accepted drafts begin and end; return [(text, whether it was drafted)].
 
-    A character whose bytes are tokens on both sides of a cut goes to the later piece.
+    All texts together are the decoded response. A character with bytes on both sides of a split is in the later text.
     """
-    tokens, cuts = sample.response, [0, *(cut for span in sample.accepted_spans for cut in span), len(sample.response)]
-    found, taken = [], ""
+    tokens = sample.response
+    cuts = [0]
+    for first, last in sample.accepted_spans:
+        cuts += [first, last]
+    cuts.append(len(tokens))
+    found = []
+    taken = ""
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
         text = decode(tokens[:last])
         if last < len(tokens):
@@ -113,7 +121,7 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add lines to a JSONL file, all or none. Raises OSError."""
+    """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -140,7 +148,7 @@ def _keep_before(path: Path, step: int) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off the end of a line that a killed run did not finish; appended lines would make it unreadable."""
+    """Remove an unfinished last line that a killed run left. An appended line would make it unreadable."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -150,9 +158,9 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; none if there is no file. NaN and infinities are kept.
+    """Return the records of a JSONL file; none without a file. NaN and infinities are kept.
 
-    A torn last line, as a killed run leaves it, is dropped. Raises RecordError.
+    An unfinished last line, which a killed run can leave, is dropped. Raises RecordError.
     """
     path = Path(path)
     if not path.exists():
@@ -167,7 +175,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             record = files.parse_json(line, f"{path}:{number}", finite=False)
         except files.FileError as error:
             if number == len(lines):
-                break  # empty after the last newline, or torn
+                break  # empty after the last newline, or unfinished
             raise RecordError(str(error)) from None
         if not isinstance(record, dict):
             raise RecordError(f"{path}:{number}: not a JSON object")

@@ -1,8 +1,8 @@
-"""Rank 0's part of a run: engines, rewards, and what speculation learns from them.
+"""Rank 0's part of a run: engines, rewards, and the learning of speculation from rollouts.
 
-Sampling seeds are made of (seed, step, prompt, index), so that a resumed run draws what an uninterrupted one draws.
-With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights change only between
-rollouts, so the version that drew a sample does not depend on timing.
+Sampling seeds are made from (run seed, step, prompt, index), so a resumed run draws the same samples as an
+uninterrupted one. With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights
+change only between rollouts, so the version that draws a sample does not depend on timing.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, Source
 
 Failures = list[str]  # one line per sample without a reward
-EVALUATION = 1 << 30  # stands for the step number in the seeds of evaluations, which are always the same
+EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
 
 
 class RolloutCancelledError(RuntimeError):
-    """The run was asked to end during a rollout; the order of prompts is as before it."""
+    """A signal ended the run during a rollout. The order of prompts is as before the rollout."""
 
 
 class StartingRollouts:
-    """What the rollouts of a run need and what can be refused early. Engines and reward workers start with the object.
+    """The parts of `Rollouts` that start before the trainer is built. The constructor starts engines and reward
+    workers.
 
     held_out    prompts of evaluations; empty without `data.eval_path`
-    learning    what speculation starts from
+    learning    the learning of speculation
     scorer      reward workers
-    starting    engines, which come up while the trainer is built
+    starting    engines, which start while the trainer is built
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
@@ -87,7 +88,7 @@ class StartingRollouts:
         self.starting = StartingEngines(config, run_dir)
 
     def wait(self) -> Mapping[str, RolloutEngine]:
-        """Return the engines by name once every one answers. Raises EngineError."""
+        """Wait until every engine answers and return the engines by name. Raises EngineError."""
         return self.starting.wait()
 
     def close(self) -> None:
@@ -109,10 +110,11 @@ class Rollouts:
         pending: list[Group],
         cancelled: threading.Event | None = None,
     ) -> None:
-        """Take in the engines that `started.wait()` returned.
+        """Set up the engines.
 
-        prompts             what `collect` draws from; None: only evaluations are drawn
-        resumed, pending    what `state` and `pending` returned to a checkpoint; empty for a new run
+        engines             the result of `started.wait()`
+        prompts             the prompts of `collect`; None: only evaluations are drawn
+        resumed, pending    the results of `state` and `pending` in a checkpoint; empty for a new run
         cancelled           when it is set, rollouts end with RolloutCancelledError
 
         Raises EngineError if no engine is left.
@@ -132,7 +134,7 @@ class Rollouts:
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # of the newest rollout, rewards included
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
-        self._drawing: list[str] = []  # ids of the requests that engines hold
+        self._drawing: list[str] = []  # ids of the running requests
         self._closed = threading.Event()
         self.thread = ThreadPoolExecutor(1, "rollout")
         self.ahead: Future[tuple[list[Group], float]] | None = None
@@ -140,8 +142,8 @@ class Rollouts:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
         self.restarts = Restarts(self.starting.again, rollout.restarts)
-        self.restarted = 0  # engines that came back since the last record
-        self._begun: dict[str, int] = {}  # engines lost since the last event about losses -> number of their restart
+        self.restarted = 0  # engines that were restarted since the last record
+        self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
@@ -151,7 +153,8 @@ class Rollouts:
             self.engines.everywhere(lambda engine: engine.set_spec_rule(self.learning.rule()))
 
     def _health(self, engines: Mapping[str, RolloutEngine], drafter_names: Collection[str]) -> Health:
-        options, spec = self.config.health, self.config.spec
+        options = self.config.health
+        spec = self.config.spec
         chain = spec.num_steps or max(spec.candidate_steps)
         rows = self.held_out or (self.prompts.rows if self.prompts else [])
         return Health(
@@ -165,7 +168,7 @@ class Rollouts:
         )
 
     def _speculate(self, engine: RolloutEngine) -> None:
-        """Set the run's speculative configuration after canaries and repairs; leave the engine out if it is gone."""
+        """Set the run's speculation rule or schedule on an engine. Drops the engine if it does not answer."""
         try:
             if self.config.spec.mode == "adaptive":
                 engine.set_spec_rule(self.learning.rule())
@@ -175,7 +178,7 @@ class Rollouts:
             self.engines.drop(engine, error)
 
     def close(self) -> None:
-        """End engines and reward workers. Engines come first, because that ends a rollout that still runs."""
+        """End engines and reward workers. Engines come first, which ends a running rollout."""
         self._closed.set()
         self.restarts.close()
         self.starting.close()
@@ -185,24 +188,26 @@ class Rollouts:
         self.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside `pending`, as JSON."""
+        """Return the state for a checkpoint, as JSON, without `pending`."""
         return self.learning.state()
 
     def pending(self) -> list[Group]:
-        """Return the rollout that was drawn ahead, for a checkpoint: the weights that drew it are gone by then."""
+        """Return the rollout that was drawn ahead. A checkpoint keeps it, because a resumed run lacks its weights."""
         return self.ahead.result()[0] if self.ahead is not None else []
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Return the scored groups of one step; with `rollout.staleness`, start drawing the next step's.
+        """Return the scored groups of one step. With `rollout.staleness`, start drawing the next step's.
 
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
-        RewardsFailedError if the rewards of `reward.max_failed_steps` steps in a row all failed.
+        RewardsFailedError if all rewards of `reward.max_failed_steps` steps in a row failed.
         """
-        ahead, self.ahead = self.ahead, None
+        ahead = self.ahead
+        self.ahead = None
         groups, self.seconds = ahead.result() if ahead is not None else self._draw(step)
-        newest, allowed = step + 1, self.config.rollout.staleness
+        newest = step + 1
+        allowed = self.config.rollout.staleness
         finding = stamp_finding([s for g in groups for s in g.samples], max(1, newest - allowed), newest)
         if finding is not None:
             raise HealthError(finding.message)
@@ -211,9 +216,10 @@ class Rollouts:
         return groups
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead. On errors, as those of `collect`, the next `collect` draws anew."""
+        """Wait for the rollout that runs ahead. Raises its error, as `collect`; the next `collect` then draws again."""
         if self.ahead is not None and self.ahead.exception() is not None:
-            failed, self.ahead = self.ahead, None
+            failed = self.ahead
+            self.ahead = None
             failed.result()
 
     def _draw(self, step: int) -> tuple[list[Group], float]:
@@ -229,7 +235,9 @@ class Rollouts:
             raise
 
     def _fill(self, step: int, source: data.Prompts) -> list[Group]:
-        options, wanted = self.config.rollout, self.config.rollout.prompts_per_step
+        """Draw prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups."""
+        options = self.config.rollout
+        wanted = options.prompts_per_step
         kept: list[Group] = []
         failures: Failures = []
         drawn = dropped = 0
@@ -238,30 +246,30 @@ class Rollouts:
             groups, failed = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
             failures += failed
             drawn += len(prompts) * options.samples_per_prompt
-            # Every refill counts: with dynamic sampling a step without any reward would be refilled for ever.
+            # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
             self.failed_steps.observe(f"step {step}", len(prompts) * options.samples_per_prompt, failed)
             if self.config.algorithm.dynamic_sampling:
                 groups = [group for group in groups if _has_signal(group)]
             dropped += len(prompts) - len(groups)
             kept += groups
-        self._tell_failures(f"step {step}", drawn, failures)
+        self._record_failures(f"step {step}", drawn, failures)
         return kept
 
-    def _tell_failures(self, name: str, samples: int, failures: Failures) -> None:
+    def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
         if failures:
             message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
             self.recorder.event("reward", message, failed=len(failures), samples=samples)
 
     def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> tuple[list[Group], Failures]:
-        """Draw and score `samples` responses to each prompt; return groups, and one line per failed reward.
+        """Draw and score `samples` responses to each prompt. Returns groups, and one line per failed reward.
 
-        Request ids have one width, because none may be a prefix of another.
+        Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step.
         """
-        requests = [
-            Request(f"{name}-p{row:05d}-n{i:04d}", prompt, _seed(self.config.train.seed, salt, prompt.id, i))
-            for row, prompt in enumerate(prompts)
-            for i in range(samples)
-        ]
+        requests = []
+        for row, prompt in enumerate(prompts):
+            for i in range(samples):
+                seed = _seed(self.config.train.seed, salt, prompt.id, i)
+                requests.append(Request(f"{name}-p{row:05d}-n{i:04d}", prompt, seed))
         self._check_cancelled()
         self._drawing = [request.id for request in requests]
         try:
@@ -269,19 +277,20 @@ class Rollouts:
         finally:
             self._drawing = []
         self._check_cancelled()
-        self._tell_losses()
+        self._record_losses()
         for sample in drawn:
             sample.text = self.decode(sample.response)
         failures = self.scorer.score(drawn)
         self._check_cancelled()
-        return [Group(p, drawn[row * samples : (row + 1) * samples]) for row, p in enumerate(prompts)], failures
+        groups = [Group(prompt, drawn[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts)]
+        return groups, failures
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
-            raise RolloutCancelledError("the run was asked to end")
+            raise RolloutCancelledError("a signal ended the run")
 
     def _abort_when_cancelled(self) -> None:
-        """End the requests of a cancelled rollout, again and again: some may not have reached their engine yet."""
+        """Abort the requests of a cancelled rollout every 0.2 s, because some may not have reached their engine yet."""
         while not self._closed.wait(0.2):
             if self.cancelled.is_set():
                 self.scorer.interrupt()
@@ -290,16 +299,17 @@ class Rollouts:
                         engine.abort(self._drawing)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens, without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def evaluate(self, name: str, prompts: int | None = None) -> dict[str, float]:
-        """Draw one response to each of the first held-out prompts, always with the same seeds; {} if there are none."""
+        """Draw one response to each of the first held-out prompts, always with the same seeds. {} without prompts."""
         if not self.held_out:
             return {}
         chosen = self.held_out[: prompts or self.config.train.eval_prompts]
         groups, failures = self._generate(f"e-{name}", chosen, 1, EVALUATION)
         samples = [group.samples[0] for group in groups]
-        self._tell_failures(f"evaluation {name}", len(samples), failures)
+        self._record_failures(f"evaluation {name}", len(samples), failures)
         result = rollout_metrics(samples) | {"prompts": float(len(samples))}
         self.recorder.event(
             "evaluation",
@@ -313,12 +323,12 @@ class Rollouts:
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
     def push(self, version: int, source: Source) -> dict[str, float]:
-        """Send every tensor of `source` to every engine, check the engines, and return metrics.
+        """Send every tensor of `source` to every engine and check the engines. Returns metrics.
 
-        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none comes back.
+        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
         """
-        self._tell_losses()
-        self._take_back()
+        self._record_losses()
+        self._add_restarted()
         try:
             report = self.health.push(version, source, predicted=self._expected_of_canary())
         except HealthError:
@@ -331,36 +341,36 @@ class Rollouts:
         if self.learning.forecasts:
             for name in set(report.serving) - set(report.plain):
                 self._speculate(self.health.pusher.engines[name])
-        self.engines.stats()  # the canary's rounds are not the rollouts'
-        self._tell_losses()
+        self.engines.stats()  # drop the canary's rounds, which are not part of a rollout
+        self._record_losses()
         return report.metrics()
 
     def _expected_of_canary(self) -> float | None:
         """Return the accept length that the trainer predicted, else the one that engines observed, else None."""
         return self.learning.accept_length(SpecConfig(self.health.settings.canary_steps))
 
-    def _tell_losses(self) -> None:
-        """Stop pushing to engines that the pool left out, and write one event for each."""
+    def _record_losses(self) -> None:
+        """Stop pushing to engines that the pool has dropped, and write one event for each."""
         pushed = self.health.pusher.engines
         for name in [name for name, engine in pushed.items() if engine not in self.engines.engines]:
             reason = self.engines.failures[id(pushed.pop(name))]
             again = self._begun.pop(name, 0)
-            told = f"; it is started again, {again} of {self.restarts.most}" if again else ""
-            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}{told}", engine=name)
+            restart = f"; restart {again} of {self.restarts.most} begins" if again else ""
+            self.recorder.event("engine", f"{name}: left out, {len(pushed)} remain: {reason}{restart}", engine=name)
 
     def _start_again(self, engine: RolloutEngine) -> None:
-        """Start an engine again that the pool left out, if this run had started it."""
+        """Restart an engine that the pool has dropped, if this run started it."""
         name = next(name for name, pushed in self.health.pusher.engines.items() if pushed is engine)
         if name in self.starting.own:
             self._begun[name] = self.restarts.lost(name)
 
     @property
     def awaited(self) -> bool:
-        """Return whether no engine is left, but one is being started again."""
+        """Return whether no engine is left, but one is restarting."""
         return not self.engines.engines and self.restarts.pending
 
-    def _take_back(self) -> None:
-        """Add engines that were started again and answer. Wait for one if no other is left. Raises EngineError."""
+    def _add_restarted(self) -> None:
+        """Add restarted engines that answer. Waits for one if no other is left. Raises EngineError."""
         for name, engine in self.restarts.back(block=not self.engines.engines).items():
             if isinstance(engine, EngineError):
                 self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
@@ -370,23 +380,25 @@ class Rollouts:
             self.restarted += 1
             self.recorder.event("engine", f"{name}: started again, {len(self.engines.engines)} serve", engine=name)
         if not self.engines.engines:
-            raise EngineError("no engine is left, and none could be started again")
+            raise EngineError("no engine is left, and none could be restarted")
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
-        """Read what the engines observed, and return metrics. Engines choose configurations by themselves, every round.
+        """Learn from the rounds of the last rollout, and run the drift tests. Returns metrics.
 
-        `prediction` is the trainer's, of the next rollout's acceptance; this rollout scores the one of a step ago. Call
-        it before the push, because the canary runs under another configuration.
+        `prediction` is the trainer's, of the next rollout's acceptance. The rounds also score the prediction of the
+        step before. Call this before the push, because the canary runs under another configuration.
         """
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
-        expected, names = self.learning.accept_lengths(), {id(e): n for n, e in self.health.pusher.engines.items()}
+        expected = self.learning.accept_lengths()
+        names = {id(engine): name for name, engine in self.health.pusher.engines.items()}
         seen: list[RoundStats] = []
         for engine, stats in self.engines.everywhere(lambda engine: (engine, engine.stats())):
             seen += stats
-            if finding := self.health.watch(names[id(engine)], stats, expected):
-                message = f"{names[id(engine)]}: no speculation until the next push: {finding.message}"
-                self.recorder.event("health", message, engine=names[id(engine)], found=[finding.detector])
+            name = names[id(engine)]
+            if finding := self.health.watch(name, stats, expected):
+                message = f"{name}: no speculation until the next push: {finding.message}"
+                self.recorder.event("health", message, engine=name, found=[finding.detector])
         found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
         files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found
@@ -404,7 +416,7 @@ def _has_signal(group: Group) -> bool:
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Summarise reward, length and speculation of samples; accept length is a ratio of sums over all rounds."""
+    """Summarise reward, length and speculation of samples. The accept length is a ratio of sums over all rounds."""
     lengths = [len(s.response) for s in samples]
     return {
         "samples": float(len(samples)),
@@ -422,5 +434,5 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _seed(*parts: int) -> int:
-    """Return a sampling seed below 2³¹ made of non-negative integers."""
+    """Return a sampling seed below 2³¹, made from non-negative integers."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

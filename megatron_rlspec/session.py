@@ -1,7 +1,7 @@
-"""One run: trainer and data on every rank; `Rollouts` and records on rank 0 only.
+"""The steps of a run, which `loop.py` calls in order on every rank.
 
-`loop.py` calls the methods of `Session` in order, on every rank. What only rank 0 can do (generate, score, decide) runs
-there, and its result is broadcast as MessagePack bytes; the other ranks wait for it.
+Every rank holds the trainer and the data. Only rank 0 holds `Rollouts` (engines, rewards, speculation) and the records.
+The other ranks wait while rank 0 generates and scores; it then broadcasts the groups as MessagePack bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRo
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, PackedBatch
+from megatron_rlspec.types import Group, PackedBatch, Sample
 from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
@@ -38,7 +38,7 @@ from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
 
 
 class RunStopped(RuntimeError):
-    """The run ended early. The message is one line: why, and where the checkpoint is."""
+    """The run ended early. The message is one line: the reason, and the path of the checkpoint."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -46,21 +46,21 @@ class RunStopped(RuntimeError):
 
 
 class Session:
-    """Everything a run needs, as a context manager: its exit ends the engines and flushes the records, in any case.
+    """A run, as a context manager. Its exit ends the engines and closes the records, also after an error.
 
-    Raises ConfigError, DataError or CheckpointError before anything is written if the run cannot work.
+    Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work.
     """
 
     def __init__(
         self, config: Config, data_path: str, supervised: bool = False, interruption: Interruption | None = None
     ) -> None:
-        """`supervised`: learn from demonstrations in `data_path` (`rlspec sft`), not from prompts (`rlspec train`)."""
+        """Open the run. `supervised`: `data_path` holds demonstrations (`rlspec sft`), not prompts (`rlspec train`)."""
         self.config = config
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         self.run_dir = Path(config.train.run_dir)
         self.generates = not supervised or config.sft.eval_every > 0
-        self.done = 0  # optimizer steps so far; the version of the parameters is one more
+        self.done = 0  # optimizer steps so far; the version of the parameters is done + 1
         self._steps = config.sft.steps if supervised else config.train.steps
         self._last_accept_length = 0.0
         self._bad_steps = 0  # in a row
@@ -86,7 +86,8 @@ class Session:
             raise CheckpointError(f"{config.model.path}: {error}") from None
         check(family, tensors, drafter=config.drafter.train)
         model.check(self.hf_config, config)
-        context, longest = self.hf_config.get("max_position_embeddings"), config.model.max_length
+        context = self.hf_config.get("max_position_embeddings")
+        longest = config.model.max_length
         if context and context < longest:
             raise ConfigError(
                 f"model.max_length={longest}, but config.json of {config.model.path} "
@@ -104,14 +105,15 @@ class Session:
         if config.algorithm.kl_coef:
             self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
         resumed, pending = self._resume() if config.train.resume else ({}, [])
-        told = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
-        self._recorded = self._saved = self.done
+        moments_event = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
+        self._recorded = self.done
+        self._saved = self.done
         if self.main:
-            engines = starting.wait() if self.generates else {}  # a run whose engines do not come up writes nothing
+            engines = starting.wait() if self.generates else {}  # before the first write of the run
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
-            if told:
-                self.recorder.event("drafter", told)
+            if moments_event:
+                self.recorder.event("drafter", moments_event)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
             if self.generates:
                 prompts = self.data if isinstance(self.data, data.Prompts) else None
@@ -120,22 +122,24 @@ class Session:
                 self._closing.callback(self.rollouts.close)
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
-        """Let the drafter's optimizer go on where the run ended that wrote `model.path`; what is to be told of it."""
+        """Load the drafter's optimizer state of the run that wrote `model.path`. Returns the event's text, or ""."""
         shapes = {name: tensors.shape(name) for name in moments.trained_names(self.trainer.table)}
         file, problem = moments.find(Path(self.config.model.path), self.trainer.table, shapes)
         if file is None:
             return problem
         with file:
             self.trainer.take_drafter_moments(file)
-            return f"the optimizer goes on after {int(file['updates'])} updates, with the moments in {file.path}"
+            return f"the optimizer continues after {int(file['updates'])} updates, with the moments in {file.path}"
 
     def _check_machine(self) -> None:
         """Raise ConfigError if this machine cannot run the configuration."""
-        rollout, spec, gpus = self.config.rollout, self.config.spec, torch.cuda.device_count()
+        rollout = self.config.rollout
+        spec = self.config.spec
+        gpus = torch.cuda.device_count()
         if not gpus and rollout.engine == "sglang" and not rollout.urls and spec.verifier == "rejection":
             raise ConfigError(
                 "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
-                "take position_keyed or target_only"
+                "expected position_keyed or target_only"
             )
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if gpus and ranks > gpus:
@@ -163,10 +167,10 @@ class Session:
         self._on_rank0(lambda: self.rollouts.settle())
 
     def _on_rank0(self, act: Callable[[], object], all_ranks: bool = False) -> bool:
-        """Run `act` on rank 0, or on `all_ranks`, while the others wait. Collective.
+        """Run `act` on rank 0 while the others wait, or on all ranks if `all_ranks`. Collective.
 
-        Returns False on every rank if `act` must be repeated after a push: no engine is left, but one is being started
-        again. Any other failure of the engines or rewards raises RunStopped on every rank, after a checkpoint.
+        Returns False on every rank if the caller must push and repeat `act`: no engine is left, but one is starting
+        again. Any other failure of engines or rewards raises RunStopped on every rank, after a checkpoint.
         """
         reason = ""
         try:
@@ -204,16 +208,22 @@ class Session:
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def demonstrations(self) -> list[Group]:
-        """Return the next written answers; every rank reads the same rows."""
+        """Return the next demonstrations; every rank reads the same rows."""
         assert isinstance(self.data, data.Demonstrations)
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
     def pack(self, groups: list[Group]) -> list[PackedBatch]:
-        """Return this rank's micro-batches, with advantages within each group and labels shifted before the cut."""
-        algorithm, parallel = self.config.algorithm, self.config.parallel
+        """Return this rank's micro-batches. Advantages are computed within each group."""
+        algorithm = self.config.algorithm
+        parallel = self.config.parallel
+        samples: list[Sample] = []
+        advantages: list[float] = []
+        for group in groups:
+            samples += group.samples
+            advantages += self._advantages(group)
         return pack(
-            [sample for group in groups for sample in group.samples],
-            advantages=[a for group in groups for a in self._advantages(group)],
+            samples,
+            advantages=advantages,
             depth=self.config.drafter.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
             version=self.done + 1 if self.config.rollout.staleness else None,
@@ -224,7 +234,7 @@ class Session:
         )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
-        """Take one optimizer step of policy and drafter each; arguments and metrics are `Trainer.train_step`'s."""
+        """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`."""
         if self.trainer.reference and options["objective"] == "grpo":
             rows = self.trainer.reference_logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
@@ -236,11 +246,13 @@ class Session:
         return metrics
 
     def _advantages(self, group: Group) -> list[float]:
-        algorithm, longest = self.config.algorithm, self.config.rollout.max_new_tokens
-        shaped = [
-            s.reward + grpo.overlong_penalty(len(s.response), max_length=longest, zone=algorithm.overlong_tokens)
-            for s in group.samples
-        ]
+        algorithm = self.config.algorithm
+        longest = self.config.rollout.max_new_tokens
+        shaped = []
+        for sample in group.samples:
+            length = len(sample.response)
+            penalty = grpo.overlong_penalty(length, max_length=longest, zone=algorithm.overlong_tokens)
+            shaped.append(sample.reward + penalty)
         known = [not rewards.failed(sample) for sample in group.samples]
         if custom.is_function(algorithm.advantage):
             own = custom.load("algorithm.advantage", algorithm.advantage)
@@ -250,9 +262,9 @@ class Session:
     # ---- weights and schedule ---------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Send target and drafter to every engine as one version, and check what the engines then hold.
+        """Send target and drafter to every engine as one version, and check every engine.
 
-        Engines that were started again join here. Where no other is left, this waits for one.
+        Restarted engines join here. If no other engine is left, this waits for one.
         """
         while not self._on_rank0(self._push, all_ranks=True):
             pass
@@ -263,14 +275,14 @@ class Session:
                 self._pushed = self.rollouts.push(self.done + 1, source)
 
     def adapt(self) -> None:
-        """Read what the engines observed, for the next choice of speculative configurations."""
+        """Read the engines' acceptance and round times, and update the speculation rule."""
         self._on_rank0(self._adapt)
 
     def _adapt(self) -> None:
         self._adapted = self.rollouts.adapt(self.trainer.prediction)
 
     def finish(self) -> None:
-        """Write the last checkpoint, and `run_dir/hf`: policy and drafter as a Hugging Face checkpoint."""
+        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
         self._save()
         with exporting(self.trainer.export) as source:
             if source is not None:
@@ -286,8 +298,8 @@ class Session:
     def checkpoint(self) -> None:
         """Write a checkpoint every `train.save_every` steps.
 
-        Raises RunStopped, with a checkpoint, after `train.max_bad_steps` bad steps in a row, and if a signal asked any
-        rank to end.
+        Writes a checkpoint and raises RunStopped after `train.max_bad_steps` bad steps in a row, and if any rank
+        received a signal to end.
         """
         options = self.config.train
         if 0 < options.max_bad_steps <= self._bad_steps:
@@ -301,12 +313,12 @@ class Session:
             self._save()
 
     def _stop(self, reason: str) -> NoReturn:
-        """Raise RunStopped, after a checkpoint and the record of a step that ends here."""
+        """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped."""
         if self.done > self._recorded:
             self.record(self.done - 1, *self._newest)
         code = self.interruption.exit_code
         if self.done == 0:
-            raise RunStopped(f"{reason}; no step was trained, so there is nothing to resume", code)
+            raise RunStopped(f"{reason}; no step was trained, so there is no checkpoint", code)
         try:
             path = self._save()
         except SaveError as error:
@@ -314,9 +326,9 @@ class Session:
         raise RunStopped(f"{reason}; the last good parameters are in {path}", code)
 
     def _save(self) -> Path:
-        """Write everything that the next step depends on, unless it is there. Raises SaveError on every rank.
+        """Write a checkpoint, unless this step has one, and return its path. Raises SaveError on every rank.
 
-        The small files come first: where the trainer's directory exists, the checkpoint is whole.
+        The small files are written first, so a checkpoint with the trainer's directory is complete.
         """
         path = self.checkpoints.path(self.done)
         if self._saved == self.done:
@@ -343,7 +355,7 @@ class Session:
         self.checkpoints.write_state(self.done, state, drawn)
 
     def _resume(self) -> tuple[dict[str, Any], list[Group]]:
-        """Continue from the newest checkpoint, from the start if there is none. Raises CheckpointError."""
+        """Load the newest checkpoint. Returns its state and pending groups, or empty ones. Raises CheckpointError."""
         found = self.checkpoints.whole()
         if not found:
             return {}, []
@@ -359,18 +371,19 @@ class Session:
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
     def evaluate(self, name: str) -> None:
-        """Draw and score the held-out prompts, if there are any; the result is an event `name`."""
+        """Draw and score the held-out prompts, if there are any. Writes the result as an event."""
         while not self._on_rank0(lambda: self.rollouts.evaluate(name)):
             self.push()
 
     def due(self, every: int) -> bool:
-        """Return whether the present step is one of `every` so many; 0: never."""
+        """Return whether the number of steps done is a multiple of `every`; 0: never."""
         return every > 0 and self.done % every == 0
 
     def good_enough(self, step: int) -> bool:
-        """Evaluate every `sft.eval_every` steps; return whether the warm start may end, the same on every rank.
+        """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
 
-        It may if held-out reward is at least `sft.stop_reward` and accept length grew by less than `sft.plateau`.
+        It may end if the held-out reward is at least `sft.stop_reward` and the accept length grew by less than
+        `sft.plateau` since the last evaluation.
         """
         options = self.config.sft
         if not self.due(options.eval_every):
@@ -392,7 +405,7 @@ class Session:
         return bool(stop)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left; rank 0 shows them on the terminal."""
+        """Yield the numbers of the remaining steps. Rank 0 shows the progress on the terminal."""
         if not self.main:
             yield from range(self.done, total)
             return
@@ -400,7 +413,7 @@ class Session:
             yield from range(self.done, total)
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Write one line of `metrics.jsonl` and a few texts to `samples.jsonl`; count steps that were skipped."""
+        """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`. Counts bad steps in a row."""
         self._recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if metrics.get(f"{side}/skipped")]
         self._bad_steps = self._bad_steps + 1 if skipped else 0
@@ -410,7 +423,7 @@ class Session:
             gap = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0)
             why = f"loss or gradient norm of {' and '.join(skipped)} not finite"
             if gap > self.config.health.logprob_gap:
-                why = f"engines and trainer differ by {gap:.3f} nats a token, as if the samples were another model's"
+                why = f"log-probs of engines and trainer differ by {gap:.3f} nats per token: different weights?"
             self.recorder.event("loss", f"step {step}: {why}; step skipped")
         seconds = self.clock.drain()
         values = dict(metrics) | seconds

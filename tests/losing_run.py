@@ -1,6 +1,6 @@
 """`rlspec train`, but its embedded engine ends while it draws the third step: what test_lost_engines.py starts.
 
-With BACK in the environment, that engine is started again as one of the run's own would be; the first start fails.
+With BACK in the environment, the run restarts that engine as if it had launched it; the first start fails.
 """
 
 import os

@@ -43,7 +43,7 @@ def script(path: Path, *arguments: object) -> None:
 
 
 def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) -> list[str]:
-    """The arguments of `rlspec` for a run of a tiny model. `rollout__engine` stands for `rollout.engine`."""
+    """Return the arguments of `rlspec` for a run of a tiny model; the keyword `rollout__engine` is `rollout.engine`."""
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
     values |= {name.replace("__", "."): value for name, value in options.items()}

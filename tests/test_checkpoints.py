@@ -30,7 +30,7 @@ def start(tmp_path_factory) -> Path:
 
 
 def refused(start: Path, run_dir: Path, code: int = 2, ranks: int = 1, **options: object) -> str:
-    """The one line of a run that must not go on."""
+    """Return the one line of a run that must not continue."""
     arguments = words(start, run_dir, "train", OPTIONS | options)
     ended = forked.run_module("megatron_rlspec.cli", arguments, folder=TESTS, ranks=ranks)
     output = ended.stdout + ended.stderr
@@ -103,7 +103,7 @@ def test_samples_of_lost_steps_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{}", '{"step": "x"}', '{"step": null}'])
-def test_records_without_a_step_are_told_with_their_line(tmp_path, line):
+def test_records_without_a_step_are_reported_with_their_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n')
     with pytest.raises(RecordError, match=r"metrics.jsonl:2: expected an object with a number `step`"):
         Recorder(tmp_path, first_step=2)
@@ -129,7 +129,7 @@ def flip_in(pattern: str, share: float) -> Callable[[Path], None]:
 
 
 def rewrite(pattern: str, edit: Callable[[dict, dict], None]) -> Callable[[Path], None]:
-    """Write a file anew with other tensors or metadata."""
+    """Write a file again with other tensors or metadata."""
 
     def act(folder: Path) -> None:
         path = next(folder.glob(pattern))
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(start, copy, damage):
     assert contents(copy) == before
 
 
-def test_damage_on_one_rank_is_told_by_all(start, tmp_path):
+def test_damage_on_one_rank_is_reported_by_all(start, tmp_path):
     """Rank 1 alone reads the damaged file; the line comes from rank 0."""
     options = OPTIONS | {"optimizer__distributed": "true", "ranks": 2}
     run(start, tmp_path, **options)
@@ -247,7 +247,7 @@ def test_pruning_removes_what_killed_writes_left(tmp_path):
         ("loop/x", ""),
     ],
 )
-def test_a_run_directory_of_no_use_is_told_before_anything_starts(start, tmp_path, run_dir, part):
+def test_a_run_directory_that_cannot_be_used_is_refused_before_anything_starts(start, tmp_path, run_dir, part):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert part in refused(start, tmp_path / run_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
@@ -271,7 +271,7 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("environment", "part"), ENVIRONMENTS)
-def test_a_wrong_environment_is_told(environment, part):
+def test_a_wrong_environment_is_refused(environment, part):
     with pytest.raises(ConfigError) as told:
         ranks_started(environment)
     assert part in str(told.value)

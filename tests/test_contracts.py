@@ -78,12 +78,12 @@ def test_signatures():
         ("nowhere.f", "no module nowhere"),
     ],
 )
-def test_what_is_gone_is_named(dotted, part):
+def test_missing_names_are_listed(dotted, part):
     with pytest.raises(LookupError, match=part):
         contracts.signature(dotted, MODULES.get)
 
 
-def test_broken_names_what_is_gone():
+def test_broken_lists_missing_names():
     whole = {"top.a.renamed": ("b", "c"), "top.a.constant": ()}
     assert contracts.broken(whole, MODULES.get) is None
     broken = contracts.broken(whole | {"top.a.maybe": ("y",), "top.a.gone": ()}, MODULES.get)

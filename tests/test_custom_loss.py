@@ -60,18 +60,18 @@ def test_advantages_by_rank(example):
         ("shutil:copyfile", "missing a required argument: 'dst'; expected a function of one argument"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(text, expected):
+def test_a_function_that_cannot_be_used_is_refused_in_one_line(text, expected):
     with pytest.raises(ConfigError) as error:
         custom.load("algorithm.loss", text)
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_wrong_result_is_told_in_one_line():
+def test_a_wrong_result_is_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"drafter.loss: the function returned float \[\]; expected a tensor \[4\]"):
         custom.checked("drafter.loss", 1.0, 4)
 
 
-def test_an_exception_in_the_function_is_told_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):
+def test_an_exception_in_the_function_is_reported_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_losses.py").write_text("def own(rows):\n    return {}['no such\\nkey']\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """A tokenizer of one token per character that knows a-z, A-V, digits, `=`, `,` and `#`."""
+    """A tokenizer with one token per character, for a-z, A-V, digits, `=`, `,` and `#`."""
     path = tmp_path_factory.mktemp("tokenizer")
     runpy.run_path(str(MAKE_TASK))["write_tokenizer"](path)
     return path
@@ -197,7 +197,7 @@ BAD_CHATS = {
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_CHATS.items())
-def test_bad_messages_are_told_with_file_and_line(tmp_path, chat_tokenizer, prompt, message):
+def test_bad_messages_are_reported_with_file_and_line(tmp_path, chat_tokenizer, prompt, message):
     path = jsonl(tmp_path / "rows.jsonl", [f'{{"label": "1", "prompt": {prompt}}}'])
     with pytest.raises(DataError) as told:
         read_prompts(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
@@ -219,7 +219,7 @@ def test_a_bad_response_is_reported(tmp_path, tokenizer):
         read_demonstrations(path, DataConfig(), tokenizer, 100)
 
 
-def test_bad_files_are_told(tmp_path, tokenizer):
+def test_bad_files_are_refused(tmp_path, tokenizer):
     def told(path) -> str:
         with pytest.raises(DataError) as error:
             list(read_rows(path))

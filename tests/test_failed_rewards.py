@@ -14,7 +14,7 @@ def events(run_dir: Path) -> list[str]:
     return [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "reward"]
 
 
-def test_failed_rewards_are_counted_and_told_once_a_step(start, tmp_path):
+def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
     output = run(start, tmp_path, reward__kind="run_reward:fails_on_some", **OPTIONS)
     records = read_records(tmp_path / "metrics.jsonl")
     counts = [int(record["rollout/failed_rewards"]) for record in records]
@@ -49,7 +49,7 @@ def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
     assert "all 16 rewards failed" in output
 
 
-def test_a_reward_with_another_signature_is_told_before_anything_starts(start, tmp_path):
+def test_a_reward_with_another_signature_is_refused_before_anything_starts(start, tmp_path):
     output = run(start, tmp_path / "run", code=2, reward__kind="run_reward:wrong", **OPTIONS)
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]

@@ -84,7 +84,7 @@ def test_devices_are_written_to_and_not_replaced():
     assert os.stat("/dev/full").st_rdev == before.st_rdev and os.stat("/dev/full").st_ino == before.st_ino
 
 
-def test_a_pipe_with_a_reader_gets_everything_and_one_without_is_told(tmp_path):
+def test_a_pipe_with_a_reader_gets_everything_and_one_without_a_reader_is_refused(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(FileError, match="No such device or address"):
@@ -121,7 +121,7 @@ def test_standard_output_keeps_what_was_printed(tmp_path):
         ("a\0b", "null"),
     ],
 )
-def test_outputs_that_cannot_be_written_are_told_before_and_when(tmp_path, name, part):
+def test_outputs_that_cannot_be_written_are_reported_before_and_during_the_write(tmp_path, name, part):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for act in (files.check_output, lambda path: files.write_output(path, "x")):

@@ -1,4 +1,4 @@
-"""Runs that are asked to end, or whose launcher is killed: one line, a checkpoint, and nothing left behind."""
+"""Runs that get a signal, or whose launcher is killed: one line, a checkpoint, and no process left behind."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def reach(process: subprocess.Popen, run_dir: Path, steps: int) -> list[psutil.P
 
 
 def told(process: subprocess.Popen, code: int, processes: list[psutil.Process]) -> str:
-    """The one line of a run that was asked to end; no traceback of ours, and no process is left."""
+    """Return the one line of a run that a signal ended; there is no traceback of ours, and no process is left."""
     output, _ = process.communicate(timeout=60)
     ours = output.replace(sys.prefix, "").partition("Traceback (most recent call last)")
     assert process.returncode == code, output[-3000:]
@@ -158,7 +158,7 @@ def test_when_torchrun_is_killed_its_ranks_end_with_a_checkpoint(start, tmp_path
     assert Checkpoints(tmp_path, 2).whole()
 
 
-def test_when_a_rank_is_killed_the_other_says_so_in_one_line(start, tmp_path):
+def test_when_a_rank_is_killed_the_other_reports_it_in_one_line(start, tmp_path):
     process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=100000)
     processes = reach(process, tmp_path, 3)
     ranks(processes)[1].kill()
@@ -182,7 +182,7 @@ def test_a_second_ctrl_c_ends_at_once():
 
 
 @pytest.mark.slow
-def test_a_step_drawn_ahead_is_drawn_anew(start, tmp_path):
+def test_a_step_drawn_ahead_is_drawn_again(start, tmp_path):
     process = train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1)
     processes = reach(process, tmp_path, 3)
     process.send_signal(signal.SIGTERM)
@@ -216,7 +216,7 @@ def leftovers(run_dir: Path) -> list[str]:
         pytest.param(8000, "checkpoints", marks=pytest.mark.slow),
     ],
 )
-def test_a_file_that_cannot_grow_is_told_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
+def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
     code, line = limited(start, tmp_path, most)
     assert code == 1 and "File too large" in line and name in line, line
     assert leftovers(tmp_path) == [] and Checkpoints(tmp_path, 2).whole() == []
@@ -246,7 +246,7 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", ["8k", "64k", "200k", "700k", "1500k", "2300k", "3m"])
-def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_later(start, small_disk, whole, size):
+def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, small_disk, whole, size):
     run_dir = small_disk(size) / "run"
     process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
     output, _ = process.communicate(timeout=240)

@@ -1,4 +1,4 @@
-"""A run that is killed, at whatever moment, and resumed ends with the bytes of one that was not."""
+"""A run that is killed at a random moment and resumed ends with the same bytes as a run that was not killed."""
 
 import random
 import signal

@@ -52,7 +52,7 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
 
 
 @pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
-def test_the_only_engine_is_started_again_and_the_run_goes_on(start, tmp_path, monkeypatch, ranks, staleness):
+def test_the_only_engine_is_restarted_and_the_run_continues(start, tmp_path, monkeypatch, ranks, staleness):
     """It starts with the weights of model.path: what it draws shows that it was pushed to before."""
     options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
     run(start, tmp_path / "whole", **options)
@@ -69,7 +69,7 @@ def test_the_only_engine_is_started_again_and_the_run_goes_on(start, tmp_path, m
     )
     told = [e["message"] for e in read_records(tmp_path / "lost/events.jsonl") if e["kind"] == "engine"]
     assert told == [
-        "embedded: left out, 0 remain: embedded engine: closed; it is started again, 1 of 3",
+        "embedded: left out, 0 remain: embedded engine: closed; restart 1 of 3 begins",
         "embedded: started again, 1 serve",
     ]
 
@@ -112,7 +112,7 @@ def test_the_other_engine_draws_the_samples_of_a_lost_one(start, undisturbed, tm
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_where_its_only_engine_died(start, undisturbed, tmp_path):
+def test_a_run_continues_from_where_its_only_engine_died(start, undisturbed, tmp_path):
     process = train(start, tmp_path, **SGLANG, **NO_RESTARTS)
     during_rollout(tmp_path, 2, process)
     engines(process)[0].kill()
@@ -137,7 +137,9 @@ def test_a_lost_engine_is_started_again_pushed_to_and_draws_the_same(start, undi
     finish(process)
     assert drawn(tmp_path) == drawn(undisturbed) and restarts(tmp_path) == 1
     lost, back = [e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "engine"]
-    assert lost.startswith("engine-0: left out, 0 remain:") and told in lost and lost.endswith("again, 1 of 3"), lost
+    assert (
+        lost.startswith("engine-0: left out, 0 remain:") and told in lost and lost.endswith("restart 1 of 3 begins")
+    ), lost
     assert back == "engine-0: started again, 1 serve"
     assert (tmp_path / "logs/engine-0.log").exists() and (tmp_path / "logs/engine-0.1.log").exists()
 

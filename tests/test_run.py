@@ -18,7 +18,7 @@ def whole(start, tmp_path_factory) -> Path:
     return run_dir
 
 
-def test_a_run_leaves_what_the_readme_says(whole, start):
+def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     records = read_records(whole / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     for record in records:
@@ -39,11 +39,11 @@ def test_a_run_leaves_what_the_readme_says(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
-def test_the_next_run_goes_on_with_the_drafters_moments(whole, start, tmp_path):
+def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path):
     run(start, tmp_path, model__path=whole / "hf", train__steps=1, rollout__engine="embedded", spec__mode="fixed")
     (told,) = (e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "drafter")
     assert (
-        told == f"the optimizer goes on after 3 updates, with the moments in {whole}/hf/optimizer/drafter.safetensors"
+        told == f"the optimizer continues after 3 updates, with the moments in {whole}/hf/optimizer/drafter.safetensors"
     )
 
 
@@ -62,7 +62,7 @@ def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
 
 
 def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path):
-    """The second evaluation's accept length gains nothing to speak of: the run stops there, on both ranks."""
+    """The second evaluation's accept length gains too little: the run stops there, on both ranks."""
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}
     options |= {"sft__steps": 9, "sft__samples_per_step": 4, "sft__eval_every": 2, "sft__eval_prompts": 4}
     options |= {"sft__stop_reward": -1, "sft__plateau": 2.0}

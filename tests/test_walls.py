@@ -76,7 +76,7 @@ def file_of(path: Path) -> str:
 
 
 def folder_of(path: Path) -> str:
-    """A file at the top of the package is a room of its own."""
+    """Return a file's folder; a file at the top of the package counts as a folder of its own."""
     inside = path.relative_to(PACKAGE)
     return inside.parent.as_posix() if len(inside.parts) > 1 else inside.as_posix()
 

@@ -1,4 +1,4 @@
-"""Bytes that are no groups are refused with msgspec's own error, whatever they hold."""
+"""Bytes that are no groups are refused with msgspec's own error."""
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ def test_anything_else_is_refused(value):
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(ARRAY)), JUNK).map(lambda changes: ARRAY | changes) | JUNK)
-def test_an_array_is_what_it_says_or_is_refused(array):
+def test_an_array_has_the_stated_shape_or_is_refused(array):
     data = msgspec.msgpack.encode([{"prompt": {"id": 0, "tokens": array}, "samples": []}])
     found = decoded(data)
     if found is not None:
@@ -71,6 +71,6 @@ def test_an_array_is_what_it_says_or_is_refused(array):
     [{"dtype": "|O"}, {"shape": [3]}, {"shape": [-2]}, {"shape": [1 << 62]}, {"data": "x"}, {"more": 1}],
     ids=str,
 )
-def test_a_malformed_array_is_told(changes):
+def test_a_malformed_array_is_refused(changes):
     with pytest.raises(msgspec.ValidationError, match="array"):
         decode_groups(msgspec.msgpack.encode([{"prompt": {"id": 0, "tokens": ARRAY | changes}, "samples": []}]))

@@ -18,11 +18,11 @@ MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 
 
 class ConfigError(ValueError):
-    """A user's mistake in the configuration, told in one line."""
+    """A user's mistake in the configuration. The message is one line."""
 
 
 def _clean(text: str) -> str:
-    """Text that can be a path, an address or a column's name, and can be written as JSON."""
+    """Return the text. Raises ValueError unless it can be a path, an address or a column's name in JSON."""
     for character in text:
         if character < " " or character == "\x7f":
             raise ValueError(f"expected text without control characters (got {text[:80]!r})")

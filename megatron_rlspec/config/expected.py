@@ -16,12 +16,12 @@ BOUNDS = ((Gt, "greater than"), (Ge, "at least"), (Lt, "less than"), (Le, "at mo
 
 
 def of_integers(field: FieldInfo) -> bool:
-    """Whether a field that holds a tuple holds integers."""
+    """Return whether a field that holds a tuple holds integers."""
     return any(isinstance(value, int) for value in field.default)
 
 
 def metavar(field: FieldInfo) -> str:
-    """In short, for a command line: `INTEGER`, `{ce,tv}`."""
+    """Return what a field accepts, in short for a command line: `INTEGER`, `{ce,tv}`."""
     kind = field.annotation
     if get_origin(kind) is Literal:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
@@ -32,13 +32,13 @@ def metavar(field: FieldInfo) -> str:
 
 
 def expected(field: FieldInfo) -> str:
-    """In words: `an integer from 1 to 64`, `'ce' or 'tv'`."""
+    """Return what a field accepts, in words: `an integer from 1 to 64`, `'ce' or 'tv'`."""
     choices = [_of_type(kind, rules) for kind, rules in _alternatives(field.annotation, tuple(field.metadata))]
     return " or ".join(dict.fromkeys(choices))
 
 
 def _alternatives(kind: Any, rules: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(type, its bounds) of every member of a union."""
+    """Return (type, its bounds) of every member of a union."""
     if get_origin(kind) in (Union, UnionType):
         for member in get_args(kind):
             yield from _alternatives(member, rules)
@@ -81,7 +81,7 @@ def _bounds(kind: Any, rules: tuple[Any, ...]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, at most 80 characters."""
+    """Format a value for a message, on one line of at most 80 characters."""
     if isinstance(value, (dict, list, tuple)):
         return "a table" if isinstance(value, dict) else "a list"
     if isinstance(value, bool) or value is None:
@@ -93,6 +93,6 @@ def shown(value: Any) -> str:
 
 
 def short(text: str) -> str:
-    """At most 80 printable characters of a text."""
+    """Return at most 80 printable characters of a text."""
     plain = text if text.isprintable() else re.sub(r"\s+", " ", text).encode("ascii", "backslashreplace").decode()
     return plain if len(plain) <= 80 else f"{plain[:77]}..."

@@ -36,14 +36,14 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """The default as it stands on a command line."""
+        """Return the default as a command line states it."""
         if isinstance(self.default, tuple):
             return ",".join(map(str, self.default))
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Defaults, then the TOML file, then overrides like `{"optimizer.lr": "1e-5"}`.
+    """Return the configuration: defaults, then the TOML file, then overrides like `{"optimizer.lr": "1e-5"}`.
 
     Raises ConfigError: one line with the file, the option, its value and what was expected.
     """
@@ -63,13 +63,13 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
 
 def options() -> Iterator[Option]:
-    """Every option, in order: what `--help` and docs/configuration.md show."""
+    """Return every option in order, for `--help` and docs/configuration.md."""
     for name, field in _fields():
         yield Option(name, field.default, field.description or "", expected(field), metavar(field))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; a byte order mark, which some editors write, is skipped. Raises ConfigError."""
+    """Read the tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises ConfigError."""
     try:
         return tomllib.loads(files.read_text(path, LARGEST_FILE))
     except files.FileError as error:
@@ -87,7 +87,7 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _converted(text: str, field: FieldInfo) -> Any:
-    """What a command-line text means for this field; the text itself if it means nothing, for the message."""
+    """Convert a command-line text to this field's type. Returns the text itself, for the error, if that fails."""
     kind = field.annotation
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
@@ -142,13 +142,13 @@ def _wanted(first: Mapping[str, Any], field: FieldInfo) -> str:
         return f"expected {expected(field)}"
     if inside_a_list and {"ge", "le", "gt", "lt"} & context.keys():
         bound, value = next(iter(context.items()))
-        word = {"ge": "at least", "le": "at most", "gt": "greater than", "lt": "less than"}[bound]
-        return f"expected {expected(field)}, each {word} {value}"
+        relation = {"ge": "at least", "le": "at most", "gt": "greater than", "lt": "less than"}[bound]
+        return f"expected {expected(field)}, each {relation} {value}"
     return f"expected {expected(field)}"
 
 
 def unknown_option(dotted: str, value: Any = None) -> str:
-    """Say that there is no such option, what it is called here, or the nearest name. `value`: a table of that name."""
+    """Return the error for an unknown option, with its name here or the nearest name. `value`: a table of that name."""
     ours: dict[str, str] = {}
     names = [name for name, _ in _fields()]
     written = (dotted, *leaves(value, dotted))

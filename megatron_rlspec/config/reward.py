@@ -41,7 +41,7 @@ class RewardConfig(Section):
 
 
 def address_problem(url: str) -> str:
-    """What is wrong with an http(s) address; empty if nothing is."""
+    """Return what is wrong with an http(s) address; "" if nothing is."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -83,7 +83,7 @@ class SpecSection(Section):
         return self
 
     def config(self) -> SpecConfig:
-        """What mode=fixed runs, and what other modes start with. Raises ValueError."""
+        """Return the configuration that mode=fixed runs and other modes start with. Raises ValueError."""
         if self.mode != "fixed" or self.num_steps == 0:
             return OFF
         return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens or -1)

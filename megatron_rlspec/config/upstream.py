@@ -229,7 +229,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def answer(given: str) -> str:
-    """What to say to an unknown option, written with dots or not, with - or _; empty for a name of none of them."""
+    """Return the advice for an upstream option, written with or without dots, with - or _; "" for any other name."""
     for name in _spellings(given):
         if name in OURS:
             return f"here it is {OURS[name]}"
@@ -239,12 +239,12 @@ def answer(given: str) -> str:
 
 
 def plain(given: str) -> str:
-    """The name as TOML files write it: lower case, with _."""
+    """Return the name as TOML files write it: lower case, with _."""
     return given.strip("-").replace("-", "_").lower()
 
 
 def leaves(value: Any, path: str, most: int = 100) -> Iterator[str]:
-    """Dotted names, at most `most`, of everything in a table that was given under an unknown name."""
+    """Return at most `most` dotted names of the options in a table with an unknown name."""
     waiting = [(path, value)]
     for _ in range(most):
         if not waiting:
@@ -257,7 +257,7 @@ def leaves(value: Any, path: str, most: int = 100) -> Iterator[str]:
 
 
 def _spellings(given: str) -> Iterator[str]:
-    """The whole name, then without its first parts, then without the prefix that slime gives to SGLang's flags."""
+    """Return the whole name, then without its first parts, then without slime's prefix of SGLang's flags."""
     parts = plain(given).split(".")
     for start in range(len(parts)):
         yield ".".join(parts[start:])

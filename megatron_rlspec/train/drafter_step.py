@@ -73,7 +73,7 @@ class DrafterStep:
 
     @property
     def shares_policy_logits(self) -> bool:
-        """Whether every teacher row is a row of the policy's own loss on this rank, so one logits pass serves both."""
+        """Return whether the policy's loss on this rank covers every teacher row, so one logits pass serves both."""
         return self.objective.loss != "ce" and ps.get_context_parallel_world_size() == 1
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class DrafterStep:
     def student(
         self, outputs: Sequence[Tensor], targets: DrafterTargets, layer: OutputLayer, *, predict: bool
     ) -> Student:
-        """The rows of all depths, ready to learn; `outputs`: `[t, H]` after the drafter's final norm, per depth.
+        """Return the `Student` of all depths' rows; `outputs`: `[t, H]` after the drafter's final norm, per depth.
 
         `predict`: keep what `learn` needs for the prediction of acceptance.
         """
@@ -111,7 +111,7 @@ class DrafterStep:
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
-        """Loss of the micro-batch, ready for `backward`, and sums for `means` and `prediction_of`.
+        """Return the loss of the micro-batch, for `backward`, and sums for `means` and `prediction_of`.
 
         hidden  the policy's after its final norm, `[t, H]`, the teacher's; None if `student.observe` saw every row
         """
@@ -133,7 +133,7 @@ class DrafterStep:
         return self.learner.step()
 
     def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
-        """Sums over the round starts of this micro-batch (`mtp/predict.py`); a context-parallel group counts once."""
+        """Sum over the round starts of this micro-batch (`mtp/predict.py`); a context-parallel group counts once."""
         goal = self.objective
         accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
         mask = torch.stack([w != 0 for w in targets.weight], 1).to(accept)
@@ -157,22 +157,22 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
 
 
 def drafter_loss_named(name: str) -> Kind | DrafterLoss:
-    """The loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
+    """Return the loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
     return load_function("drafter.loss", name) if is_function(name) else name
 
 
 def training_temperature(rollout_temperature: float) -> float:
-    """The temperature at which policy and drafter are trained; 1 for greedy rollouts, which are that policy's mode."""
+    """Return the temperature at which policy and drafter are trained; 1 for greedy rollouts."""
     return rollout_temperature or 1.0
 
 
 def unfiltered(temperature: float, top_p: float, top_k: int) -> bool:
-    """Whether rollouts draw from the whole softmax of the logits over the temperature."""
+    """Return whether rollouts draw from softmax(logits / temperature), without top-p, top-k or greedy decoding."""
     return temperature > 0 and top_p >= 1 and top_k < 0
 
 
 def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
-    """`[t, ...]` of this rank to that of all context-parallel ranks, in the order of the packed batch."""
+    """Gather `[t, ...]` of all context-parallel ranks, in the order of the packed batch."""
     group = ps.get_context_parallel_group()
     if group.size() == 1:
         return x

@@ -121,7 +121,7 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
 
 
 def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding under the names of Transformers 4 and 5."""
+    """Return the settings of the rotary embedding, under the names of Transformers 4 or 5."""
     return {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
 
 

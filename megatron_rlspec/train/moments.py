@@ -55,13 +55,13 @@ def _problem(file: TensorFile, family: NameTable, weights: Mapping[str, tuple[in
 
 
 def trained_names(family: NameTable) -> list[str]:
-    """Checkpoint names of the drafter tensors that an optimizer updates; routers' biases are not among them."""
+    """Return the checkpoint names of the drafter tensors that an optimizer updates, so without routers' biases."""
     rows = {name: row for name, row in family.rows.items() if family.is_drafter(name)}
     return [hf for name, row in rows.items() if not name.endswith(".expert_bias") for hf in row.hf]
 
 
 def gather(learner: Learner, moment: str) -> dict[str, Tensor]:
-    """This tensor-parallel rank's moment of each parameter, by name in the module; collective over replicas."""
+    """Gather this tensor-parallel rank's moment of each parameter, by name in the module; collective over replicas."""
     found: dict[str, Tensor] = {}
     places = dict(learner.optimized())
     for name, parameter in learner.ddp.module.named_parameters():
@@ -92,7 +92,7 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
 
 
 def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
-    """`gather`, by canonical Megatron names as `shards.export_stage` takes them."""
+    """Gather the moments by canonical Megatron names, for `shards.export_stage`."""
     names = _canonical(learner.ddp.module)
     return {names[name]: tensor for name, tensor in gather(learner, moment).items()}
 

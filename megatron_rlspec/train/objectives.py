@@ -113,7 +113,7 @@ def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
 
 
 def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
-    """`sum_over_replicas` on the last pipeline stage, broadcast to the other stages."""
+    """Broadcast the last pipeline stage's `sum_over_replicas` to the other stages."""
     box = [sum_over_replicas(sums) if ps.is_pipeline_last_stage() else {}]
     if ps.get_pipeline_model_parallel_world_size() > 1:
         group = ps.get_pipeline_model_parallel_group()

@@ -372,7 +372,7 @@ def _policy_adam(config: Config) -> AdamW:
 
 
 def _drafter_adam(config: Config) -> AdamW:
-    """The drafter's own rate, warm-up, weight decay and clip; betas, eps and decay_steps are the policy's."""
+    """Return the drafter's Adam: its own rate, warm-up, decay and clip; the policy's betas, eps and decay_steps."""
     own = config.drafter
     return replace(
         _policy_adam(config),

@@ -179,7 +179,7 @@ def test_a_reward_server_that_is_down_fails_the_samples():
         ("my_rewards:not_callable", "TypeError: my_rewards:not_callable is not a function"),
     ],
 )
-def test_a_reward_that_cannot_be_found_is_told_in_one_line(functions, kind, message):
+def test_a_reward_that_cannot_be_found_is_refused_in_one_line(functions, kind, message):
     with pytest.raises(ConfigError) as told:
         Scorer(RewardConfig(kind=kind, workers=1))
     assert message in str(told.value) and "\n" not in str(told.value)
@@ -330,7 +330,7 @@ def wait_until(done, seconds=20):
         ("later", "is async; expected a plain function later(prompt: str"),
     ],
 )
-def test_a_wrong_signature_is_told_before_the_first_sample(processes, function, expected):
+def test_a_wrong_signature_is_refused_before_the_first_sample(processes, function, expected):
     with pytest.raises(ConfigError) as told:
         Scorer(RewardConfig(kind=f"busy_rewards:{function}", workers=1))
     assert expected in str(told.value) and "\n" not in str(told.value)

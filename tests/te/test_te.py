@@ -25,7 +25,7 @@ SLOW = {
         "train/test_warm_start.py::test_a_run_that_took_moments_up_resumes_bit_for_bit",
     ],
     "whole runs": [
-        "test_run.py::test_a_run_leaves_what_the_readme_says",
+        "test_run.py::test_a_run_leaves_the_files_that_the_readme_lists",
         "test_run.py::test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early",
         "test_parallel_run.py::test_a_layout_learns_what_one_rank_does",
     ],

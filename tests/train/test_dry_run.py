@@ -183,7 +183,7 @@ def places(layout):
     return found, [dry_run.place(rank, cfg, 16) for rank in range(16)]
 
 
-def test_ranks_stand_where_megatron_puts_them():
+def test_ranks_have_the_coordinates_that_megatron_gives_them():
     ((theirs, ours),) = on_ranks(1, places, {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4})
     assert ours == theirs
     assert len({tuple(place.values()) for place in ours}) == 16

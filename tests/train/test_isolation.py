@@ -167,7 +167,7 @@ def classic():
     return out
 
 
-def test_classic_mode_moves_the_policy_and_says_so():
+def test_classic_mode_moves_the_policy_and_reports_it():
     ((detached, fine, joint, refused),) = on_ranks(1, classic)
     assert fine is None and "mtp_detach_heads" in refused
     assert detached[0] != joint[0]

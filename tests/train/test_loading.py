@@ -32,7 +32,7 @@ def loading():
     return seen
 
 
-def test_load_says_what_is_missing():
+def test_load_names_the_missing_tensor():
     (seen,) = on_ranks(1, loading)
     assert "no model.mtp_layers.0." in seen["drafter"] and "fresh" in seen["drafter"]
     assert "model.norm.weight" in seen["shape"] and "[3]" in seen["shape"] and "[32]" in seen["shape"]
