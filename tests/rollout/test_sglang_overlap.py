@@ -83,7 +83,7 @@ SLOW = [
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
     same.test_a_table_without_step_0_decides,
     same.test_pushed_weights_are_the_served_ones,
-    same.test_samples_go_on_under_new_weights,
+    same.test_samples_continue_under_new_weights,
     same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
     same.test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot,
 ]
