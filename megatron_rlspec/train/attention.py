@@ -229,13 +229,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, *saved = ctx.saved_tensors
-        batches = saved[:3]
-        (q, k, v, *links) = saved[3:] or (None, None, None)
+        out, lse, q_slots, k_slots, v_slots, *whole = ctx.saved_tensors
         plan = ctx.plan
         scale = ctx.scale
         grad = grad.contiguous()
-        dq, dk, dv = _causal_backward(grad, *batches, out, lse, plan.causal, ctx.heads, scale)
+        dq, dk, dv = _causal_backward(grad, q_slots, k_slots, v_slots, out, lse, plan.causal, ctx.heads, scale)
+        if not whole:
+            return dq, dk, dv, None, None
+        q, k, v, *links = whole
         for span in plan.spans:
             rows = slice(span.q, span.q + span.rows)
             keys = slice(span.k, span.k + span.keys)
@@ -258,7 +259,7 @@ def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> 
     """Gather rows into the plan's slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
     groups, d = k.shape[1:]
     q = q.reshape(q.shape[0] * groups, -1, d).index_select(0, q_rows)
-    return q, *(x.reshape(-1, d).index_select(0, k_rows) for x in (k, v))
+    return q, k.reshape(-1, d).index_select(0, k_rows), v.reshape(-1, d).index_select(0, k_rows)
 
 
 def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -277,8 +278,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Causal, scale: float) -> tupl
     """Return output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal part."""
     outs = [q[:0]]
     lses = [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
-    for batch in _batches(plan, q, k, v):
-        out, lse = _attend(*batch, True, scale)
+    for q_b, k_b, v_b in _batches(plan, q, k, v):
+        out, lse = _attend(q_b, k_b, v_b, True, scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, plan.slot_of), torch.cat(lses).index_select(0, plan.slot_of)
@@ -309,12 +310,13 @@ def _causal_backward(
         dq.append(dq_b.transpose(1, 2).flatten(0, 1))
         dk.append(dk_b.sum(1).flatten(0, 1))
         dv.append(dv_b.sum(1).flatten(0, 1))
-    totals = []
-    for slots in (dk, dv):
+
+    def by_row(slots: list[Tensor]) -> Tensor:
         # Padding slots read row 0 and add 0 to its gradient.
         total = k.new_zeros(heads[0] * heads[1], d)
-        totals.append(total.index_add_(0, plan.key_rows, torch.cat(slots)).view(*heads, d))
-    return torch.cat(dq).index_select(0, plan.slot_of).view(grad.shape), *totals
+        return total.index_add_(0, plan.key_rows, torch.cat(slots)).view(*heads, d)
+
+    return torch.cat(dq).index_select(0, plan.slot_of).view(grad.shape), by_row(dk), by_row(dv)
 
 
 def _span_backward(

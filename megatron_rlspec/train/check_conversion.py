@@ -43,6 +43,7 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
     report = []
     for what, ours, theirs in zip(("policy", "drafter"), found, expected, strict=True):
         if theirs is not None:
+            assert ours is not None
             gap = float((ours - theirs).abs().max() / theirs.std())
             report.append(f"{what} {gap:.1e}")
             if not gap <= tolerance:
@@ -76,7 +77,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
         module.to(device).eval()
     tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
     ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
-    batch = SimpleNamespace(tokens=tokens, position_ids=positions, cu_seqlens_padded=ends)
+    batch: Any = SimpleNamespace(tokens=tokens, position_ids=positions, cu_seqlens_padded=ends)
     packed = describe(batch, model_config, base, device)
     hidden = policy(tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
     head = policy.head_weight().T
@@ -119,7 +120,7 @@ def transformers_logits(
     return target.lm_head(hidden)[0], target.lm_head(drafted)[0]
 
 
-def _dense_model(config: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.nn.Module:
+def _dense_model(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
     import transformers
 
     name = record_of(config).transformers

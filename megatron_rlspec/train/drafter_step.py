@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -140,8 +141,8 @@ class DrafterStep:
         table = _of_all_context_ranks(torch.cat([accept, reach, mask], 1), targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
-        deep = (deepen(part, max(goal.predicted_steps)) for part in table.split(goal.depth, 1))
-        found = walk(*deep, goal.predicted_steps)
+        accept, reach, mask = (deepen(part, max(goal.predicted_steps)) for part in table.split(goal.depth, 1))
+        found = walk(accept, reach, mask, goal.predicted_steps)
         return {f"prediction/{n}": torch.from_numpy(getattr(found, n)).to(accept) for n in ("reached", "accepted")}
 
 
@@ -150,15 +151,16 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
 
     Every pipeline stage may call it, with a drafter or without.
     """
-    found = [totals.pop(f"prediction/{name}", None) for name in ("reached", "accepted")]
-    if found[0] is None or not math.isfinite(totals["drafter/objective"][0]):
+    reached = totals.pop("prediction/reached", None)
+    accepted = totals.pop("prediction/accepted", None)
+    if reached is None or accepted is None or not math.isfinite(totals["drafter/objective"][0]):
         return None
-    return Prediction.of_sums(steps, *found)
+    return Prediction.of_sums(steps, reached, accepted)
 
 
 def drafter_loss_named(name: str) -> Kind | DrafterLoss:
     """Return the loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
-    return load_function("drafter.loss", name) if is_function(name) else name
+    return load_function("drafter.loss", name) if is_function(name) else cast(Kind, name)
 
 
 def training_temperature(rollout_temperature: float) -> float:

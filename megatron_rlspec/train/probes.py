@@ -60,7 +60,9 @@ def no_clamp() -> str | None:
 
 def moves_policy() -> str | None:
     """Probe whether the MTP loss gives gradients to head, embedding and decoder, whatever the options."""
-    switch = {"mtp_detach_heads": True} if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__ else {}
+    switch: dict[str, Any] = (
+        {"mtp_detach_heads": True} if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__ else {}
+    )
     norms = {name: float(g.norm()) for name, g in _gradients(torch.ones(1, LENGTH), **switch).items()}
     if not any(value for name, value in norms.items() if name.startswith("mtp.")):
         raise RuntimeError("the MTP loss gave no gradient to the MTP layer either")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 def family(hf_config: Mapping[str, Any], mtp_layers: int) -> NameTable:
     """Return the name table of this job's modules, for a drafter of `mtp_layers` layers."""
-    spec = "te" if runtime.has_transformer_engine() else "local"
+    spec: Literal["te", "local"] = "te" if runtime.has_transformer_engine() else "local"
     return name_table({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
 
 

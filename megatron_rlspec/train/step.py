@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
@@ -103,8 +104,8 @@ class Trainer:
         """
         learner = self.drafter_learner
         last = ps.get_pipeline_model_parallel_world_size() - 1
-        updates = 0 if learner is None else learner.steps + learner.updates_before
-        updates = self._from_last_stage(torch.tensor(updates))
+        own_updates = 0 if learner is None else learner.steps + learner.updates_before
+        updates = self._from_last_stage(torch.tensor(own_updates))
         if not int(updates):
             return
         for moment in moments.MOMENTS:
@@ -156,7 +157,7 @@ class Trainer:
             sequence = self.config.parallel.sequence
             each = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
             self.model_config.moe_aux_loss_coeff = each
-        if self.drafter_step is not None:
+        if self.drafter is not None and self.drafter_step is not None:
             self.drafter.train()
             self.drafter_step.begin()
         sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
@@ -264,18 +265,18 @@ class Trainer:
         hidden = hidden[:, 0]
         layer = self._output_layer(1.0 if objective == "sft" else self.temperature)
         loss = hidden.new_zeros(())
-        sums = {}
+        sums: Sums = {}
         step = self.drafter_step
-        student = None
+        student: Student | None = None
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
             student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
         shared = step is not None and step.shares_policy_logits and train_policy
         if train_policy:
-            observe = student.observe if shared else None
+            observe = student.observe if student is not None and shared else None
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
-        if step is not None:
+        if step is not None and student is not None:
             drafter, drafter_sums = step.learn(student, targets, None if shared else hidden)
             sums |= drafter_sums
             if self.config.drafter.mtp_detach_heads:
