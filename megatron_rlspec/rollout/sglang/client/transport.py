@@ -113,6 +113,7 @@ class GroupBroadcast:
         self._name = f"rlspec-{port}-{self._made}"
         where = {"address": self.address, "port": port, "size": size, "group": self._name, "backend": self.backend}
         answer = threads.submit(post, "weights/join", json=where)
+        name: Any = self._name  # torch has a type of its own for it, but only in newer versions
         # SGLang makes its side with this helper of torch, so both sides use the same keys in the store.
         group, _ = _new_process_group_helper(
             size,
@@ -120,7 +121,7 @@ class GroupBroadcast:
             [],
             dist.Backend(self.backend),
             dist.PrefixStore(self._name, store),
-            group_name=self._name,
+            group_name=name,
             timeout=_SECONDS,
         )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}

@@ -117,7 +117,7 @@ def decode_attention_cpu(
         sliding_window=sliding_window > 0,
         sinks=sinks is not None,
     )
-    if key is not None:
+    if key is not None and value is not None:
         key_buffer.index_copy_(0, loc, key.view(-1, *key_buffer.shape[1:]))
         value_buffer.index_copy_(0, loc, value.view(-1, *value_buffer.shape[1:]))
 
@@ -207,6 +207,7 @@ def extend_attention_cpu(
         output.view(out.shape).copy_(out)
         return
     # Padding rows read and write one extra row behind the real ones.
+    assert plan.query_rows is not None, "requests of different lengths have padding"
     padded = torch.cat((query, query.new_zeros(1, *query.shape[1:])))[plan.query_rows]
     out = _attend(padded, keys, values, plan.mask, scaling)
     real = plan.query_rows < total

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -38,7 +39,7 @@ class _Absent:
         return ()
 
 
-class _Finder:
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports `package` and everything below it as modules whose attributes are `_Absent`, except those given."""
 
     def __init__(self, package: str, attributes: dict[str, object]) -> None:
@@ -57,7 +58,7 @@ class _Finder:
         if module.__name__ == self.package:
             vars(module).update(self.attributes)
         absent = _Absent(module.__name__)
-        module.__getattr__ = absent.__getattr__
+        vars(module)["__getattr__"] = absent.__getattr__
 
 
 def needed() -> list[str]:

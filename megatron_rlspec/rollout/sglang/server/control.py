@@ -132,7 +132,7 @@ def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
     """Disable speculation until `release()`; rules set meanwhile are stored, and the latest one is restored."""
     decider = decisions.decider
-    if decider is None or decider.rule is None and not decider.stock:
+    if decider.rule is None and not decider.stock:
         raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
     if _held:  # already held: keep the stored rule, update the reason
         _held["reason"] = reason
@@ -143,7 +143,10 @@ def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
 
 def _set_aside(reason: str) -> None:
     decider = decisions.decider
-    waiting = {"stock": True} if decider.stock else decider.rule.to_json()
+    waiting: dict[str, Any] = {"stock": True}
+    if not decider.stock:
+        assert decider.rule is not None
+        waiting = decider.rule.to_json()
     decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
     _held.update(reason=reason, rule=waiting)
 

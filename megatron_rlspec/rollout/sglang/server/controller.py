@@ -95,7 +95,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             if self._config.off:
                 self._leave_out(batch, result, hidden, tokens)
                 return
-            self._gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting)
+            self._gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ())
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:

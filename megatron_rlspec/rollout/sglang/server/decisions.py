@@ -71,6 +71,7 @@ class Decider:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.stock:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        assert self.rule is not None, "`start` makes the first rule"
         return self.rule.choose(batch, context_tokens, missed), self.rule.catch_up
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
@@ -104,4 +105,4 @@ class Decider:
             raise ValueError(f"this engine cannot run {', '.join(refused)}; it was launched with {has}")
 
 
-decider: Decider | None = None  # of this process, set by the plugin before SGLang builds its controller
+decider = Decider(Settings())  # of this process; the plugin sets it before SGLang builds its controller

@@ -128,7 +128,9 @@ class DrafterGap:
         for rid in rids:
             if parts := [*self._stored.get(rid, []), *([latest[rid]] if rid in latest else [])]:
                 device = parts[-1][0].device
-                taken[rid] = tuple(torch.cat([part.to(device) for part in kept]) for kept in zip(*parts, strict=True))
+                hidden = torch.cat([part.to(device) for part, _ in parts])
+                tokens = torch.cat([part.to(device) for _, part in parts])
+                taken[rid] = (hidden, tokens)
         return taken
 
     def _latest(self, rids: Sequence[str]) -> _Kept:
@@ -159,8 +161,8 @@ class DrafterGap:
     def _store(self, running: Sequence[str]) -> None:
         latest = self._latest(running)
         self._stored = {rid: self._stored.get(rid, []) for rid in running}
-        for rid, rows in latest.items():
-            self._stored[rid].append(tuple(part.to("cpu", copy=True) for part in rows))
+        for rid, (hidden, tokens) in latest.items():
+            self._stored[rid].append((hidden.to("cpu", copy=True), tokens.to("cpu", copy=True)))
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
         self._rounds = []
 

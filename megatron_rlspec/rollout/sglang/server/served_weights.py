@@ -102,7 +102,8 @@ class Deliveries:
 
         This works for every architecture, and for quantised weights, whose stored form cannot be compared.
         """
-        load = model.load_weights
+        holder: Any = model
+        load = holder.load_weights
 
         def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -114,7 +115,7 @@ class Deliveries:
         def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
             return load(noted(weights), *args, **kwargs)
 
-        model.load_weights = load_weights
+        holder.load_weights = load_weights
 
 
 def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dict[str, int]:
@@ -167,7 +168,8 @@ def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[Tens
     yield from _unstacked(target)
     if drafter is None:
         return
-    layers = str(target.config.num_hidden_layers)
+    config: Any = target.config
+    layers = str(config.num_hidden_layers)
     prefixes = [(ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]]
     shared = {id(parameter) for parameter in target.parameters()}
     for part in _unstacked(drafter, shared):

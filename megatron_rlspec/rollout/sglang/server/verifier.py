@@ -118,10 +118,10 @@ def sample_targets(verified: _VerifyPass) -> torch.Tensor:
     info = verified.info
     sglang = versions.installed()
 
-    def per_node(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.repeat_interleave(verified.width, dim=0)
+    def per_node(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(verified.width, dim=0)
 
-    seeds = per_node(info.sampling_seed)
+    seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
     probs = sglang.softmax(verified.logits / per_node(info.temperatures))
     if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
         tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(

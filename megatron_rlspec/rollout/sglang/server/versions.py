@@ -192,7 +192,7 @@ class Sglang0523:
     """Adapts to 0.5.23, and to later versions that keep its names."""
 
     spans = True  # an answer names the weights under which each of its tokens was drawn
-    cpu_arguments = ("--attention-backend=intel_amx",)
+    cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     cpu_environment: Mapping[str, str] = {}
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:

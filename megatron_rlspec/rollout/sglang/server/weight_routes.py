@@ -102,7 +102,7 @@ async def bucket(request: Request) -> JSONResponse:
             landed.numpy()[:] = memoryview(body)
             return await _load(landed, query)
         landed, at = _push.memory(size), 0
-        view = memoryview(landed.numpy())
+        view = landed.numpy().data
         async for part in request.stream():
             if at + len(part) > size:
                 raise Refusal(400, f"the body is longer than its Content-Length of {size}")
@@ -134,7 +134,7 @@ def _read(path: str, limit: int) -> torch.Tensor:
             if about.st_size > limit:
                 raise Refusal(413, f"{schemas.plain(path)} has {about.st_size} bytes; expected at most {limit}")
             landed = _push.memory(about.st_size)
-            view, at = memoryview(landed.numpy()), 0
+            view, at = landed.numpy().data, 0
             while at < about.st_size:
                 count = os.readv(descriptor, [view[at:]])
                 if not count:
@@ -228,7 +228,7 @@ async def receive(request: Request) -> JSONResponse:
 
 
 async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONResponse:
-    entries = read_entries(memoryview(landed.numpy()), await _served(), query.scope)
+    entries = read_entries(landed.numpy().data, await _served(), query.scope)
     metadata = [
         FlattenedTensorMetadata(
             entry.name, torch.Size(entry.shape), entry.dtype, entry.first, entry.end, entry.end - entry.first
