@@ -16,40 +16,57 @@ VOCAB = 512
 MTP = "model.mtp_layers.0."
 
 
-def checkpoint(sharpness: float, layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding; its layers add little to it."""
-    g, heads, kv, inter = torch.Generator().manual_seed(0), 4, 2, 3 * hidden
+def checkpoint(
+    sharpness: float,
+    layers: int,
+    hidden: int,
+    *,
+    vocab: int = VOCAB,
+    heads: int = 4,
+    kv: int = 2,
+    ffn: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding; its layers add little to it.
+
+    `ffn` is three times `hidden` unless given. Numbers are drawn on `device`; tensors are on the CPU.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    inter = ffn or 3 * hidden
 
     def normal(*shape: int, std: float) -> torch.Tensor:
-        return torch.randn(*shape, generator=g) * std
+        return (torch.randn(*shape, generator=g, device=device) * std).to("cpu", dtype)
 
-    one, unit = torch.ones(hidden), 1 / math.sqrt(hidden)
+    unit = 1 / math.sqrt(hidden)
     tensors = {
-        "model.embed_tokens.weight": normal(VOCAB, hidden, std=1.0),
-        "model.norm.weight": one,
-        "lm_head.weight": normal(VOCAB, hidden, std=sharpness * unit),
+        "model.embed_tokens.weight": normal(vocab, hidden, std=1.0),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
+        "lm_head.weight": normal(vocab, hidden, std=sharpness * unit),
     }
     for prefix in [*(f"model.layers.{i}." for i in range(layers)), MTP]:
         for name, rows in (("q", hidden), ("k", hidden // heads * kv), ("v", hidden // heads * kv)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, hidden, std=unit)
-            tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows, dtype=dtype)
         tensors[prefix + "self_attn.o_proj.weight"] = normal(hidden, hidden, std=0.02 * unit)
         for name in ("gate", "up"):
             tensors[f"{prefix}mlp.{name}_proj.weight"] = normal(inter, hidden, std=unit)
         tensors[prefix + "mlp.down_proj.weight"] = normal(hidden, inter, std=0.02 / math.sqrt(inter))
-        tensors[prefix + "input_layernorm.weight"] = tensors[prefix + "post_attention_layernorm.weight"] = one
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=dtype)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"{MTP}{name}.weight"] = one
-    tensors[MTP + "input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+        tensors[f"{MTP}{name}.weight"] = torch.ones(hidden, dtype=dtype)
+    halves = [torch.zeros(hidden, hidden, dtype=dtype), torch.eye(hidden, dtype=dtype)]
+    tensors[MTP + "input_proj.weight"] = torch.cat(halves, 1)
     config = {
         "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "hidden_size": hidden,
         "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "head_dim": hidden // heads, "num_key_value_heads": kv, "vocab_size": VOCAB, "max_position_embeddings": 4096,
+        "head_dim": hidden // heads, "num_key_value_heads": kv, "vocab_size": vocab, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
         "hidden_act": "silu", "eos_token_id": None, "bos_token_id": None, "use_sliding_window": False,
-        "torch_dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    return config, {name: tensor.clone() for name, tensor in tensors.items()}
+    return config, tensors
 
 
 def worse_drafter(tensors: dict[str, torch.Tensor], noise: float) -> dict[str, torch.Tensor]:
