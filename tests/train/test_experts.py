@@ -76,7 +76,7 @@ def against_transformers(hf, folder):
     return worst, all(same.values()) and set(tensors) - set(same) <= copies
 
 
-@pytest.mark.parametrize("hf", [GLM4_MOE, GROUPED], ids=["glm4_moe", "groups"])
+@pytest.mark.parametrize("hf", [GLM4_MOE, GROUPED], ids=["Glm4MoeForCausalLM", "groups"])
 def test_policy_and_drafter_are_transformers(hf, tmp_path):
     ((worst, same),) = on_ranks(1, against_transformers, hf, tmp_path)
     assert max(worst) < 2e-5

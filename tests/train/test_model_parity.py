@@ -19,39 +19,38 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
 
 
 CASES = {
-    "mimo": {},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
-    "tied": {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16},
+    "MiMoForCausalLM": {},
+    "LlamaForCausalLM": {"model_type": "llama", "attention_bias": False},
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": False, "head_dim": 16},
 }
 
 
-def policy_against_transformers():
-    """Largest difference of a label's log-probability, per case."""
+def policy_against_transformers(architecture):
+    """Largest difference of a label's log-probability."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    worst = {}
-    for case, changes in CASES.items():
-        hf = HF_CONFIG | {"num_hidden_layers": 2} | changes
-        trainer, data = trained("float32", hf)
-        fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
-        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **fields)).eval()
-        missing, unexpected = reference.load_state_dict(dict(trainer.export("target")), strict=False)
-        assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
-        reference.tie_weights()
-        worst[case] = 0.0
-        for batch, ours in zip(data, trainer.logprobs(data), strict=True):
-            for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
-                logits = reference(batch.tokens[None, start:end]).logits[0]
-                theirs = logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0]
-                difference = (theirs * (batch.loss_mask[start:end] != 0) - ours[start:end]).abs().max()
-                worst[case] = max(worst[case], float(difference))
+    hf = HF_CONFIG | {"num_hidden_layers": 2, "architectures": [architecture]} | CASES[architecture]
+    trainer, data = trained("float32", hf)
+    fields = {k: v for k, v in hf.items() if k not in ("architectures", "model_type", "num_nextn_predict_layers")}
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **fields)).eval()
+    missing, unexpected = reference.load_state_dict(dict(trainer.export("target")), strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if hf["tie_word_embeddings"] else set())
+    reference.tie_weights()
+    worst = 0.0
+    for batch, ours in zip(data, trainer.logprobs(data), strict=True):
+        for start, end in zip(batch.cu_seqlens_padded[:-1], batch.cu_seqlens_padded[1:], strict=True):
+            logits = reference(batch.tokens[None, start:end]).logits[0]
+            theirs = logits.log_softmax(-1).gather(-1, batch.labels[start:end, None])[:, 0]
+            difference = (theirs * (batch.loss_mask[start:end] != 0) - ours[start:end]).abs().max()
+            worst = max(worst, float(difference))
     return worst
 
 
-def test_policy_is_transformers():
-    (worst,) = on_ranks(1, policy_against_transformers)
-    assert worst == {case: pytest.approx(0, abs=2e-5) for case in CASES}
+@pytest.mark.parametrize("architecture", CASES)
+def test_policy_is_transformers(architecture):
+    (worst,) = on_ranks(1, policy_against_transformers, architecture)
+    assert worst == pytest.approx(0, abs=2e-5)
 
 
 class Engine:

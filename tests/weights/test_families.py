@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, saved
+from test_pushed_families import PUSHED, config_of
+from test_pushed_families import checkpoint as pushed_checkpoint
 from weight_oracles import megatron_logits, megatron_model, mtp_block, one_rank, spelling
 
 from megatron_rlspec.weights.names import canonical, name_table
@@ -36,7 +38,18 @@ QWEN3_5 = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
 }
-FAMILIES = {"glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK_V3, "qwen3_next": QWEN3_NEXT, "qwen3_5": QWEN3_5}
+QWEN3_5_MOE = {**QWEN3_NEXT, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+OWN = {config["architectures"][0]: config for config in (GLM4_MOE, DEEPSEEK_V3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)}
+FAMILIES = {name: config_of(name) for name in PUSHED} | OWN
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+    "draft_vocab_size": 32,
+}
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -58,7 +71,7 @@ def logits_in_megatron(config, tensors):
     return megatron_logits(megatron, IDS, zero_first=False)
 
 
-@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_policy_and_drafter_logits_equal_transformers(model, tmp_path):
     config = FAMILIES[model]
     tensors = checkpoint(config, tmp_path)
@@ -70,7 +83,9 @@ def test_policy_and_drafter_logits_equal_transformers(model, tmp_path):
 
 def with_drafter(config, tmp_path):
     """Tensors of any family, all drawn anew; the drafter's block is one of the target's full-attention layers."""
-    if "n_routed_experts" in config:
+    if config["architectures"][0] not in OWN:
+        return pushed_checkpoint(config, tmp_path)
+    if config["model_type"] in ("glm4_moe", "deepseek_v3"):
         return checkpoint(config, tmp_path)
     tensors = saved(config, tmp_path)
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +138,7 @@ def test_transformer_engine_keeps_some_norms_apart():
     assert name_table(DEEPSEEK_V3).shard(f"{latent}linear_q_down_proj.weight", down, 0, 2).shape == (12, 64)
 
 
-@pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("model", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
 def test_delta_net_projection_is_megatrons_split_of_transformers_values(model):
     """Megatron cuts its in_proj output into q|k|v, gate, beta, alpha; Transformers' module says what those are."""
     config = FAMILIES[model]
@@ -135,7 +150,7 @@ def test_delta_net_projection_is_megatrons_split_of_transformers_values(model):
     row = family.row("decoder.layers.0.self_attention.in_proj.weight")
     parts = [module.get_parameter(name.removeprefix("model.layers.0.linear_attn.")) for name in row.hf]
     ours = x @ row.layout.fuse(parts).T
-    if model == "qwen3_next":
+    if config is QWEN3_NEXT:
         theirs = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
     else:
         theirs = [p(x) for p in (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)]
@@ -174,16 +189,8 @@ def test_gemma_norms_need_no_change_but_the_delta_nets_own():
         assert torch.equal(gated.split(gated.fuse([exact]))[0], exact)
 
 
-def test_eagle3_round_trip():
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": 128,
-        "draft_vocab_size": 32,
-    }
+@pytest.mark.parametrize("config", [pytest.param(EAGLE3, id=EAGLE3["architectures"][0])])
+def test_an_external_drafters_round_trip_is_exact(config):
     shapes = {
         "fc.weight": (64, 192),
         "norm.weight": (64,),
