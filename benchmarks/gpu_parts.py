@@ -25,6 +25,7 @@ from bigram_model import checkpoint
 from gpu_smoke import Plan, captures, from_json
 
 SHARPNESS, PROMPT = 16.0, 8
+RIDGE = 256.0  # tokens in a pass from which an H100 computes longer than it reads weights; only without a cost table
 _GIB = 1 << 30
 IPC = (
     "SGLang's update_weights_from_tensor takes pickles by HTTP, so `rlspec serve` has no such transport. slime pushes "
@@ -171,7 +172,7 @@ def _compete(plan: Plan, folder: Path, figures: Figures, speculating: Any, plain
     engines = {"plain": SGLangEngine.of(plain, timeout=120)}
     fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
     names = ("plain", *fixed, "adaptive")
-    adapter = Adapter(plan.steps, _cost_table(plan, folder, figures, spec), plan.shape.layers, 0.0, 0.01, 0.01)
+    adapter = Adapter(plan.steps, _cost_table(plan, folder, figures, spec), plan.shape.layers, RIDGE, 0.01, 0.01)
     for batch in plan.batches:
         seconds: dict[str, list[float]] = {name: [] for name in names}
         rounds: dict[str, list[Any]] = {name: [] for name in names}
@@ -209,7 +210,7 @@ def _compete(plan: Plan, folder: Path, figures: Figures, speculating: Any, plain
 
 
 def _cost_table(plan: Plan, folder: Path, figures: Figures, engine: Any) -> str:
-    """Profile the engine for the adaptive contestant, and say what rounds cost; "" where the plan has no time for it."""
+    """Profile the engine for the adaptive contestant, and say what rounds cost; "" if the plan has no time for it."""
     from megatron_rlspec.rollout import profile
     from megatron_rlspec.speculation.cost_table import CostTable
     from megatron_rlspec.types import OFF, SpecConfig
@@ -419,6 +420,10 @@ def _median(plan: Plan, work: Callable[[], Any]) -> float:
 
 def verify(plan: Plan, folder: Path, figures: Figures) -> None:
     """Draw the tokens of one round by the functions that the position-keyed verifier calls, in SGLang's kernels."""
+    if plan.device == "cpu":
+        from megatron_rlspec.rollout.sglang.cpu import stand_ins
+
+        stand_ins.install()
     from sglang.srt.layers.sampler import multinomial_with_seed, sampling_from_probs_torch
 
     from megatron_rlspec.rollout.sglang.server.verifier import filtered

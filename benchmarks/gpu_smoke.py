@@ -123,7 +123,7 @@ def planned(*, cpu: bool = False, quick: bool = False, layers: int = 0) -> Plan:
             repetitions=1,
             steps=(0, 1, 3),
             pool_tokens=4096,
-            profile_seconds=0,
+            profile_seconds=5,
             train_layers=2,
             train_sequences=2,
             train_length=32,
@@ -216,7 +216,10 @@ _CAPTURES = re.compile(r"Capture [\w -]+? \w+ graph (?:begin|end)\..*?bs=\[(?P<s
 
 
 def captures(log: str) -> tuple[int, float, float]:
-    """Read SGLang's log of capturing CUDA graphs: (graphs of decode rounds, seconds, GB). Prefill's count as time only."""
+    """Read in SGLang's log what capturing CUDA graphs took: (graphs of decode rounds, seconds, GB).
+
+    Those of prefill are in the seconds and the memory only.
+    """
     graphs = sum(len(found["sizes"].split(",")) for found in _CAPTURES.finditer(log) if found["sizes"])
     ends = list(_CAPTURED.finditer(log))
     return graphs, sum(float(found["s"]) for found in ends), sum(float(found["gb"]) for found in ends)
@@ -387,7 +390,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table_of(found))
     for name, value in found["conditions"].items():
         console.print(f"{name}: {value}", markup=False, highlight=False)
-    return int(any(ended["state"] != "done" for ended in found["parts"].values()))
+    ended_well = all(ended["state"] == "done" for ended in found["parts"].values())
+    return 0 if ended_well and all(row["state"] != "failed" for row in found["rows"]) else 1
 
 
 if __name__ == "__main__":
