@@ -266,7 +266,7 @@ def _end(process: subprocess.Popen) -> None:
 def _last_line(log: Path, otherwise: str) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line for line in lines if "rror:" in line or "rror(" in line]
-    return f"{(told or lines or [otherwise])[-1][:400]} ({otherwise})"
+    return f"{(told or lines)[-1][:400]} ({otherwise})" if lines else otherwise
 
 
 def run(plan: Plan, parts: Sequence[str], folder: Path, found: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:

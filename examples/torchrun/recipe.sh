@@ -2,7 +2,7 @@
 # ENGINES: addresses of `rlspec serve`, with commas; they want GPUs of their own, and RLSPEC_API_KEY where they were
 # given one. On several machines NODE_RANK and MASTER_ADDR, too, and the same command on each. With --dry-run nothing
 # starts: it prints what each rank would hold.
-# Not yet run on GPUs.
+# Not yet run on GPUs (docs/gpu.md).
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 

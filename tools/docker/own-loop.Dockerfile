@@ -1,5 +1,5 @@
 # SGLang's image with megatron-core, Transformer Engine and this package, for the own loop. Build in the repository root
-# (not built yet: no GPU machine was at hand):
+# (docs/gpu.md: not built yet):
 #   docker build -f tools/docker/own-loop.Dockerfile -t rlspec .
 #   docker run --rm --gpus all --ipc=host --shm-size=16g --ulimit memlock=-1 --ulimit stack=67108864 -it rlspec bash
 ARG IMAGE=lmsysorg/sglang:v0.5.23

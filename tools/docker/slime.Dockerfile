@@ -1,4 +1,4 @@
-# slime's image with this package in it. Build in the repository root (not built yet: no GPU machine was at hand):
+# slime's image with this package in it. Build in the repository root (docs/gpu.md: not built yet):
 #   docker build -f tools/docker/slime.Dockerfile -t rlspec-slime .
 #   docker run --rm --gpus all --ipc=host --shm-size=16g --ulimit memlock=-1 --ulimit stack=67108864 -it rlspec-slime bash
 ARG IMAGE=slimerl/slime:latest
