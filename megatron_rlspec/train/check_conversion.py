@@ -1,8 +1,8 @@
 """`rlspec convert --check`: compare the logits of two checkpoints.
 
-The Megatron checkpoint runs in Megatron's modules, the Hugging Face one in Transformers' own classes. Around its block
-the Hugging Face drafter is computed here, after SGLang's `mimo_mtp.py`. That side uses no name table: a table that is
-wrong in both directions would agree with itself.
+The Megatron checkpoint runs in Megatron's modules, the Hugging Face one in Transformers' own classes. This module
+computes the Hugging Face drafter around its transformer block, after SGLang's `mimo_mtp.py`. The Hugging Face side uses
+no name table: if a table were wrong in both directions, the two errors would cancel out.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
 
 @torch.no_grad()
 def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the same in the modules that are trained, filled from a checkpoint by canonical name, on one rank."""
+    """Compute the logits of `transformers_logits` in Megatron's modules, loaded from a checkpoint, on one rank."""
     options = load(overrides={"model.dtype": "float32", "model.path": str(path)})
     runtime.init_distributed(options.parallel)
-    family, device = name_table(config), runtime.device()
+    family = name_table(config)
+    device = runtime.device()
     is_hf = (path / "config.json").exists()
     source = HfSource(family, read_hf(path)[1]) if is_hf else TorchDistReader(path, family)
-    model_config, base = transformer_config(config, options), rotary_base(config)
+    model_config = transformer_config(config, options)
+    base = rotary_base(config)
     policy = Policy(model_config, config, options.model.max_length)
     modules = [policy]
     if family.drafter_names:
@@ -75,7 +77,8 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
         for name, parameter in shards.global_names(module, model_config).items():
             parameter.copy_(source[name])
         module.to(device).eval()
-    tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
+    tokens = tokens.to(device)
+    positions = torch.arange(len(tokens), device=device)
     ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
     batch: Any = SimpleNamespace(tokens=tokens, position_ids=positions, cu_seqlens_padded=ends)
     packed = describe(batch, model_config, base, device)

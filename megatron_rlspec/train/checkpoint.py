@@ -44,8 +44,8 @@ def save(
 ) -> None:
     """Write `directory` whole or not at all; an older one of that name is replaced. Collective.
 
-    `learners` are this rank's, by name. `layout` must be equal when loading. Random `generators` are left out where
-    another program keeps them. Raises SaveError on every rank if one cannot write.
+    `learners` are this rank's, by name. `layout` must be equal when loading. `generators=False` leaves out random
+    states, for a caller that saves them elsewhere. Raises SaveError on every rank if one cannot write.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -102,8 +102,8 @@ def load(
 ) -> None:
     """Restore what `save` wrote. Collective.
 
-    Raises CheckpointError on every rank if one finds a file or tensor missing or damaged, or another layout. Then the
-    learners are in no usable state.
+    Raises CheckpointError on every rank if one finds a file or tensor missing or damaged, or another layout. The
+    learners must not be used after that.
     """
     directory = Path(directory)
     error = ""
@@ -131,7 +131,7 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
     written = read_json(directory / LAYOUT)
-    # Earlier versions did not record these sizes: they split experts as all other parameters.
+    # Earlier versions did not record these sizes. They split experts as all other parameters.
     written = {"expert": 1, "expert_tensor": written.get("tensor")} | written
     for key, value in layout.items():
         if written.get(key) != value:
@@ -212,7 +212,7 @@ def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
 
 
 def _generators_file(directory: Path) -> Path:
-    """Return this rank's; one of Megatron's generators differs between expert-parallel ranks."""
+    """Return the file of this rank's generators. One of Megatron's differs between expert-parallel ranks."""
     split = ps.get_expert_model_parallel_world_size() > 1
     shard = _expert_shard() if split else f"-tensor{ps.get_tensor_model_parallel_rank()}"
     return directory / f"generators{shard}{_stage()}.safetensors"

@@ -6,8 +6,8 @@ buffer connects the two. Parameters have their names in a Megatron checkpoint, `
 **Chain-exact unrolling** (one repeated layer, the default; EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
 (h_s, x_{s+1}), s <= t; then depth d on (its own output of depth d - 1, x_{t+d}) at rotary position t + d - 1 over the
-same cache plus its own chain's keys of depths 2..d. Here all t run at once, and x_{t+d} is the token of the text:
-an engine's drafts matter only where they equal it.
+same cache plus its own chain's keys of depths 2..d. Here all t run at once, and x_{t+d} is the token of the text. That
+is enough: an engine can accept the draft of depth d only after x_{t+d} was accepted and so belongs to the text.
 
 **Separate layers** (DeepSeek-V3, arXiv 2412.19437, section 2.2) follow Megatron: layer d attends to its own inputs
 of positions s <= t, at unshifted positions.
@@ -122,7 +122,7 @@ class Drafter(MegatronModule):
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
     def _gather(self, x: Tensor) -> Tensor:
-        # The loss sums the head's gradient over tensor-parallel ranks itself: backward only splits.
+        # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
         if not self.config.sequence_parallel:
             return x
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)

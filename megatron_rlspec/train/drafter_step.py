@@ -29,7 +29,7 @@ from megatron_rlspec.train.optimizer import Learner
 
 @dataclass(frozen=True)
 class DrafterObjective:
-    """What the drafter learns, and which acceptance its training forward predicts.
+    """The drafter's loss, and the acceptance that its training forward predicts.
 
     depth            D, unrolled drafter steps
     loss             of one row: one of `mtp/loss.py`, or the user's function
@@ -49,7 +49,7 @@ class DrafterObjective:
 
 @dataclass(frozen=True)
 class DrafterTargets:
-    """What one micro-batch trains the drafter on; `[t]` of this context-parallel rank, lists run over depths 1..D.
+    """Targets of the drafter in one micro-batch: lists over depths 1..D of `[t]`, of this context-parallel rank.
 
     labels             token t + 1 + d
     weight             of that prediction, not negative; 0 where nothing is trained
@@ -78,6 +78,7 @@ class DrafterStep:
         return self.objective.loss != "ce" and ps.get_context_parallel_world_size() == 1
 
     def begin(self) -> None:
+        """Zero the drafter's gradients."""
         self.learner.zero_grad()
 
     def student(
@@ -92,7 +93,7 @@ class DrafterStep:
         t = len(targets.labels[0])
         scale = [goal.depth_decay**d / targets.counts[d] for d in range(goal.depth)]
         weight = torch.cat([w * s for w, s in zip(targets.weight, scale, strict=True)])
-        # Depth d at position t learns what the policy says at t + d; rows of weight 0 may point anywhere.
+        # Depth d at position t learns the policy's distribution at position t + d. Rows of weight 0 may have any index.
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
@@ -114,7 +115,8 @@ class DrafterStep:
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
         """Return the loss of the micro-batch, for `backward`, and sums for `means` and `prediction_of`.
 
-        hidden  the policy's after its final norm, `[t, H]`, the teacher's; None if `student.observe` saw every row
+        hidden  the policy's hidden states after its final norm, `[t, H]`, from which the teacher's logits are computed;
+                None if `student.observe` has received every row
         """
         if self.objective.loss == "ce":
             student.learn_labels()
@@ -129,12 +131,15 @@ class DrafterStep:
         return loss, sums
 
     def update(self) -> tuple[float, bool]:
-        """Reduce gradients, clip, update: (gradient norm before clipping, updated?)."""
+        """Reduce gradients, clip, update; return (gradient norm before clipping, updated?)."""
         self.learner.finalize()
         return self.learner.step()
 
     def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
-        """Sum over the round starts of this micro-batch (`mtp/predict.py`); a context-parallel group counts once."""
+        """Sum predicted acceptance over the positions of this micro-batch where a round may start (`mtp/predict.py`).
+
+        Only the first rank of a context-parallel group counts them.
+        """
         goal = self.objective
         accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
         mask = torch.stack([w != 0 for w in targets.weight], 1).to(accept)
@@ -147,9 +152,9 @@ class DrafterStep:
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
-    """Take the prediction for `steps` out of the step's reduced sums; None without one, or if the loss was not finite.
+    """Remove the prediction for `steps` from the step's reduced sums and return it.
 
-    Every pipeline stage may call it, with a drafter or without.
+    Returns None if there is none, or if the loss was not finite. Every pipeline stage may call it.
     """
     reached = totals.pop("prediction/reached", None)
     accepted = totals.pop("prediction/accepted", None)
@@ -178,6 +183,6 @@ def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
     group = ps.get_context_parallel_group()
     if group.size() == 1:
         return x
-    everyone = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(everyone, x.contiguous(), group=group)
-    return join_from_cp(everyone, targets.cu_seqlens_padded.cpu(), targets.layout, dim=0)
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return join_from_cp(parts, targets.cu_seqlens_padded.cpu(), targets.layout, dim=0)

@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def here(self) -> int:
-        """All together."""
+        """Return the number of all parameters on this rank."""
         return self.cut + self.whole + self.experts
 
     def of_all_ranks(self, tensor: int, expert: int) -> int:
@@ -75,7 +75,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Return the sum of all four."""
         return self.weights + self.gradients + self.optimizer + self.inputs
 
 
@@ -92,7 +92,7 @@ def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, i
 
 
 def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int) -> Bytes:
-    """What a rank of this stage holds between steps, and the layer inputs that it holds at the peak of a step."""
+    """Compute what a rank of this stage holds between steps, and the layer inputs that it holds at a step's peak."""
     parallel = config.parallel
     size = DTYPES[config.model.dtype].itemsize
     here = built[stage]
@@ -123,7 +123,7 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
 def place(rank: int, config: Config, world: int) -> dict[str, int]:
     """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline.
 
-    `expert` counts on within a stage's context and data ranks.
+    `expert` is the rank's number among its stage's context and data ranks, modulo `parallel.expert`.
     """
     parallel = config.parallel
     out: dict[str, int] = {}
@@ -196,14 +196,19 @@ def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:
     sizes = Counter[str]()
     for parameter in module.parameters():
         name = names[id(parameter)]
-        cut = "experts" if ".local_experts." in name else "cut" if table.row(name).cut.dim is not None else "whole"
-        sizes[cut] += parameter.numel()
+        if ".local_experts." in name:
+            kind = "experts"
+        elif table.row(name).cut.dim is not None:
+            kind = "cut"
+        else:
+            kind = "whole"
+        sizes[kind] += parameter.numel()
     return Sizes(**sizes)
 
 
 @contextmanager
 def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
-    """Make this process one rank of a job of `world`, without the others, that builds on the meta device."""
+    """Make this process one rank of a fake job of `world` ranks; modules are built on the meta device."""
     if torch.cuda.is_available():
         raise RuntimeError("a dry run builds for the CPU: set CUDA_VISIBLE_DEVICES= before torch is imported")
     if dist.is_initialized():

@@ -25,7 +25,7 @@ ROUTED = "n_routed_experts"
 
 
 def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Fields of `TransformerConfig`; none for a dense model."""
+    """Return the fields of `TransformerConfig` about experts; none for a dense model."""
     if not hf_config.get(ROUTED):
         return {}
     layers = hf_config["num_hidden_layers"]
@@ -53,7 +53,7 @@ def options(hf_config: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[tuple[bool, str]]:
-    """(Is it so?, what is wrong with it) for everything about experts that would otherwise be ignored."""
+    """Yield (is it wrong?, error text) for every setting of experts that would otherwise be ignored."""
     experts = hf_config.get(ROUTED)
     parallel = config.parallel
     model = config.model
@@ -96,7 +96,10 @@ def coefficient_of_a_token(coefficient: float, tokens: int, *, sequence: bool) -
 
 
 def _counts_all_ranks_tokens() -> bool:
-    """Whether the router multiplies its loss by the ranks that split a micro-batch; no signature shows it."""
+    """Return whether the router multiplies its loss by the number of ranks that split a micro-batch (from 0.19 on).
+
+    No signature shows it, so this looks for a name in the compiled function.
+    """
     attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
     return "tp_cp_group" in attach.__code__.co_names
 

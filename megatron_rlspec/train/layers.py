@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; float32 inside for shorter types."""
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 if the type is shorter."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) · up, for `[..., 2F]` laid out as (gate, up) -> `[..., F]`."""
+    """Compute silu(gate) · up: `[..., 2F]`, laid out as (gate, up), to `[..., F]`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
 
 
 def _canonical(module: nn.Module) -> dict[str, str]:
-    """Name in the module -> canonical name, of every parameter."""
+    """Map every parameter's name in the module to its canonical name."""
     by_tensor = {id(tensor): name for name, tensor in global_names(module, module.config).items()}
     return {name: by_tensor[id(parameter)] for name, parameter in module.named_parameters()}
 

@@ -65,7 +65,8 @@ def grpo(
     """Compute the loss of `rl/grpo.py` on the distribution that the engines sample from."""
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
     if algorithm.old_logprobs == "recompute":
-        # A rollout is trained on in one step, so the present policy is the one that drew it: no forward is repeated.
+        # Each rollout serves one optimizer step only. So the current policy is the one that generated it, and these
+        # log-probabilities are the old ones; no second forward pass is needed.
         batch = replace(batch, old_logprobs=logprobs.detach())
     group = ps.get_context_parallel_group()
 
@@ -96,7 +97,12 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
     """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...)."""
     metrics: dict[str, float] = {}
     for name, values in totals.items():
-        counts = totals["drafter/tokens" if name in PER_DEPTH else "policy/tokens"] if name not in WHOLE else [1.0]
+        if name in WHOLE:
+            counts = [1.0]
+        elif name in PER_DEPTH:
+            counts = totals["drafter/tokens"]
+        else:
+            counts = totals["policy/tokens"]
         for depth, (value, count) in enumerate(zip(values, counts, strict=True), 1):
             key = f"{name}_{depth}" if name in PER_DEPTH else name
             metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
@@ -106,7 +112,10 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
 def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
     """Sum over micro-batches, then over data- and context-parallel ranks; every rank of these must call it."""
     shapes = {name: value.shape for name, value in sums[0].items()}
-    flat = torch.stack([torch.cat([v.double().flatten() for v in s.values()]) for s in sums]).sum(0)
+    rows = []
+    for micro_batch in sums:
+        rows.append(torch.cat([value.double().flatten() for value in micro_batch.values()]))
+    flat = torch.stack(rows).sum(0)
     dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
     parts = flat.cpu().split([shape.numel() for shape in shapes.values()])
     return {name: part.tolist() for name, part in zip(shapes, parts, strict=True)}

@@ -50,20 +50,20 @@ class AdamW:
     distributed: bool = False
 
     def rate(self, step: int, updates_before: int = 0) -> float:
-        """Learning rate of a run's step-th update, from 1: linear up, then linear down to a tenth.
+        """Return the learning rate of a run's update number `step`, from 1: linear warm-up, linear decay to a tenth.
 
-        Updates before the run, whose moments it continues with, count for the way up.
+        `updates_before`, of the run whose moments this one continues with, count in the warm-up only.
         """
-        warmth = min(1.0, (step + updates_before) / self.warmup_steps) if self.warmup_steps else 1.0
-        left = max(0.1, 1 - 0.9 * step / self.decay_steps) if self.decay_steps else 1.0
-        return self.lr * min(warmth, left)
+        warmup = min(1.0, (step + updates_before) / self.warmup_steps) if self.warmup_steps else 1.0
+        decay = max(0.1, 1 - 0.9 * step / self.decay_steps) if self.decay_steps else 1.0
+        return self.lr * min(warmup, decay)
 
 
 @dataclass(frozen=True)
 class Part:
     """Parameters that are split over the same ranks, with Megatron's optimizer for them.
 
-    experts    whether these are the experts, which expert-parallel ranks share out; else all other parameters
+    experts    True: the experts, which are split over expert-parallel ranks; False: all other parameters
     optimizer  Megatron's; it has no parameters on a pipeline stage without experts
     replicas   the ranks that hold the same shard
     """
@@ -149,10 +149,10 @@ class Learner:
             all_stages = ps.get_model_parallel_group
         if self.pipelined:
             shards = all_stages()
-            everyone = ps.get_intra_distributed_optimizer_instance_group()
+            instance = ps.get_intra_distributed_optimizer_instance_group()
         else:
             shards = stage()
-            everyone = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            instance = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
         groups = _groups(self.ddp, config, experts=experts)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")  # a stage without experts
@@ -165,7 +165,7 @@ class Learner:
                 data_parallel_group=replicas,
                 data_parallel_group_gloo=replicas_gloo,
                 data_parallel_group_idx=shards.rank(),
-                intra_dist_opt_group=everyone,
+                intra_dist_opt_group=instance,
             )
         return Part(experts, optimizer, replicas)
 
@@ -180,7 +180,7 @@ class Learner:
     def optimized(self) -> Iterator[tuple[str, Optimized]]:
         """Yield, by parameter name, what the inner optimizers update.
 
-        Under the distributed optimizer that is this replica's piece; a parameter of which it has none is left out.
+        Under the distributed optimizer that is this replica's piece; a parameter without such a piece is left out.
         """
         copies = {id(model): copy for part in self.parts for model, copy in _float32_copies(part.optimizer)}
         for name, parameter in self.ddp.module.named_parameters():
@@ -196,14 +196,14 @@ class Learner:
             yield name, Optimized(inner, start, outer.optimizer.state.get(inner, {}))
 
     def start_from(self, updates_before: int) -> None:
-        """Make empty moments, as if `updates_before` updates had been taken, for a caller that fills them in."""
+        """Create moments of 0, as after `updates_before` updates; the caller fills them in."""
         self.updates_before = updates_before
         self.create_moments()
 
     def create_moments(self) -> None:
-        """Give every parameter an optimizer state to load into, or none where no update was ever taken.
+        """Create an optimizer state for every parameter, to load into; none if there was no update yet.
 
-        torch's AdamW counts updates in that state, the fused ones in the group.
+        torch's AdamW counts updates in that state, the fused ones count them in the group.
         """
         updates = self.steps + self.updates_before
         for part in self.parts:
@@ -214,7 +214,7 @@ class Learner:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
             self._biases_before = [(bias, bias.clone()) for bias in experts.biases(self.ddp).values()]
-            finalize_model_grads([self.ddp])  # moves the biases, too
+            finalize_model_grads([self.ddp])  # also updates the routers' biases
         else:
             self.ddp.finish_grad_sync()
             _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
@@ -239,7 +239,7 @@ class Learner:
 
 
 def _is_expert(parameter: Tensor) -> bool:
-    """Return Megatron's mark of a parameter that the data-parallel replicas of the others do not share."""
+    """Return whether Megatron marks the parameter as an expert's: its replicas are other ranks than the others'."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -257,7 +257,7 @@ def _groups(ddp: DistributedDataParallel, config: OptimizerConfig, *, experts: b
 
 
 def _create_moments(part: Part, updates: int) -> None:
-    """Give the part's parameters the state of an optimizer after so many updates, with moments of 0 where none are."""
+    """Create the part's optimizer state as after `updates` updates; moments that are missing become 0."""
     inner = part.optimizer.optimizer
     if not updates:
         inner.state.clear()
@@ -278,7 +278,7 @@ def _create_moments(part: Part, updates: int) -> None:
 
 
 def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
+    """Yield each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
     groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
     for models, copies in zip(*groups, strict=True):
         yield from zip(models, copies, strict=True)

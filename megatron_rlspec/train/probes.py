@@ -31,20 +31,22 @@ from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train import runtime
 
-VOCABULARY, HIDDEN, LENGTH = 32, 16, 8
+VOCABULARY = 32
+HIDDEN = 16
+LENGTH = 8
 
 
 def roll_unpadded() -> str | None:
     """Probe the packed roll: it uses `cu_seqlens_q`, but sequences are laid out by `cu_seqlens_q_padded`."""
     prepare()
-    real, padded = [0, 3, 8, 9], [0, 4, 12, 14]
+    real = [0, 3, 8, 9]
+    padded = [0, 4, 12, 14]
     tokens = torch.arange(1, padded[-1] + 1)[None]
     rolled = mtp.roll_tensor(tokens, shifts=-1, dims=-1, packed_seq_params=packed_params(real, padded))[0]
-    pairs = [
-        (start + i, start + i + 1)
-        for start, length in zip(padded, [b - a for a, b in zip(real, real[1:], strict=False)], strict=False)
-        for i in range(length - 1)
-    ]
+    pairs = []
+    for start, begin, end in zip(padded, real, real[1:], strict=False):
+        for t in range(start, start + end - begin - 1):
+            pairs.append((t, t + 1))
     wrong = sum(int(rolled[0, t] != tokens[0, source]) for t, source in pairs)
     return f"{wrong} of {len(pairs)} real positions received a token other than their successor" if wrong else None
 
@@ -59,7 +61,7 @@ def no_clamp() -> str | None:
 
 
 def moves_policy() -> str | None:
-    """Probe whether the MTP loss gives gradients to head, embedding and decoder, whatever the options."""
+    """Probe whether the MTP loss gives gradients to head, embedding and decoder, even with the option against it."""
     switch: dict[str, Any] = (
         {"mtp_detach_heads": True} if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__ else {}
     )
@@ -145,7 +147,8 @@ def _cp_error() -> float:
     """Compute the relative change of the MTP projection's gradient from CP 1 to CP 2."""
     runtime.install()
     runtime.init_distributed(ParallelConfig(context=2))
-    rank, cut = dist.get_rank(), 2 * LENGTH // 4
+    rank = dist.get_rank()
+    cut = 2 * LENGTH // 4
     chunks = [(rank * cut, (rank + 1) * cut), ((3 - rank) * cut, (4 - rank) * cut)]
     tokens = torch.arange(1, 2 * LENGTH + 1)[None] % VOCABULARY
     mask = torch.zeros(1, 2 * LENGTH)
@@ -266,7 +269,8 @@ def inputs(tokens: torch.Tensor | None = None) -> dict[str, Any]:
 
 
 def packed_params(real: list[int], padded: list[int]) -> PackedSeqParams:
-    cu, cu_padded = torch.tensor(real, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32)
+    cu = torch.tensor(real, dtype=torch.int32)
+    cu_padded = torch.tensor(padded, dtype=torch.int32)
     longest = max(b - a for a, b in zip(padded, padded[1:], strict=False))
     return PackedSeqParams(
         qkv_format="thd",

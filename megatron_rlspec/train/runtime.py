@@ -1,8 +1,8 @@
 """Differences between CPU and GPU and between versions of megatron-core: start-up, layer specs, CPU substitutes.
 
-megatron-core 0.16.1 asks for CUDA by name in a few dozen places. `install()` answers those on a machine without CUDA,
-and only there; nothing is patched when this module is imported. On a GPU machine the same calls build Transformer
-Engine layers over NCCL, and `install()` does nothing.
+megatron-core 0.16.1 asks for CUDA by name in a few dozen places. On a machine without CUDA, `install()` replaces those
+functions. Importing this module patches nothing. On a machine with a GPU, `install()` does nothing, and the same calls
+build Transformer Engine layers over NCCL.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def placement() -> DataRank:
 
 
 def launch_env() -> None:
-    """Set torchrun's variables in a process that torchrun did not start: one rank of one."""
+    """Set torchrun's variables, for a job of one rank, in a process that torchrun did not start."""
     if "RANK" in os.environ:
         return
     port = free_port(JOBS)
@@ -267,7 +267,7 @@ def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 
 def _also_uneven(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return Megatron's `even`, but `uneven` where the ranks' shares, of dimension 0, are given."""
+    """Return a function that calls `uneven` if the ranks' sizes of dimension 0 are given, else Megatron's `even`."""
 
     def either(x: Tensor, group: dist.ProcessGroup, shares: Any = None, *rest: Any, **named: Any) -> Tensor:
         if shares is None or group.size() == 1:
@@ -280,9 +280,9 @@ def _also_uneven(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> 
 def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
     padded = x.new_zeros(max(shares), *x.shape[1:])
     padded[: len(x)] = x
-    everyone = [torch.empty_like(padded) for _ in shares]
-    dist.all_gather(everyone, padded, group=group)
-    return torch.cat([part[:share] for part, share in zip(everyone, shares, strict=True)])
+    parts = [torch.empty_like(padded) for _ in shares]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
 
 
 def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
@@ -311,9 +311,9 @@ class _NoStream:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"`, `.cuda()` and `pin_memory=True` mean the CPU; `Tensor.type()` answers as for CUDA floats.
+    """Treat `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU; let `Tensor.type()` name a CUDA float type.
 
-    The last is what megatron's optimizers assert on. About 1 µs per torch call.
+    Megatron's optimizers assert the last. It costs about 1 µs per torch call.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -29,7 +29,7 @@ def family(hf_config: Mapping[str, Any], mtp_layers: int) -> NameTable:
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
-    """Return this rank's parameters and routers' biases by canonical name, with global layer and expert numbers."""
+    """Return this rank's parameters and router biases by canonical name, with global layer and expert numbers."""
     offset = get_transformer_layer_offset(config)
     first_expert = ps.get_expert_model_parallel_rank() * _experts_of_a_rank(config)
 
@@ -46,7 +46,9 @@ def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, 
 
     Raises CheckpointError where `tensors` lacks one, or has it in another shape.
     """
-    wanted = {name: parameter for module in modules for name, parameter in global_names(module, config).items()}
+    wanted: dict[str, Tensor] = {}
+    for module in modules:
+        wanted |= global_names(module, config)
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()
     missing = [hf for name in wanted for hf in table.row(name).hf if hf not in tensors]
@@ -83,7 +85,10 @@ def export(
             modules.append(policy)
         if scope != "target" and source == stages - 1 and drafter is not None:
             modules.append(drafter)
-        held = {n: p for m in modules for n, p in global_names(m, config).items()} if source == stage else {}
+        held: dict[str, Tensor] = {}
+        if source == stage:
+            for module in modules:
+                held |= global_names(module, config)
         yield from export_stage(table, held, source, config)
 
 
@@ -144,7 +149,10 @@ def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool)
 
 
 def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
-    """Return the names of the tensors that expert-parallel ranks hold where the first holds `name`: experts, or one."""
+    """Return, for the expert `name` of this rank, the expert of every expert-parallel rank at the same local index.
+
+    For a tensor that is not an expert's, return [name]: all these ranks hold the same one.
+    """
     size = ps.get_expert_model_parallel_world_size()
     if size == 1 or not _EXPERT.search(name):
         return [name]
@@ -157,7 +165,7 @@ def _experts_of_a_rank(config: TransformerConfig) -> int:
 
 
 def _expert_later(name: str, by: int) -> str:
-    """Return the name of the expert that is numbered higher `by` so many; other names stay."""
+    """Add `by` to the expert number in a name; return other names unchanged."""
     return _EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + by}.", name)
 
 

@@ -100,7 +100,7 @@ class Trainer:
     def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the content of `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator too.
 
-        Before the drafter's first update there is nothing.
+        It yields nothing before the drafter's first update.
         """
         learner = self.drafter_learner
         last = ps.get_pipeline_model_parallel_world_size() - 1
@@ -140,11 +140,11 @@ class Trainer:
         """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
         train_policy  False: the policy only computes hidden states; only the drafter learns
-        logprob_gap   largest mean |log-prob difference| between engines and policy; beyond it the samples are another
-                      model's
+        logprob_gap   largest allowed mean |log-prob difference| between engines and policy; above it, the engines
+                      sampled from other weights
 
-        If the policy's loss or gradient norm is not finite, or the gap is above `logprob_gap`, the policy stays as it
-        was (`policy/skipped` = 1). The drafter is skipped likewise, by its own norm (`drafter/skipped`).
+        If the policy's loss or gradient norm is not finite, or the gap is above `logprob_gap`, the policy is not
+        updated (`policy/skipped` = 1). The drafter is not updated if its own norm is not finite (`drafter/skipped`).
         """
         if not train_policy and self.config.drafter.train and not self.config.drafter.mtp_detach_heads:
             raise ValueError(
@@ -155,8 +155,8 @@ class Trainer:
         if coefficient := self.config.model.moe_aux_loss_coeff:
             tokens = sum(len(batch.tokens) for batch in batches)
             sequence = self.config.parallel.sequence
-            each = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
-            self.model_config.moe_aux_loss_coeff = each
+            per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
+            self.model_config.moe_aux_loss_coeff = per_token
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.train()
             self.drafter_step.begin()
@@ -175,7 +175,7 @@ class Trainer:
         return metrics
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return log-probabilities of trained labels at the rollouts' temperature, `[T]` per micro-batch; else 0."""
+        """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
         self.policy.eval()
         rows = self._run(batches, self._report_logprobs, forward_only=True)
         if self.last_stage:
@@ -186,12 +186,12 @@ class Trainer:
         return [self._from_last_stage(row) for row in rows]
 
     def keep_reference(self) -> None:
-        """Copy the present policy to the CPU, for `reference_logprobs`."""
+        """Copy the current policy to the CPU, for `reference_logprobs`."""
         self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
 
     @torch.no_grad()
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return `logprobs` of the policy that was kept; the present one is restored bit for bit."""
+        """Compute `logprobs` with the weights of `keep_reference`; then restore the current weights bit for bit."""
         parameters = list(self.policy.parameters())
         present = [parameter.clone() for parameter in parameters]
         try:

@@ -35,7 +35,7 @@ _COMPANIONS = (
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """name -> tensor of a safetensors checkpoint, read from disk, and checked, each time it is asked for."""
+    """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it."""
 
     def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
         self.directory = directory
@@ -166,7 +166,8 @@ class ShardWriter:
     """Collect tensors into numbered safetensors files. `close` returns tensor -> file, in the order of `add`."""
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
-        self.directory, self.shard_bytes = directory, shard_bytes
+        self.directory = directory
+        self.shard_bytes = shard_bytes
         self._held: dict[str, Tensor] = {}
         self._bytes = 0
         self._files: dict[str, str] = {}
@@ -192,7 +193,8 @@ class ShardWriter:
             file = f"shard-{self._count:05d}.safetensors"
             tensor_file.save(self._held, self.directory / file)
             self._files |= dict.fromkeys(self._held, file)
-            self._held, self._bytes = {}, 0
+            self._held = {}
+            self._bytes = 0
 
 
 def finish(

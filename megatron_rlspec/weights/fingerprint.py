@@ -25,7 +25,7 @@ _MANY_ROWS = 256
 
 
 def fingerprint(tensor: Tensor, start: int = 0) -> int:
-    """An unsigned 64-bit integer. -0.0 and 0.0 differ; so do two NaNs with different bits.
+    """Compute an unsigned 64-bit integer from the tensor's bits. -0.0 and 0.0 differ, as do NaNs with different bits.
 
     `start` is the flat index of the first element within the full tensor: contiguous shards' fingerprints add up
     (modulo 2⁶⁴) to the fingerprint of the whole. Raises ValueError unless a shard starts at a multiple of 8 bytes.
@@ -68,7 +68,9 @@ def _partial_rows(part: Tensor, row: int, column: int, row_factors: Tensor, colu
     while part.numel():
         here = part[: _ROW - column]
         total += _dot(here, column_factors[column : column + here.numel()]) * row_factors[row]
-        part, row, column = part[here.numel() :], row + 1, 0
+        part = part[here.numel() :]
+        row += 1
+        column = 0
     return total
 
 

@@ -1,8 +1,8 @@
-"""What a config.json may say, per model family: types, bounds, and the settings that are supported.
+"""Check a config.json, per model family: types, bounds, and the settings that are supported.
 
 A setting that changes what the model computes and that is not implemented here is refused. Keys that no class below
-knows must be empty (null, false, 0, "", [], {}), unless they stand in `HARMLESS`. No torch in here: a mistake is told
-at once.
+knows must be empty (null, false, 0, "", [], {}), unless they are in `HARMLESS`. This module does not import torch, so
+it reports a mistake at once.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Shared(BaseModel):
 
     @property
     def groups(self) -> int:
-        """Key/value heads."""
+        """Return the number of key/value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Channels of one head."""
+        """Return the number of channels of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
@@ -109,7 +109,7 @@ class Trained(Shared):
 
     model_types: ClassVar[tuple[str, ...]] = ()
 
-    intermediate_size: Size  # type: ignore[assignment]  # of these families it is needed
+    intermediate_size: Size  # type: ignore[assignment]  # required in these families
     hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
     use_sliding_window: Literal[False] | None = Field(False, description="only full attention is implemented")
     sliding_window: Size | None = None
@@ -221,7 +221,8 @@ class Glm4Moe(Trained):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Glm4Moe:
-        experts, chosen = self.n_routed_experts or 0, self.num_experts_per_tok or 0
+        experts = self.n_routed_experts or 0
+        chosen = self.num_experts_per_tok or 0
         if chosen > experts:
             raise ValueError(f"num_experts_per_tok={chosen}: expected at most n_routed_experts={experts}")
         if experts % self.n_group:
@@ -248,7 +249,7 @@ SCHEMAS: dict[str, type[Shared]] = {
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
     """Check a config.json and return it typed. Raises ModelConfigError: `where`, key, value, expectation.
 
-    trained  refuse what cannot be trained, too; otherwise the model is only renamed, or run by SGLang
+    trained  also refuse what cannot be trained. False: the model is only converted, or run by SGLang
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""

@@ -1,7 +1,7 @@
-"""One check of a Hugging Face model directory, by every command that reads one, before anything starts.
+"""Check a Hugging Face model directory. Every command that reads one does so before anything else starts.
 
-It reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them. Weights are
-not read. torch is imported only at the end, for the table of tensor names.
+The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them. It
+does not read weights. It imports torch only at the end, for the table of tensor names.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _json(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """name -> file, shape and type of every tensor. Raises ModelConfigError for a file that is missing or damaged."""
+    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged."""
     if (directory / INDEX).exists():
         placed = _json(directory / INDEX, files.READ_MOST).get("weight_map")
         if not isinstance(placed, dict) or not placed:
@@ -175,7 +175,7 @@ def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *,
 
 
 def _check_layers(where: str, headers: Mapping[str, Header], typed: Shared) -> None:
-    """Compare the number of layers, also where the drafter's stand behind the decoder's (GLM4-MoE, DeepSeek)."""
+    """Compare the number of layers. GLM4-MoE and DeepSeek number the drafter's layers after the decoder's."""
     numbers = {int(found[1]) for name in headers if (found := _LAYER.match(name))}
     most = typed.num_hidden_layers + (typed.num_nextn_predict_layers or 0)
     allowed = {typed.num_hidden_layers, most}

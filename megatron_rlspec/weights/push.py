@@ -88,12 +88,12 @@ class PushReport:
 
 
 class Pusher:
-    """Pushes to `engines` (name -> engine), and remembers the tensors that each of them was shown to hold.
+    """Push to `engines` (name -> engine), and remember the tensors that a comparison has shown in each of them.
 
     delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
                 AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
-    feed_bytes  how far the exporter may run ahead of the slowest engine
+    feed_bytes  bytes by which the exporter may run ahead of the slowest engine
     """
 
     def __init__(self, engines: Mapping[str, RolloutEngine], *, delta: bool = False, feed_bytes: int = 1 << 30) -> None:
@@ -107,8 +107,8 @@ class Pusher:
     def push(self, version: int, source: Source, scope: Scope = "all", only: Sequence[str] | None = None) -> PushReport:
         """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
 
-        A narrower scope than "all" becomes "all" if one of the engines was not shown to hold the rest: after its start,
-        or after a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
+        A narrower scope than "all" becomes "all" if no comparison has shown that every engine holds the rest, as after
+        a start or a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
         serve nothing until a later push.
         """
         began = time.perf_counter()
@@ -164,7 +164,8 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
     """
     bucket: list[Named] = []
-    size, last = 0, None
+    size = 0
+    last: str | None = None
     for name, tensor in tensors:
         match = _ATTENTION.match(name)
         module = match and match[1]
@@ -228,8 +229,10 @@ class _Feed:
     """A queue of tensors from the exporter to one engine, bounded in bytes. Leaves out what the engine holds."""
 
     def __init__(self, limit: int, proven: Mapping[str, int]) -> None:
-        self.limit, self.proven = limit, proven
-        self.sent_bytes = self.sent_tensors = 0
+        self.limit = limit
+        self.proven = proven
+        self.sent_bytes = 0
+        self.sent_tensors = 0
         self.seconds = 0.0
         self._queue: deque[Named] = deque()
         self._bytes = 0
@@ -295,7 +298,10 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
         total += _bytes(tensor)
         spent += time.perf_counter() - began
         for feed in feeds:
-            feed.close(PushError(refused)) if refused else feed.put(name, tensor, marks[name])
+            if refused:
+                feed.close(PushError(refused))
+            else:
+                feed.put(name, tensor, marks[name])
     if not marks and not refused:
         refused = "the exporter gave no tensor"
     for feed in feeds:

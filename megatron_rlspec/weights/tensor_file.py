@@ -36,7 +36,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
-    """Return `tensor`, or raise CheckpointError, which names `where`, if it is not what `expected` was made of."""
+    """Return `tensor`. Raises CheckpointError, which names `where`, if its checksum is not `expected`."""
     if expected is not None and checksum(tensor) != expected:
         raise CheckpointError(f"{where}: its checksum differs from what was written: the file is damaged")
     return tensor
@@ -71,7 +71,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """name -> tensor of one safetensors file, each read and checked when it is asked for. Close it, or use `with`.
+    """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
 
     Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
     bits are not those that were written.
@@ -123,7 +123,7 @@ class TensorFile(Mapping[str, Tensor]):
         return tuple(self._file.get_slice(name).get_shape())
 
     def close(self) -> None:
-        """Give the file's pages back. Tensors that were read stay."""
+        """Release the file's memory mapping. Tensors that were read stay valid."""
         self._file = None
 
 
