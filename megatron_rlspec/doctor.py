@@ -3,7 +3,7 @@
 "present" and "absent" are results of upstream's own code, run now (`train/probes.py`, `integrations/slime/probes.py`,
 `rollout/sglang/server/probes.py`). Each package runs in a process of its own without a GPU, so a running job is not
 disturbed. Names and signatures are read from the source instead (`contracts.py`). Defects without a probe, found by
-reading, are listed as "read". Where a GPU is visible, or with `--gpu`, it says what the machine lacks (`machine.py`).
+reading, are listed as "read". If a GPU is visible, or with `--gpu`, it prints what the machine lacks (`machine.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Defect:
     """One known defect of an upstream package.
 
     harm     what goes wrong
-    remedy   what to do if our own loop is affected; otherwise why neither our loop nor `rlspec slime` is
+    remedy   what to do if our own loop is affected; otherwise why our loop and `rlspec slime` are not affected
     reached  returns the settings of our own loop that are affected, or None
     """
 
@@ -82,7 +82,7 @@ MODULES = {
     "sglang": "megatron_rlspec.rollout.sglang.server.probes",
     "slime": "megatron_rlspec.integrations.slime.probes",
 }
-# Several versions of a package may do; the newest comes first.
+# A package may have several supported versions; the newest comes first.
 CONTRACTS = {
     "mcore-contract": {"0.16.1 to 0.19.2": contracts.MEGATRON},
     "sglang-contract": sglang.CONTRACTS,
@@ -98,7 +98,7 @@ DEFECTS = (
         "mcore-contract",
         "megatron-core",
         "names that training calls are gone or take other arguments",
-        "install megatron-core 0.16.1 to 0.19.2, or bring train/ up to this version",
+        "install megatron-core 0.16.1 to 0.19.2, or adapt train/ to this version",
         _always,
     ),
     Defect(
@@ -111,7 +111,7 @@ DEFECTS = (
         "mcore-mtp-no-clamp",
         "megatron-core",
         "NaN in every gradient on a rank without a response token",
-        "sums and global counts leave the loss, never local means",
+        "our losses are sums divided by global counts, never local means",
     ),
     Defect(
         "mcore-mtp-moves-policy",
@@ -134,7 +134,7 @@ DEFECTS = (
     Defect(
         "mcore-cp-local-count",
         "megatron-core",
-        "MTP gradients depend on how tokens fall on context-parallel ranks",
+        "MTP gradients depend on how tokens are split over context-parallel ranks",
         "denominators are global and known before the first backward",
     ),
     Defect(
@@ -154,13 +154,13 @@ DEFECTS = (
         "sglang-nccl-stale-drafter",
         "sglang",
         "a weight push over NCCL leaves the drafter as it was",
-        "pushes go by tensor; inside slime our plugin loads what arrived into the drafter too",
+        "our pushes do not use this path; inside slime our plugin also loads the tensors into the drafter",
     ),
     Defect(
         "sglang-adaptive-silently-off",
         "sglang",
         "adaptive speculation is dropped with one warning in a log",
-        "`rlspec serve` refuses to start where its controller did not take; `rlspec slime` checks the flags",
+        "`rlspec serve` refuses to start if its controller is not active; `rlspec slime` checks the flags",
     ),
     Defect(
         "sglang-accept-rate-width",
@@ -172,13 +172,13 @@ DEFECTS = (
         "sglang-cpu-greedy",
         "sglang",
         "on a CPU, sampling requests are verified greedily",
-        "our CPU operators bring a sampling verifier",
+        "our CPU operators include a sampling verifier",
     ),
     Defect(
         "slime-contract",
         "slime",
         "names that our hooks replace or call are gone",
-        "use slime 624b824a8, or bring integrations/ up to this version",
+        "use slime 624b824a8, or adapt integrations/ to this version",
     ),
     Defect(
         "slime-mask-shift",
@@ -189,7 +189,7 @@ DEFECTS = (
     Defect(
         "slime-dead-accept-rate",
         "slime",
-        "rollout/spec_accept_rate is 0 whatever happens",
+        "rollout/spec_accept_rate is always 0",
         "`rlspec slime` reads the histogram",
     ),
     Defect(
@@ -207,8 +207,8 @@ DEFECTS = (
     Defect(
         "slime-allgather-roll",
         "slime",
-        "under --allgather-cp the MTP roll assumes the other layout",
-        "rolls follow the layout",
+        "under --allgather-cp the MTP roll assumes the zigzag layout",
+        "our rolls use the layout of the batch",
     ),
     Defect(
         "slime-r3-mtp",
@@ -308,9 +308,9 @@ def _work(package: str, names: Sequence[str], answer: str) -> None:
     if not _importable(INSTALLED_AS[package]):
         results = [ProbeResult(name, package, "not installed") for name in names]
     else:
-        room = importlib.import_module(MODULES[package])
-        room.prepare()
-        results = [_probe(name, package, room.PROBES.get(name)) for name in names]
+        probes = importlib.import_module(MODULES[package])
+        probes.prepare()
+        results = [_probe(name, package, probes.PROBES.get(name)) for name in names]
     Path(answer).write_text(json.dumps([asdict(f) for f in results]))
 
 
@@ -345,8 +345,8 @@ def versions() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report.
 
-    Exit status: 1 if the given configuration is affected, or if `--gpu` finds that something is lacking which stops
-    training or serving; else 0; 2 for a mistake.
+    Exit status: 1 if the given configuration is affected, or if `--gpu` finds a lack that stops training or serving;
+    2 for a mistake; else 0.
     """
     parser = arguments.Parser(
         prog="rlspec doctor",
@@ -396,7 +396,7 @@ def _show(
     patched: Mapping[str, str],
     lacking: Sequence[machine.Lack] | None = None,
 ) -> None:
-    """One paragraph a defect: its name whole on a line of its own, so that it can be copied back as an argument."""
+    """Print one paragraph per defect. Its first line is never wrapped, so the name can be copied as an argument."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
@@ -410,8 +410,8 @@ def _show(
         remedy = by_name[f.name].remedy
         console.print()
         console.print(Text.assemble((f.name, "bold"), "  ", (f.state, style[f.state])), no_wrap=True, overflow="ignore")
-        told = [("harm", by_name[f.name].harm), ("seen", f.seen), ("hits", f.hits), ("here", remedy)]
-        for title, text in told:
+        rows = [("harm", by_name[f.name].harm), ("seen", f.seen), ("hits", f.hits), ("here", remedy)]
+        for title, text in rows:
             if text:
                 shown = Text(f"{title}: {text}", "bold red" if title == "hits" else "")
                 console.print(Padding(shown, (0, 0, 0, 2), expand=False))

@@ -1,4 +1,4 @@
-"""The environment of ranks: what a launcher says there, and what CUDA and NCCL need. Standard library only."""
+"""Environment variables of train ranks: those of the launcher, CUDA and NCCL. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "M
 
 
 def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that train ranks need, with the values that `environment` has already."""
+    """Return the variables that train ranks need. A value that `environment` has already is kept."""
     return {name: environment.get(name, value) for name, value in RANKS.items()}
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set what a train rank needs, before CUDA and NCCL start."""
+    """Set the variables that a train rank needs. Call it before CUDA and NCCL start."""
     environment.update(of_ranks(environment))
 
 
 def disagreement(engine: str, environment: Mapping[str, str]) -> str:
-    """Say in one line why NCCL could not join this rank and an engine that has `engine` in SHARED; "" if it can."""
+    """Return why NCCL cannot join this rank and an engine whose variable SHARED is `engine`; "" if it can."""
     own = of_ranks(environment)[SHARED]
     if engine in ("", own):
         return ""

@@ -63,7 +63,7 @@ def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -
 def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
     """Parse standard JSON. Raises FileError for NaN, infinities, keys that appear twice, and deep nesting.
 
-    `finite=False` reads NaN and infinities, for callers that check numbers themselves and can say where they stand.
+    `finite=False` reads NaN and infinities, for callers that check the numbers and report their position.
     """
 
     def refuse(constant: str) -> float:
@@ -118,7 +118,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     with _naming(path):
-        real = path.resolve()  # a symbolic link stays one
+        real = path.resolve()  # replaces the file that a symbolic link names, not the link
         partial = real.with_name(f".{real.name[-200:]}.{os.getpid()}.partial")
         try:
             yield partial
@@ -139,7 +139,7 @@ def sync(path: Path) -> None:
 
 
 def check_output(path: str | Path) -> None:
-    """Raise FileError if a file that was named on a command line cannot be written: asked before the work begins."""
+    """Raise FileError if a file that a command line named cannot be written. Call it before the work begins."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -174,7 +174,7 @@ def check_new_directory(path: str | Path) -> None:
         problem = f"cannot be made: {path.parent} is not a directory"
     elif not problem and (refused := _refuses(path.parent)):
         problem = f"cannot be made: {path.parent}: {refused}"
-    elif not problem and len(os.fsencode(path.name)) > 240:  # a name beside it has some letters more
+    elif not problem and len(os.fsencode(path.name)) > 240:  # the temporary name beside it is longer
         problem = "cannot be made: File name too long"
     if problem:
         raise FileError(f"{shown(path)}: {problem}")
@@ -226,7 +226,7 @@ def shown(path: str | Path) -> str:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an OSError name `path` instead of a file beside it, or none."""
+    """Make an OSError name `path`. It may name a temporary file, or no file."""
     try:
         yield
     except OSError as error:

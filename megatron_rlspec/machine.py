@@ -1,7 +1,7 @@
-"""What a machine lacks for training and serving on GPUs.
+"""Find what a machine lacks for training and serving on GPUs.
 
-`gather` reads the facts once, `lacks` decides over them and touches nothing. No CUDA context is created, so a running
-job is not disturbed.
+`gather` reads the facts once. `lacks` is pure: it compares these facts with what is needed. No CUDA context is created,
+so a running job is not disturbed.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Machine:
     torch_cuda    CUDA version that torch was built for; None for a CPU build
     modules       those of MODULES that Python finds
     versions      distribution -> version
-    requirements  distribution -> what it asks for on this machine, extras left out
-    failures      module of COMPILED -> the error that its import ended with
+    requirements  distribution -> its requirements on this machine, without extras
+    failures      module of COMPILED -> the error of its import
     shared_bytes  size of /dev/shm; None if there is none
     variables     those of environment.RANKS that are set
     """
@@ -81,9 +81,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Lack:
-    """One thing that the machine lacks: `text` is one line, which says what is wrong and what to do.
+    """One thing that the machine lacks. `text` is one line: what is wrong and what to do.
 
-    stops  whether training or serving on GPUs cannot start, or runs without its kernels
+    stops  True if training or serving on GPUs cannot start, or runs without its kernels
     """
 
     name: str
@@ -92,7 +92,7 @@ class Lack:
 
 
 def lacks(machine: Machine) -> list[Lack]:
-    """Return what the machine lacks, gravest first.
+    """Return what the machine lacks, first what stops training or serving.
 
     The driver, shared memory and variables count only where a GPU is visible.
     """
@@ -166,7 +166,8 @@ def _driver(machine: Machine) -> Iterator[Lack]:
             True,
         )
     elif machine.torch_cuda and machine.driver_cuda[0] < machine.torch_cuda[0]:
-        built, runs = (".".join(map(str, version)) for version in (machine.torch_cuda, machine.driver_cuda))
+        built = ".".join(map(str, machine.torch_cuda))
+        runs = ".".join(map(str, machine.driver_cuda))
         yield Lack(
             "gpu-driver",
             f"torch is built for CUDA {built}, but the driver runs CUDA up to {runs}: update the driver, or take an "
@@ -193,7 +194,7 @@ def _surroundings(machine: Machine) -> Iterator[Lack]:
 
 
 def _unmet(machine: Machine, distribution: str) -> Iterator[tuple[Requirement, str | None]]:
-    """What a distribution asks for and does not find, with the version that is installed instead."""
+    """Yield the requirements of a distribution that are not met, with the version that is installed, or None."""
     for text in machine.requirements.get(distribution, ()):
         requirement = Requirement(text)
         version = machine.versions.get(canonicalize_name(requirement.name))
@@ -219,7 +220,7 @@ def gather(path: Sequence[str] = ()) -> Machine:
     with ThreadPoolExecutor(len(COMPILED)) as threads:
         errors = dict(zip(compiled, threads.map(lambda module: _import_error(module, path), compiled), strict=True))
     failures = {module: error for module, error in errors.items() if error}
-    if driver is None:  # while an image is built no driver is there, which says nothing about the build
+    if driver is None:  # as while an image is built: a missing libcuda.so.1 is then no fault of the package
         failures = {module: error for module, error in failures.items() if "libcuda.so.1" not in error}
     return Machine(
         gpus=visible_gpus(),

@@ -99,7 +99,7 @@ def test_the_recipes_number_of_steps_is_the_start():
 def test_depth_follows_from_the_attention_unless_it_is_given(flag):
     added = slime.plan([flag], DRAFTER | {"depth": None}, None, None)
     assert added.settings["rlspec_depth"] == 1
-    assert f"the drafter is trained to depth 1: {flag} knows no other" in added.notes
+    assert f"the drafter is trained to depth 1: {flag} supports no other" in added.notes
     assert slime.plan([], DRAFTER | {"depth": None}, None, None).settings["rlspec_depth"] == 3
 
 
@@ -237,7 +237,7 @@ def test_notes_are_printed(tmp_path, capsys):
     assert slime.main(["--dry-run", "--folder", str(tmp_path), "--", *command]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("rlspec slime: the number of draft steps is fixed at 3: under --sglang-enable-dp")
-    assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention knows no other"
+    assert told[1] == "rlspec slime: the drafter is trained to depth 1: --multi-latent-attention supports no other"
 
 
 def test_yaml_holds_every_flag(capsys):

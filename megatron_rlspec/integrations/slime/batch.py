@@ -35,9 +35,9 @@ class DrafterFields:
 def drafter_fields(
     batch: Mapping[str, Any], depth: int, cp_rank: int, cp_size: int, layout: Layout = "zigzag"
 ) -> DrafterFields:
-    """Make them from the result of slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
+    """Build the fields from slime's `get_batch`: its `unconcat_tokens`, response masks, lengths and boundaries.
 
-    Raises ValueError where the boundaries are not those of the samples: another layout than the one named.
+    Raises ValueError if the boundaries do not fit the samples, as under another layout than `layout`.
     """
     samples: Sequence[torch.Tensor] = batch["unconcat_tokens"]
     device = samples[0].device

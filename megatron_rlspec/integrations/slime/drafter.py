@@ -72,7 +72,7 @@ class Options:
 
     @property
     def objective(self) -> DrafterObjective:
-        """What `DrafterStep` needs; inside slime engines verify with target-only sampling."""
+        """Return the objective for `DrafterStep`. Inside slime, engines verify with target-only sampling."""
         return DrafterObjective(
             depth=self.depth,
             loss=drafter_loss_named(self.loss),
@@ -83,7 +83,7 @@ class Options:
 
 
 class Adopted(Drafter):
-    """`Drafter` around an MTP layer that exists already: chain-exact, grouped-query attention."""
+    """A `Drafter` around an MTP layer that exists already: chain-exact, with grouped-query attention."""
 
     def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rotary_base: float) -> None:
         own = replace(model.config, calculate_per_token_loss=True)
@@ -125,7 +125,7 @@ class SlimeDrafter:
         model._postprocess = partial(self._postprocess, model._postprocess)
 
     def thaw(self) -> None:
-        """Build gradient buffers and optimizer from the weights as loaded."""
+        """Build gradient buffers and optimizer. Call it after the checkpoint is loaded."""
         options = self.options
         model = self.model
         if options.depth > 1:
@@ -174,7 +174,7 @@ class SlimeDrafter:
         return metrics
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as without MTP."""
+        """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
         wanted = kwargs.pop("mtp_kwargs", None)
         if wanted and self.model.training and torch.is_grad_enabled():
             self._learn(hidden_states.detach(), kwargs)

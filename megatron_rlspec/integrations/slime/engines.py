@@ -52,7 +52,7 @@ class SlimeEngine(SGLangEngine):
 
 @dataclass(frozen=True)
 class PushHealth:
-    """What each engine may do, by URL.
+    """The action for each engine, by URL.
 
     by_delivery  engines that report what their loaders were given, but not what they hold
     unchecked    engines that report neither
@@ -87,8 +87,8 @@ def after_push(
     `quantised` weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
-    cannot be repeated. `contract.enforce` says what follows. Raises HealthError, one line with engines and tensors, if
-    a target is in doubt: such an engine must not draw samples that are trained on.
+    cannot be repeated. `contract.enforce` decides what follows. Raises HealthError, one line with engines and tensors,
+    if a target may be wrong: training must not use samples of such an engine.
     """
     engines = {url: SlimeEngine(url, api_key) for url in urls}
     examined = _Examination(version, is_drafter, quantised)
@@ -117,7 +117,7 @@ def after_push(
 
 @cache
 def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
-    """Return a test whether a tensor is the drafter's. Without a table of the family, all count as the target's."""
+    """Return a function that tells whether a tensor is the drafter's. Without a name table, none is."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     try:
         return frozenset(name_table(config).drafter_names).__contains__
@@ -126,10 +126,12 @@ def drafter_names(hf_checkpoint: str) -> Callable[[str], bool]:
 
 
 class _Examination:
-    """What engines report after a push, and after a second one."""
+    """Asks engines what they hold after a push, and after a second one."""
 
     def __init__(self, version: int, is_drafter: Callable[[str], bool], quantised: bool) -> None:
-        self.version, self.is_drafter, self.quantised = version, is_drafter, quantised
+        self.version = version
+        self.is_drafter = is_drafter
+        self.quantised = quantised
         self.by_delivery: set[str] = set()
         self.unchecked: set[str] = set()
 
@@ -155,7 +157,7 @@ class _Examination:
         return found
 
     def _difference(self, engine: SlimeEngine, sent: Marks) -> Difference | None:
-        """None if the engine reports neither what it holds nor what it was given."""
+        """Compare with `sent`. Returns None if the engine reports neither what it holds nor what it was given."""
         if not self.quantised and engine.url not in self.by_delivery:
             try:
                 return compare(sent, engine.held_fingerprints())

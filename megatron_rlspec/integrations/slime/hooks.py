@@ -134,9 +134,9 @@ def _learners() -> dict[str, Learner]:
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """Return what a resumed run must have in common.
+    """Return the settings in which a resumed run must equal the saved one.
 
-    The drafter lies on the last stage, split over tensor ranks, and its experts over expert-parallel ranks, too.
+    The drafter is on the last pipeline stage, split over tensor-parallel ranks, its experts over expert-parallel ranks.
     """
     return {
         "tensor": args.tensor_model_parallel_size,

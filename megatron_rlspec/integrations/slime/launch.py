@@ -60,9 +60,9 @@ LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-a
 
 @dataclass
 class Additions:
-    """What is added: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes.
+    """The additions: `flags` to slime's, `settings` to its args by YAML, `environment` to its processes.
 
-    `notes`, one line each, tell what was decided for the user.
+    `notes`, one line each, list decisions that were made for the user.
     """
 
     flags: list[str] = field(default_factory=list)
@@ -81,11 +81,12 @@ def plan(
 ) -> Additions:
     """Decide what to add to `command` (slime's arguments, the driver excluded). Pure.
 
-    drafter  our options, by their names in `[drafter]`; depth may be None: as deep as the model's attention allows
-    steps    what the engines may choose from; None: the default, or one number where SGLang does not adapt
-    start    num_steps until the first rollout has ended; None: the command's own, or the default
-    cost_table  file by which our rule chooses in the engines; without it SGLang's own rule does
-    Raises ConfigError where slime's own flags contradict it.
+    drafter     our options, by their names in `[drafter]`; depth may be None: the deepest that the attention allows
+    steps       step counts that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
+    start       num_steps until the first rollout has ended; None: the command's own, or the default
+    cost_table  file by which our rule chooses in the engines; "": SGLang's own rule chooses
+
+    Raises ConfigError if slime's own flags contradict it.
     """
     given = flags(command)
     _refuse(given)
@@ -117,8 +118,8 @@ def plan(
     if cost_table and len(steps) == 1:
         remedy = f"{fixed}; leave it out" if (fixed := _fixed_by(given)) else "give --candidate-steps more than one"
         raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
-    # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table
-    # `num_steps` holds until the first rollout has taught something.
+    # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table the
+    # engines keep `num_steps` until the first rollout has been observed.
     chosen = rule(cost_table, steps) if cost_table else None
     out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
     return out
@@ -146,7 +147,7 @@ def _refuse(given: Mapping[str, str | None]) -> None:
 def _steps(
     given: Mapping[str, str | None], steps: Sequence[int] | None, start: int | None, notes: list[str]
 ) -> tuple[list[int], int]:
-    """Return what the engines may choose from, and the number at the start. Raises ConfigError."""
+    """Return the step counts that the engines may choose from, and the one at the start. Raises ConfigError."""
     theirs = _whole(given.get("--sglang-speculative-num-steps"))
     if start is not None and theirs is not None and start != theirs:
         raise ConfigError(f"--num-steps {start}, but --sglang-speculative-num-steps {theirs}; give one of them")
@@ -166,7 +167,7 @@ def _steps(
 
 
 def _fixed_by(given: Mapping[str, str | None]) -> str:
-    """Why the number of steps cannot change while the engines run, or ""."""
+    """Return why the number of steps cannot change while the engines run; "" if it can."""
     for flag in FIXED:
         if flag in given and given[flag] != "1":
             return f"under {flag} SGLang does not adapt it"
@@ -174,7 +175,7 @@ def _fixed_by(given: Mapping[str, str | None]) -> str:
     if topk != "1":
         return f"SGLang adapts chains only, not --sglang-speculative-eagle-topk {topk}"
     if DELTA_NET in given:
-        return "the state of this model's delta nets was not tried with a number that changes"
+        return "a changing number was never tested with the state of this model's delta nets"
     return ""
 
 
@@ -184,17 +185,17 @@ def _depth(given: Mapping[str, str | None], depth: int | None, notes: list[str])
     if not reason:
         return DrafterConfig().depth if depth is None else depth
     if depth is None:
-        notes.append(f"the drafter is trained to depth 1: {reason} knows no other")
+        notes.append(f"the drafter is trained to depth 1: {reason} supports no other")
     elif depth > 1:
-        raise ConfigError(f"{reason} with depth={depth}: only depth 1 is known for it; set --drafter.depth 1")
+        raise ConfigError(f"{reason} with depth={depth}: it supports only depth 1; set --drafter.depth 1")
     return 1
 
 
 def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | None) -> str:
-    """Why these parallel sizes of a model with experts are refused, or ""; None means Megatron's default.
+    """Return why these parallel sizes of a model with experts are refused, or "". None means Megatron's default.
 
-    Megatron sums the gradients of experts over replicas of their own only if there is expert parallelism. Without it
-    ranks would keep copies of an expert that learn from different tokens.
+    Megatron sums the gradients of experts over the experts' own replicas only under expert parallelism. Without it,
+    copies of one expert would learn from different tokens.
     """
     if (expert or 1) == 1 and expert_tensor is not None and expert_tensor != (tensor or 1):
         sizes = f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor or 1}"
@@ -203,12 +204,12 @@ def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | N
 
 
 def _whole(value: str | None) -> int | None:
-    """A flag's whole number; None for anything else, which slime's own parser refuses."""
+    """Return a flag's whole number; None for anything else, which slime's own parser refuses."""
     return int(value) if value and value.isdigit() else None
 
 
 def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:
-    """What `speculation.rule.SpecRule.from_json` takes; 0 steps mean off."""
+    """Return the argument of `speculation.rule.SpecRule.from_json`; 0 steps mean off."""
     candidates = [SpecConfig(n) if n else OFF for n in sorted(steps)]
     return {"table": cost_table, "candidates": [[c.num_steps, c.topk, c.num_draft_tokens] for c in candidates]}
 
@@ -223,7 +224,7 @@ def check_table(cost_table: str, steps: Sequence[int]) -> None:
 
 
 def flags(command: Sequence[str]) -> dict[str, str | None]:
-    """`--flag value`, `--flag=value` and bare flags of a command line; of a repeated one the last, as in argparse."""
+    """Read `--flag value`, `--flag=value` and bare flags. Of a repeated flag the last one counts, as in argparse."""
     found: dict[str, str | None] = {}
     for i, word in enumerate(command):
         if not word.startswith("--"):
@@ -235,10 +236,12 @@ def flags(command: Sequence[str]) -> dict[str, str | None]:
 
 
 def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
-    """The whole command with `added` in it; writes the YAML and JSON files that it names into `folder`."""
+    """Return the whole command with `added` in it; write the YAML and JSON files that it names into `folder`."""
     at = driver(command)
-    head, arguments = list(command[: at + 1]), list(command[at + 1 :])
-    given, settings = flags(arguments), dict(added.settings)
+    head = list(command[: at + 1])
+    arguments = list(command[at + 1 :])
+    given = flags(arguments)
+    settings = dict(added.settings)
     if theirs := given.get("--custom-config-path"):
         try:
             settings = {**(yaml.safe_load(Path(theirs).read_text()) or {}), **settings}
@@ -268,7 +271,8 @@ def _into_job(head: list[str], added: Mapping[str, str]) -> list[str]:
     """Add the environment to the runtime environment of a `ray job submit`; its workers do not inherit ours."""
     if "submit" not in head:
         return head
-    out, done = [], False
+    out: list[str] = []
+    done = False
     for i, word in enumerate(head):
         before = head[i - 1] if i else ""
         name, equals, value = word.partition("=")
@@ -294,10 +298,10 @@ def _of_workers(theirs: Mapping[str, str], added: Mapping[str, str]) -> dict[str
 
 
 def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """What makes a driver hand `added` to its workers in a Ray cluster that was started before it.
+    """Return the variable that makes a driver pass `added` to its workers in a Ray cluster that was started before it.
 
-    Those inherit from the cluster, not from the driver. `ray.init` merges this variable, by which Ray's own job server
-    tells a driver its runtime environment (`ray/_private/worker.py`, read at 2.60).
+    Such workers inherit from the cluster, not from the driver. Ray's own job server sets this variable to give a driver
+    its runtime environment, and `ray.init` merges it (`ray/_private/worker.py`, read at 2.60).
     """
     job = json.loads(inherited.get(RAY_JOB, "{}"))
     runtime = job.get("runtime_env") or {}
@@ -310,9 +314,9 @@ def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> d
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is added, then replace this process by the completed command; with --dry-run or --yaml only print."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    ours, _, command = (
-        (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
-    )
+    split = argv.index("--") if "--" in argv else len(argv)
+    ours = argv[:split]
+    command = argv[split + 1 :]
     parser = argparse.ArgumentParser(
         prog="rlspec slime",
         usage="rlspec slime [options] -- python train.py …   or   -- ray job submit … -- python3 train.py …",
@@ -339,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cost-table",
         default="",
-        help="file written by `rlspec profile`: engines choose by it; without it, by counting passes",
+        help="file written by `rlspec profile`: engines choose by its times; without it, by the number of passes",
     )
     parser.add_argument(
         "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
@@ -376,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_yaml(added: Additions, folder: Path) -> str:
-    """Everything added, as attributes of slime's args; the environment, which a YAML cannot set, as a comment."""
+    """Format the additions as attributes of slime's args; the environment, which a YAML cannot set, as comments."""
     settings: dict[str, Any] = {**added.settings, "rlspec_folder": str(folder)}
     for name, value in flags(added.flags).items():
         settings[name.removeprefix("--").replace("-", "_")] = True if value is None else _number(value)

@@ -1,4 +1,4 @@
-"""Around slime's rollouts, in its RolloutManager: set the engines' rules, and log acceptance.
+"""Set the engines' rules and log acceptance, around slime's rollouts in its RolloutManager.
 
 Acceptance is counted from SGLang's histogram and reported as ratios of sums. Of `meta_info`, slime keeps only what
 `Sample.SpecInfo.add` reads, and that reads keys that SGLang no longer sends. The manager imports this module as its
@@ -42,7 +42,10 @@ CANARY_PROMPTS = 16
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """`--rollout-function-path` and `--eval-function-path`: the user's own, or slime's; the engines around it."""
+    """Run the user's rollout or evaluation function, or slime's, and set the engines' rules before and after.
+
+    It is the function of `--rollout-function-path` and `--eval-function-path`.
+    """
     inner = getattr(args, "rlspec_inner_rollout_path", None) or SLIMES_OWN
     if evaluation:
         inner = getattr(args, "rlspec_inner_eval_path", None) or inner
@@ -77,19 +80,19 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     """Check what engines hold after a full update through the disk; take training's prediction; run canaries."""
     global _checked_version, _speculation
     if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
-        told = slime_state.read_sent(args)
-        if told is not None and told["version"] != _checked_version:
+        push = slime_state.read_sent(args)
+        if push is not None and push["version"] != _checked_version:
             config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
             health = after_push(
                 urls,
-                told["sent"],
-                told["version"],
+                push["sent"],
+                push["version"],
                 drafter_names(args.hf_checkpoint),
                 api_key=_key(args),
                 quantised="quantization_config" in config,
             )
             _found.update(health.metrics())
-            _checked_version = told["version"]
+            _checked_version = push["version"]
     if _speculation is None and urls:
         _speculation = speculation(args, urls)
     if _speculation is not None:
@@ -101,7 +104,7 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
 
 
 def after(args: Namespace, urls: Sequence[str]) -> None:
-    """Learn from this rollout, set every engine's rule, and keep what was learnt for slime's next checkpoint."""
+    """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
     if _speculation is not None:
         _found.update(_speculation.after_rollout(urls))
         slime_state.write_rollouts(slime_state.folder(args), _speculation.learning.state())
@@ -110,15 +113,16 @@ def after(args: Namespace, urls: Sequence[str]) -> None:
 def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     """Make the run's `Speculation` from its checkpoint. None if an engine cannot switch or be reached."""
     try:
-        told = [SlimeEngine(url, _key(args)).describe()["configs"] for url in urls]
-    except EngineError as error:  # asked again before the next rollout; to keep engines alive is slime's part
+        offered = [SlimeEngine(url, _key(args)).describe()["configs"] for url in urls]
+    except EngineError as error:  # tried again before the next rollout; slime restarts engines itself
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
         return None
-    configs = {SpecConfig(*config) for every in told for config in every}
+    configs = {SpecConfig(*config) for of_engine in offered for config in of_engine}
     if not configs:
         return None
     config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
-    layers, spec = config.get("text_config", config)["num_hidden_layers"], SpecSection()
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
     adapter = Adapter(
@@ -152,7 +156,7 @@ def _key(args: Namespace) -> str:
 
 
 def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
-    """`--custom-rollout-log-function-path`: log acceptance by slime's own logging, then slime's metrics."""
+    """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`)."""
     metrics = {f"rollout/{name}": value for name, value in acceptance(s.spec_info for s in samples).items()} | _found
     if metrics:
         logger.info("rollout %d: %s", rollout_id, metrics)
@@ -164,8 +168,10 @@ def log_rollout(rollout_id: int, args: Namespace, samples: Sequence[Sample], ext
 
 
 def acceptance(infos: Iterable[Any]) -> dict[str, float]:
-    """Of all samples together: tokens per round, and per depth d the share of rounds that accepted draft d among those
-    that accepted d - 1. The latter is a lower bound where engines drafted fewer than d steps in some rounds.
+    """Compute over all samples: tokens per round, and the acceptance rate at every depth.
+
+    The rate at depth d is the share of rounds that accepted draft d among those that accepted draft d - 1. It is a
+    lower bound if engines drafted fewer than d steps in some rounds.
     """
     total = pooled(getattr(info, "histogram", ()) for info in infos).tolist()
     rounds = sum(total)

@@ -1,7 +1,7 @@
-"""Does the slime on the path have this defect? Each probe runs slime's own code, Megatron and SGLang beside it.
+"""Probes for known defects of the slime on the path. Each runs slime's own code with Megatron and SGLang.
 
-A probe returns what it saw where the defect is there, and None where it is not. It raises where it cannot tell: slime's
-Megatron patch is missing, or the wheel of megatron-core, which lacks `megatron.training`, stands before the checkout.
+A probe returns what it saw if the defect is present, None if it is absent. It raises if it cannot decide: slime's
+Megatron patch is missing, or the wheel of megatron-core, which lacks `megatron.training`, comes before the checkout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rlspec.rollout.sglang.server import probes as sglang_probes
 
 
 def prepare() -> None:
-    """Give slime an accelerator where there is none."""
+    """Install the CPU accelerator and operators if there is no GPU."""
     from megatron_rlspec.integrations.slime import cpu as slime_cpu
 
     sglang_probes.prepare()
@@ -25,11 +25,12 @@ def prepare() -> None:
 
 
 def mask_shift() -> str | None:
-    """The MTP loss mask is shifted once more than the tokens."""
+    """Probe the MTP loss mask: it is shifted once more than the tokens."""
     from megatron_rlspec.train import probes as megatron_probes
 
     megatron_probes.prepare()
-    tokens, response = torch.arange(1, 9), 5
+    tokens = torch.arange(1, 9)
+    response = 5
     batch = one_batch([tokens], [response])
     trained = trained_targets(batch)
     mask = torch.zeros(len(tokens))
@@ -42,7 +43,7 @@ def mask_shift() -> str | None:
 
 
 def one_batch(tokens: list[torch.Tensor], responses: list[int], allgather_cp: bool = False) -> dict[str, Any]:
-    """slime's `get_batch` for one micro-batch of these samples, every response token trained."""
+    """Run slime's `get_batch` for one micro-batch of these samples, with every response token trained."""
     from slime.backends.megatron_utils.data import get_batch
 
     prepare()
@@ -57,7 +58,7 @@ def one_batch(tokens: list[torch.Tensor], responses: list[int], allgather_cp: bo
 
 
 def trained_targets(batch: dict[str, Any]) -> list[int]:
-    """Which tokens slime's Megatron trains the MTP layer to predict: those whose loss receives a gradient."""
+    """Return the tokens that slime's Megatron trains the MTP layer to predict: those whose loss has a gradient."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from megatron_rlspec.train import probes as megatron_probes
@@ -66,7 +67,8 @@ def trained_targets(batch: dict[str, Any]) -> list[int]:
     seen: dict[str, torch.Tensor] = {}
 
     def record(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        seen["labels"], seen["loss"] = labels, torch.ones_like(labels, dtype=torch.float32, requires_grad=True)
+        seen["labels"] = labels
+        seen["loss"] = torch.ones_like(labels, dtype=torch.float32, requires_grad=True)
         return seen["loss"]
 
     model.compute_language_model_loss = record
@@ -82,7 +84,7 @@ def trained_targets(batch: dict[str, Any]) -> list[int]:
 
 
 def dead_accept_rate() -> str | None:
-    """`Sample.SpecInfo` reads keys of `meta_info` that SGLang does not send."""
+    """Probe `Sample.SpecInfo`: it reads keys of `meta_info` that SGLang does not send."""
     from slime.utils.types import Sample
 
     meta = sglang_probes.accept_metrics(verify=10, correct=20, tokens=30)
@@ -95,7 +97,7 @@ def dead_accept_rate() -> str | None:
 
 
 def qwen3_next_swap() -> str | None:
-    """The converter swaps the halves of Qwen3-Next's `eh_proj`, which Megatron and SGLang both concatenate alike."""
+    """Probe the converter: it swaps the halves of Qwen3-Next's `eh_proj`; Megatron and SGLang have the same order."""
     from slime.backends.megatron_utils.megatron_to_hf.qwen3_next import convert_qwen3_next_to_hf
 
     hidden = 4

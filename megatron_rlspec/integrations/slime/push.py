@@ -60,7 +60,7 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
     def wrapped(updater: Any) -> None:
         before = updater.weight_version
         sent = _push(update_weights, updater)
-        if updater.weight_version == before:  # a delta stream's first call takes a snapshot and sends nothing
+        if updater.weight_version == before:  # the first call of a delta update takes a snapshot and sends nothing
             return
         if dist.get_rank():
             while (order := _order(None))["push"]:

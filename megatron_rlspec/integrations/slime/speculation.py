@@ -1,4 +1,4 @@
-"""What rollouts teach slime's engines about speculation: one `Speculation` where rollouts are driven.
+"""Learn about speculation from slime's rollouts and set the engines' rules, in the process that runs rollouts.
 
     speculation = Speculation(learning, configs)
     speculation.expect(prediction)                    training's prediction of the next rollout
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observations(NamedTuple):
-    """What one engine observed since it was last asked, and the weight version that it names now."""
+    """An engine's rounds and rule report since the last request, and the weight version that it reports now."""
 
     rounds: list[RoundStats]
     report: dict[str, Any]
@@ -41,9 +41,9 @@ class Observations(NamedTuple):
 
 
 class Speculation:
-    """What rollouts teach about speculation, and how engines learn of it: one object as long as rollouts are driven.
+    """Learns about speculation from rollouts and sets the engines' rules. A run has one such object.
 
-    `configs`: what the engines can run, by their own description; a canary drafts by one of them.
+    `configs`: the configurations that the engines report they can run; a canary uses one of them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Speculation:
         return _named(self.learning.expect(prediction))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Give every engine the rule that follows from what was expected. Returns `health/unreachable_engines`."""
+        """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
         engines = [SlimeEngine(url, self.api_key) for url in urls]
         rule = self.learning.rule()
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
@@ -75,11 +75,11 @@ class Speculation:
         return {"health/unreachable_engines": float(len(engines) - reached)}
 
     def canary(self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
-        """Before a rollout under new weights: a few tokens to `prompts` under a fixed chain.
+        """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
 
-        An engine whose accept length lies below its floor (`HealthSettings`) is held without speculation until the
-        next push. An engine is asked once under each version, and not while it is held. Returns `health/canary_*`;
-        {} if no canary was due.
+        If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until the next
+        push. An engine runs one canary per version, and none while its speculation is disabled. Returns
+        `health/canary_*`; {} if no canary was due.
         """
         steps = [c.num_steps for c in self.configs if 0 < c.num_steps <= self.settings.canary_steps]
         if not prompts or not steps or not self._canary.due():
@@ -115,12 +115,12 @@ class Speculation:
         }
 
     def after_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Gather every engine's rounds, learn from them together, and give every engine the rule that follows.
+        """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
 
-        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. An engine
-        whose drafts are accepted far less than expected is held without speculation until the next push. Returns
-        `rollout/spec_*`, `predict/*` (the rollout's prediction against it) and `health/*`. An engine that does not
-        answer is left out: to keep engines alive is slime's part.
+        Acceptance is learnt as a ratio of sums over all engines; times scale the cost table, if there is one. If an
+        engine's drafts are accepted far less than expected, its speculation is disabled until the next push. Returns
+        `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. An engine that does
+        not answer is left out; slime restarts engines itself.
         """
         engines = {url: SlimeEngine(url, self.api_key) for url in urls}
         with ThreadPoolExecutor(max(1, len(engines))) as threads:
@@ -138,12 +138,12 @@ class Speculation:
         }
 
     def forget(self, urls: Sequence[str]) -> None:
-        """Drop all rounds since the last rollout: an evaluation samples otherwise than what training predicts."""
+        """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
         with ThreadPoolExecutor(max(1, len(urls))) as threads:
             list(threads.map(lambda url: _observations(SlimeEngine(url, self.api_key)), urls))
 
     def _canary_version(self, engine: SlimeEngine) -> int | None:
-        """The version to run a canary under; None if it ran already, or none may run."""
+        """Return the version for which to run a canary; None if it ran already, or must not run."""
         try:
             version = engine.version()
             if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
@@ -160,7 +160,7 @@ class Speculation:
         try:
             engine.stats()
         except EngineError as error:
-            logger.warning("rlspec: the canary's rounds count as the rollout's: %s", error)
+            logger.warning("rlspec: the canary's rounds are counted as the rollout's: %s", error)
         _set_rule(engine, self.learning.rule())
 
     def _drifts(self, engine: SlimeEngine, seen: Observations) -> bool:
@@ -179,7 +179,7 @@ class Speculation:
 
 
 def _named(values: Mapping[str, float]) -> dict[str, float]:
-    """`spec/x` of our own loop's records as `rollout/spec_x`, beside slime's."""
+    """Rename `spec/x` of our own loop's records to `rollout/spec_x`, as slime names its metrics."""
     return {
         f"rollout/{name.replace('/', '_', 1)}" if name.startswith("spec/") else name: value
         for name, value in values.items()
@@ -190,12 +190,12 @@ def _observations(engine: SlimeEngine) -> Observations | None:
     try:
         return Observations(engine.stats(), engine.spec_rule_report(), engine.version())
     except EngineError as error:
-        logger.warning("rlspec: nothing is learnt of this engine's rounds: %s", error)
+        logger.warning("rlspec: this engine's rounds are left out of what is learnt: %s", error)
         return None
 
 
 def _set_rule(engine: SlimeEngine, rule: Mapping[str, Any]) -> bool:
-    """False if the engine cannot be reached, or refuses."""
+    """Return False if the engine cannot be reached, or refuses."""
     try:
         engine.set_spec_rule(rule)
     except EngineError as error:

@@ -1,7 +1,7 @@
 """Small files in `args.rlspec_folder` that slime's train ranks and its RolloutManager exchange.
 
 `prediction.json`  the train ranks' forecast of the next rollout
-`rollouts.json`    what rollouts taught so far; train ranks copy it into and out of slime's checkpoints
+`rollouts.json`    the state learnt from rollouts; train ranks copy it into and out of slime's checkpoints
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
 
 
 def hand_on(source: Path | None, target: Path | None) -> None:
-    """Copy `rollouts.json` from `source` to `target`; remove the target's where the source has none."""
+    """Copy `rollouts.json` from `source` to `target`; remove the target's if the source has none."""
     if target is None:
         return
     if source is not None and (source / ROLLOUTS).exists():

@@ -33,15 +33,17 @@ class RefusedError(EngineError):
 
 
 class NotAnEngineError(RefusedError):
-    """What answers at this address is no `rlspec serve`."""
+    """The server at this address is not `rlspec serve`."""
 
 
 class SGLangEngine:
-    """`url` of a running `rlspec serve`; `process` if this client started it and ends it; `transport` of weights.
+    """The client of one `rlspec serve`. Several threads may call it.
 
-    `api_key`: that of the environment variable RLSPEC_API_KEY unless given.
-
-    Calls may come from several threads. `timeout` is the longest silence: no sample finished, no answer.
+    url        of the running server
+    api_key    by default that of the environment variable RLSPEC_API_KEY
+    process    the server's process, if this client started it and must end it
+    timeout    longest time in seconds without an answer or a finished sample
+    transport  of weights
     """
 
     def __init__(
@@ -196,20 +198,20 @@ class SGLangEngine:
         return [(SpecConfig(**config), *rest) for config, *rest in rounds]
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute those of the tensors held; where their names are not known, of those that the loaders were given."""
+        """Return those of the tensors held, or of what the loaders were given if the held tensors have no names."""
         held = self._holds()
         if held["unnamed"]:
             return as_delivered(self.delivered(), set(held["drafter"]).__contains__)
         return self.held_fingerprints()
 
     def held_fingerprints(self) -> dict[str, int]:
-        """Compute `weights.fingerprint` of every tensor held. Raises RefusedError where their names are not known."""
+        """Return `weights.fingerprint` of every tensor held. Raises RefusedError if their names are not known."""
         return self._field("control/fingerprints", "fingerprints", dict)
 
     def delivered(self) -> dict[str, dict[str, int]]:
         """Return fingerprints of what pushes last gave to the loaders of `target` and `drafter`.
 
-        Raises RefusedError where they are not remembered.
+        Raises RefusedError if the engine does not record them.
         """
         return self._post("control/delivered")
 
@@ -225,10 +227,10 @@ class SGLangEngine:
         return self._held
 
     def describe(self) -> EngineDescription:
-        """Also has `sglang`, its version, `controller`, the class that switches configurations there, and the value of
-        NCCL_CUMEM_ENABLE there.
+        """Describe the engine. Raises NotAnEngineError if the server is not `rlspec serve`.
 
-        Raises NotAnEngineError where something else answers.
+        The answer also has `sglang`, its version, `controller`, the class that switches configurations, and
+        `nccl_cumem_enable`, the engine's value of NCCL_CUMEM_ENABLE.
         """
         answer = self._post("control/describe")
         if "verifier" not in answer:
@@ -313,7 +315,7 @@ class SGLangEngine:
         raise NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered with status {answer.status_code}")
 
     def _why(self, error: requests.RequestException) -> str:
-        # Within a stream, requests tells a timeout as a ConnectionError around urllib3's own.
+        # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
         inner = (*error.args, None)[0]
         silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
         connecting = isinstance(error, requests.ConnectTimeout)
@@ -370,7 +372,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
 
 
 def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return (first, last + 1) of every run of ones."""
+    """Yield (first, last + 1) of every run of ones."""
     padded = np.array([0, *marks, 0])
     edges = np.flatnonzero(np.diff(padded)).tolist()
     yield from zip(edges[::2], edges[1::2], strict=True)

@@ -1,10 +1,10 @@
-"""How a bucket of weights travels to an SGLang engine: in the request, as a file, or through a process group.
+"""Send a bucket of weights to an SGLang engine: in the request, as a file, or through a process group.
 
     http    anywhere; the bytes pass SGLang's server process
     files   one machine, or a directory that both see (/dev/shm is fastest)
     group   a process group of this process and the engine's ranks (NCCL between GPUs, gloo between CPUs)
 
-Every transport sends the same buckets within the same session, so what may fail, and what is checked, is the same.
+Every transport sends the same buckets within the same session, so the possible failures and the checks are the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Http:
 
 
 class Files:
-    """`directory` must be the same one on the engine's machine."""
+    """Send each bucket as a file in `directory`, which must have the same path on the engine's machine."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -58,9 +58,10 @@ class Files:
 
 
 class GroupBroadcast:
-    """`address`: of this machine, as the engine reaches it. torch.distributed must be initialised.
+    """Broadcast each bucket in a process group. torch.distributed must be initialised.
 
-    The group is made with the first bucket. One that failed is given up, and the next push makes a new one.
+    `address`: of this machine, as the engine reaches it. The first bucket creates the group. After a failure the group
+    is not used again, and the next push creates a new one.
     """
 
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:

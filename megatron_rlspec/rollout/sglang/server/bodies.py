@@ -1,4 +1,4 @@
-"""Between HTTP and the handlers of our routes: bodies of bounded size in, one sentence out for every error."""
+"""Read the bodies of our routes up to a size limit, and answer every error with one sentence."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def manager() -> Any:
-    """SGLang's TokenizerManager."""
+    """Return SGLang's TokenizerManager."""
     return http_server._global_state.tokenizer_manager
 
 
 async def read_body(request: Request, limit: int = BODY_BYTES) -> bytes:
-    """The body, at most `limit` bytes. Raises Refusal for a longer one, if possible before it is read."""
+    """Read the body, at most `limit` bytes. Raises Refusal for a longer one, if possible before it is read."""
     content_length(request, limit)
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:

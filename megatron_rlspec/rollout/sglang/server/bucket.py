@@ -1,4 +1,4 @@
-"""A bucket of weights: a safetensors file whose every byte is accounted for, checked before anything is loaded.
+"""Check a bucket of weights before anything is loaded: a safetensors file in which every byte has a use.
 
 The format is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes
 (https://huggingface.co/docs/safetensors). Offsets count from the end of the header. Imports no SGLang.
@@ -25,12 +25,12 @@ WIDEST = 8  # bytes of one number
 
 @dataclass(frozen=True)
 class ServedTensors:
-    """What an engine holds.
+    """The tensors that an engine holds.
 
     shapes    by the checkpoint's names
-    drafter   which names are the drafter's
-    elements  at least so many numbers
-    unnamed   why there are no shapes; "" if there are. Then only the models' loaders can refuse a tensor
+    drafter   names of the drafter's tensors
+    elements  lower bound of the number of elements of all tensors
+    unnamed   why there are no shapes; "" if there are. Without shapes only the models' loaders can refuse a tensor
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -40,7 +40,7 @@ class ServedTensors:
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes that a bucket of everything may have."""
+        """Return the largest size in bytes that a bucket of all tensors can have."""
         named = sum(math.prod(shape) for shape in self.shapes.values())
         return LONGEST_HEADER + WIDEST * max(named, self.elements)
 
@@ -72,7 +72,7 @@ class Entry:
 
 
 def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Where each tensor of a bucket lies. Raises Refusal for a file that is not exactly what it must be."""
+    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor."""
     header, begin = _header(data)
     entries = []
     for name, value in header.items():

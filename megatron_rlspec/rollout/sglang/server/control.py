@@ -73,10 +73,10 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
 
 
 def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one answer for an engine whose data-parallel ranks answered each for itself.
+    """Merge the answers of an engine's data-parallel ranks into one.
 
-    Rounds are those of all ranks. A tensor counts as delivered where every rank was given the same. Any other answer is
-    the first: commands do the same on every rank.
+    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other answer is
+    the first rank's, because those commands do the same on every rank.
     """
     if command in ("stats", "recent_rounds"):
         return {"rounds": [row for answer in answers for row in answer["rounds"]]}
@@ -92,7 +92,7 @@ def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Our own errors are sentences; Python's are not."""
+    """Return the text of our own errors; for other errors of Python, one sentence."""
     if isinstance(error, (ValueError, NotImplementedError)):
         return str(error)
     if isinstance(error, (TypeError, LookupError, AttributeError)):
@@ -101,7 +101,7 @@ def _reason(error: Exception) -> str:
 
 
 def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    """Report which parts of the plugin are in force, with the engine's sizes; the launcher checks the answer."""
+    """Report which parts of the plugin are active, with the engine's sizes; the launcher checks the answer."""
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
     return {
@@ -182,7 +182,10 @@ def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _watch_loaders(settings: Settings, scheduler: Any) -> None:
-    """Note what the models' loaders are given; `scheduler.rlspec_unnamed` says why that is compared, if it is."""
+    """Record the tensors that the models' loaders are given.
+
+    `scheduler.rlspec_unnamed`: why pushes are checked by these; "" if the tensors held are compared instead.
+    """
     unnamed = _unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
     if unnamed:
@@ -254,7 +257,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     """Record the round whose results SGLang processes.
 
     The overlap scheduler launches a round before it has processed the one before. So requests that ended or were
-    retracted meanwhile take part in it once more. SGLang drops what they draw, and nothing is learnt from it.
+    retracted meanwhile take part in it once more. SGLang drops their tokens, and the record leaves them out.
     """
     ran = getattr(result, "rlspec_round", None)
     if ran is not None:
@@ -269,11 +272,11 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
         return returned
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
-    told = [accepted[i] for i in drafting if going_on[i]]
+    counted = [accepted[i] for i in drafting if going_on[i]]
     if decisions.decider.rule is not None:
-        decisions.decider.rule.observe(ran.config, told, sum(going_on) - len(told))
+        decisions.decider.rule.observe(ran.config, counted, sum(going_on) - len(counted))
     last = all(request.finished() for request in batch.reqs)
-    _rounds.observe(ran.config, ran.context_tokens, told, last, len(accepted) - len(told))
+    _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
     return returned
 
 

@@ -1,4 +1,4 @@
-"""What stands before every route of the server, SGLang's included: the API key, and pages of other sites."""
+"""Guard every route of the server, SGLang's included: require the API key, and refuse pages of other sites."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
     """Answer 401 to every request without `Authorization: Bearer KEY`, before SGLang sees it.
 
     SGLang's own check is not used: it keeps the key where /server_info and its log show it, and fails with a traceback
-    on a token that is not ASCII. Before its start is complete SGLang calls its own /freeze_gc, without a key; call what
-    this returns afterwards, and that route is closed.
+    on a token that is not ASCII. During its start SGLang calls its own route /freeze_gc without a key. Call the
+    returned function after the start: from then on that route needs the key, too.
     """
     build = app.build_middleware_stack
     expected = key.encode()

@@ -1,8 +1,9 @@
-"""Which generated tokens may enter SGLang's prefix tree: those that the drafter has read as well.
+"""Keep generated tokens out of SGLang's prefix tree until the drafter has read them, too.
 
-A later turn that matches a prefix in the tree reuses the caches of target and drafter. Where the drafter was off, its
-cache lacks the generated tokens. Such a request is kept out of the tree (`Req.skip_radix_cache_insert`) until its
-drafter has caught up. Its prompt is in the tree already, since the drafter reads every prompt.
+A later turn that matches a prefix in the tree reuses the caches of target and drafter. While speculation was off, the
+drafter's cache did not get the generated tokens. Such a request is kept out of the tree
+(`Req.skip_radix_cache_insert`) until its drafter has caught up. Its prompt is in the tree already, since the drafter
+reads every prompt.
 
 SGLang inserts tokens when it processes the results of a round, which may be one round after it launched the next one.
 So the flag follows the results, not the launches.
@@ -19,7 +20,7 @@ _OURS = "rlspec_kept_out"  # on SGLang's requests: this module set the flag, not
 def follow(requests: Sequence[Any], behind: Container[int]) -> None:
     """Set the flag of SGLang's running requests for the results about to be processed.
 
-    `behind`: indices of the requests whose drafter has not read what those results add.
+    `behind`: indices of the requests whose drafter has not read the tokens that those results add.
     """
     for i, request in enumerate(requests):
         if request.finished() or request.is_retracted:

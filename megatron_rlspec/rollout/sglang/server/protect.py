@@ -1,4 +1,4 @@
-"""Hooks that keep SGLang's processes alive: what a request breaks is answered with an error."""
+"""Hooks that answer a failing request with an error, so that it does not end SGLang's processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 def scheduler_hooks(methods: tuple[str, ...] = tuple(_OUTPUTS)) -> Iterator[tuple[str, Callable, str]]:
-    """For the scheduler process: every exception of these methods becomes an answer."""
+    """Yield hooks for the scheduler process: every exception of these methods becomes an answer."""
     for method in methods:
         yield f"{MANAGER}.{method}", update_wrapper(partial(answer_errors, _OUTPUTS[method]), answer_errors), "AROUND"
 
 
 def http_hooks() -> Iterator[tuple[str, Callable, str]]:
-    """For the process that serves HTTP: SGLang's own routes check what would end a scheduler."""
+    """Yield hooks for the HTTP process: SGLang's own routes refuse values that would end a scheduler."""
     yield f"{TOKENIZER}._validate_one_request", check_token_ids, "BEFORE"
     yield f"{SAMPLING}.verify", check_sampling, "BEFORE"
 

@@ -1,9 +1,9 @@
 """Open a weight-update session for a trainer that does not open one: slime, which was made for SGLang 0.5.15.
 
-From 0.5.23 on, tensors outside a session are refused, and over a process group refused before they are received: the
-trainer would wait in its broadcast for ever. Such a trainer pauses the engine, sends, and lets it continue, so its
-session opens at the first tensors and closes when it lets generation continue. Sessions that the trainer opens itself
-are left alone.
+From 0.5.23 on, SGLang refuses tensors outside a session. Over a process group it refuses them before it receives them,
+so the trainer would wait in its broadcast for ever. Such a trainer pauses the engine, sends, and lets generation
+continue. So the session opens at the first tensors and closes when generation continues. Sessions that the trainer
+opens itself are not touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class PushSession:
     """
 
     def __init__(self, begin: Any, end: Any) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
         self.opened = False
 
     def hooks(self) -> Iterator[tuple[str, Callable, str]]:

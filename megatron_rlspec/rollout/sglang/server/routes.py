@@ -103,7 +103,7 @@ async def _one(asked: schemas.RequestBody) -> dict[str, Any]:
         "output_ids": answer["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         "finish": meta["finish_reason"],
-        # Without spans a sample that lived through a push counts as drawn by the older weights.
+        # Without spans, a sample that was running during a push counts as generated under the older weights.
         "weight_versions": meta["weight_versions"]
         if _sglang.spans
         else [{"version": began, "start": 0, "end": len(answer["output_ids"])}],
@@ -165,16 +165,16 @@ def add_routes(app: FastAPI) -> None:
         router.add_api_route(
             f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=_described(schema)
         )
-    every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
     router.add_api_route(
-        "/{rest:path}", answering(unknown), methods=every, response_model=None, include_in_schema=False
+        "/{rest:path}", answering(unknown), methods=methods, response_model=None, include_in_schema=False
     )
     app.include_router(router)
     guard.close_to_other_sites(app)
 
 
 def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
-    """The request's part of /openapi.json."""
+    """Return the description of the request for /openapi.json."""
     found = schema.model_json_schema()
     if not issubclass(schema, schemas.ScopeQuery):
         return {"requestBody": {"content": {"application/json": {"schema": found}}}}

@@ -1,4 +1,4 @@
-"""Schemas of the routes below /rlspec, and one plain sentence for each way in which a body breaks its schema.
+"""Schemas of the routes below /rlspec, and one plain sentence for each mistake in a body.
 
 Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. Imports neither torch nor SGLang.
 """
@@ -88,7 +88,7 @@ class GenerateBody(Strict):
 
 
 class AbortBody(Strict):
-    """Which requests to end; without `ids`, all of them."""
+    """The requests to abort; without `ids`, all of them."""
 
     ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
 
@@ -330,7 +330,7 @@ def _place(path: Sequence[int | str]) -> str:
 
 
 def _fields(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[str]:
-    """Return the fields that a body may hold at `path`."""
+    """Yield the fields that a body may hold at `path`."""
     for part in path:
         if isinstance(part, int):
             continue

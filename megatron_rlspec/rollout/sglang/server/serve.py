@@ -68,11 +68,11 @@ def parser() -> argparse.ArgumentParser:
         epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
         allow_abbrev=False,
     )
-    spec = SpecSection()  # whose defaults these are, too
+    spec = SpecSection()  # has the defaults of these options
     p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
     p.add_argument("--port", type=int, default=30000, help="port to listen on")
-    p.add_argument("--api-key", default="", help=f"key that every request must bear; better in {KEY}")
+    p.add_argument("--api-key", default="", help=f"key that every request must carry; better set in {KEY}")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter")
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--num-steps", type=int, default=spec.num_steps, help="drafter passes per round, at the start if adaptive"
     )
     p.add_argument(
-        "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="what adaptive may choose from"
+        "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="step counts for --spec adaptive"
     )
     p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
     p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
@@ -141,7 +141,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
 
 @cache
 def _scratch() -> Path:
-    """The directory of this engine's sockets and files, removed when the process ends in whatever way."""
+    """Return the directory of this engine's sockets and files. It is removed however the process ends."""
     directory = scratch.current()
     if directory is None:
         directory = scratch.make()
@@ -158,7 +158,7 @@ def _check_model(options: argparse.Namespace) -> None:
 
 
 def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, list[int]]:
-    """SGLang's command line, the plugin's settings, and the numbers of steps that the engine may switch between.
+    """Return SGLang's command line, the plugin's settings, and the step counts that the engine may switch between.
 
     Raises ServeError for options that exclude each other. Writes nothing.
     """
@@ -194,7 +194,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         try:
             steps |= {int(part) for part in options.candidate_steps.split(",") if part}
         except ValueError:
-            raise ServeError(f"--candidate-steps {options.candidate_steps}: want integers and commas") from None
+            raise ServeError(f"--candidate-steps {options.candidate_steps}: expected integers and commas") from None
     if schedule is not None:
         used = {config for row in schedule.configs for config in row}
         if any(config.topk > 1 for config in used):
@@ -330,7 +330,7 @@ def _name_shared_memory(directory: Path) -> None:
 
 
 def _fork_children() -> None:
-    """Fork SGLang's processes, safe without CUDA: a spawned one imports SGLang again, half of the start-up."""
+    """Fork SGLang's processes, which is safe without CUDA. A spawned one imports SGLang again: half of the start-up."""
     from sglang.srt.entrypoints import engine
 
     inner = engine._set_envs_and_config
@@ -344,7 +344,7 @@ def _fork_children() -> None:
 
 def _register_models(path: str) -> None:
     """Import the one or two model files that are needed instead of SGLang's 250."""
-    # Asked for models of some other package, SGLang looks at its own only when an architecture is unknown.
+    # With an external model package set, SGLang imports its own models only if an architecture is unknown.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
 
@@ -359,7 +359,7 @@ def _register_models(path: str) -> None:
 
 
 def _listening(options: argparse.Namespace) -> bool:
-    """In place of SGLang's warm-up, whose generation a CPU engine does not need: wait until the server listens."""
+    """Wait until the server listens. This replaces SGLang's warm-up, whose generation a CPU engine does not need."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -367,7 +367,7 @@ def _listening(options: argparse.Namespace) -> bool:
         try:
             _ask(options, "nothing")
         except urllib.error.HTTPError:
-            break  # Not found, but answered.
+            break  # the route does not exist, but the server answered
         except OSError:
             time.sleep(0.05)
     http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
@@ -384,7 +384,7 @@ def _ask(options: argparse.Namespace, path: str) -> Any:
 
 
 def _confirm(options: argparse.Namespace) -> None:
-    """End the engine if the plugin is not in force: SGLang only logs a plugin that failed, and goes on without it."""
+    """End the engine if the plugin is not active. SGLang only logs the failure of a plugin and continues without it."""
     problem = ""
     try:
         answer = _ask(options, "rlspec/control/describe")
@@ -404,7 +404,7 @@ def _confirm(options: argparse.Namespace) -> None:
 
 
 def _treat_interrupt_as_terminate() -> None:
-    """SGLang ends on SIGTERM; on SIGINT its HTTP server stops while its other processes run on."""
+    """Treat SIGINT as SIGTERM. On SIGINT, SGLang stops its HTTP server, but not its other processes."""
     from sglang.srt.entrypoints import http_server
 
     loop = http_server._global_state.tokenizer_manager.event_loop

@@ -36,7 +36,7 @@ _PROBE_SECONDS = 5.0  # for a trainer's store to answer before a scheduler may w
 
 
 class _Push:
-    """The weight update that is open, if one is, and the memory through which its buckets pass."""
+    """The open weight update, if there is one, and the memory that holds its buckets."""
 
     def __init__(self) -> None:
         self.scope: Scope | None = None
@@ -46,9 +46,9 @@ class _Push:
         self._shared = torch.empty(0, dtype=torch.uint8)
 
     def memory(self, size: int) -> torch.Tensor:
-        """`size` bytes that SGLang's scheduler processes can map; the same ones for every bucket.
+        """Return `size` bytes that SGLang's scheduler processes can map; the same memory serves every bucket.
 
-        Fresh pages cost more than the copy into them.
+        Allocating new pages costs more than the copy into them.
         """
         if self._shared.numel() < size:
             self._shared = torch.empty(size, dtype=torch.uint8).share_memory_()
@@ -101,7 +101,8 @@ async def bucket(request: Request) -> JSONResponse:
             landed = _push.memory(len(body))
             landed.numpy()[:] = memoryview(body)
             return await _load(landed, query)
-        landed, at = _push.memory(size), 0
+        landed = _push.memory(size)
+        at = 0
         view = landed.numpy().data
         async for part in request.stream():
             if at + len(part) > size:
@@ -134,7 +135,8 @@ def _read(path: str, limit: int) -> torch.Tensor:
             if about.st_size > limit:
                 raise Refusal(413, f"{schemas.plain(path)} has {about.st_size} bytes; expected at most {limit}")
             landed = _push.memory(about.st_size)
-            view, at = landed.numpy().data, 0
+            view = landed.numpy().data
+            at = 0
             while at < about.st_size:
                 count = os.readv(descriptor, [view[at:]])
                 if not count:
@@ -148,7 +150,7 @@ def _read(path: str, limit: int) -> torch.Tensor:
 
 
 async def join(request: Request) -> JSONResponse:
-    """{"address", "port", "size", "group", "backend"}: meet the trainer, rank 0, in a process group."""
+    """Join the trainer, rank 0, in a process group: {"address", "port", "size", "group", "backend"}."""
     parse_query(schemas.Nothing, request.query_params.multi_items())
     asked = parse(schemas.JoinBody, await read_body(request))
     arguments = manager().server_args
@@ -194,7 +196,7 @@ def _find_store(address: str, port: int) -> None:
         else:
             answered.append(True)
 
-    thread = threading.Thread(target=ask, daemon=True)  # torch bounds no wait for a peer that never answers
+    thread = threading.Thread(target=ask, daemon=True)  # torch has no time limit for a peer that never answers
     thread.start()
     thread.join(_PROBE_SECONDS)
     if answered != [True]:
@@ -202,7 +204,7 @@ def _find_store(address: str, port: int) -> None:
 
 
 async def receive(request: Request) -> JSONResponse:
-    """{"group", "names", "dtypes", "shapes"}: as `bucket`, broadcast by the trainer one by one."""
+    """Load a bucket that the trainer broadcasts tensor by tensor: {"group", "names", "dtypes", "shapes"}."""
     query = _query(request, schemas.BucketQuery)
     asked = parse(schemas.ReceiveBody, await read_body(request))
     counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
@@ -235,8 +237,8 @@ async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONRespons
         )
         for entry in entries
     ]
-    # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each gets a pickle of its
-    # own, because the handle of the memory can be taken once.
+    # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each process gets its own
+    # pickle, because a handle of shared memory can be opened only once.
     parts = {"flattened_tensor": landed, "metadata": metadata}
     payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(manager().server_args.tp_size)]
     message = _sglang.tensors(_SELECTOR[query.scope], query.version, payloads)
@@ -244,7 +246,7 @@ async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONRespons
 
 
 async def _served() -> ServedTensors:
-    """Return what the engine holds; asked of the scheduler once, since names and shapes never change."""
+    """Return what the engine holds. The scheduler is asked once, since names and shapes never change."""
     if _push.served is None:
         found = await run_command("shapes", {})
         _push.served = ServedTensors(found["shapes"], frozenset(found["drafter"]), found["elements"], found["unnamed"])
@@ -252,7 +254,7 @@ async def _served() -> ServedTensors:
 
 
 class _alone:
-    """Refuse a request of a push while another one is carried out."""
+    """Refuse a request of a push while another one is being carried out."""
 
     async def __aenter__(self) -> None:
         if _push.lock.locked():
