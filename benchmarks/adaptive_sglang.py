@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ from bigram_model import VOCAB, checkpoint, worse_drafter
 from megatron_rlspec.rollout import profile
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
@@ -68,7 +70,9 @@ def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[fl
     ]
     texts = {}
     start = time.perf_counter()
-    with requests.post(f"{engine.url}/rlspec/generate", json={"requests": wanted}, stream=True, timeout=600) as answer:
+    bearer = {"Authorization": f"Bearer {os.environ[KEY]}"}
+    url = f"{engine.url}/rlspec/generate"
+    with requests.post(url, json={"requests": wanted}, headers=bearer, stream=True, timeout=600) as answer:
         for line in answer.iter_lines(chunk_size=None):
             found = json.loads(line)
             texts[found["id"]] = found["output_ids"]
@@ -76,6 +80,11 @@ def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[fl
     if [len(texts[w["id"]]) for w in wanted] != list(lengths):
         raise SystemExit("an engine did not emit the tokens that it was asked for")
     return seconds, [texts[w["id"]] for w in wanted]
+
+
+def share_a_key() -> None:
+    """Give this process, `rlspec profile` in it and the engines that it starts one key for requests."""
+    os.environ.setdefault(KEY, secrets.token_urlsafe(32))
 
 
 _serial = itertools.count()
@@ -202,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error(f"--contestants {args.contestants}: plain and others among {','.join(CONTESTANTS)}")
     args.longest = args.longest or (96 if args.quick else 192)
     os.environ["OMP_NUM_THREADS"] = "1"
+    share_a_key()
     lengths = long_tail(args.samples, args.longest)
     conditions = {
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",

@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,10 +135,11 @@ def serve_options(plan: Plan, requests: int, memory: float) -> list[str]:
 
 def decode(plan: Plan, folder: Path, figures: Figures) -> None:
     """Compare contestants on one speculating engine with a second engine that was launched without speculation."""
-    from megatron_rlspec.rollout.sglang.client.launcher import launch
-    from megatron_rlspec.rollout.sglang.settings import KEY
+    from adaptive_sglang import share_a_key
 
-    os.environ.setdefault(KEY, os.urandom(24).hex())  # `rlspec profile` reads it there
+    from megatron_rlspec.rollout.sglang.client.launcher import launch
+
+    share_a_key()
     steps = ",".join(map(str, plan.steps))
     adaptive = ["--spec", "adaptive", "--candidate-steps", steps, "--num-steps", str(max(plan.fixed))]
     most = max(plan.batches)
@@ -260,10 +260,9 @@ def push(plan: Plan, folder: Path, figures: Figures) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     options = [*serve_options(plan, 4, 0.6), "--spec", "fixed", "--num-steps", "1"]
     shared = _roomy("/dev/shm", 1 << 30) or str(folder)
-    with (
-        launch(folder / "model", folder / "pushed.log", arguments=options) as process,
-        tempfile.TemporaryDirectory(dir=shared) as room,
-    ):
+    room = Path(shared, folder.name)  # gpu_smoke.py removes it
+    room.mkdir()
+    with launch(folder / "model", folder / "pushed.log", arguments=options) as process:
         process.wait()
         ways = {"http": Http(), "files": Files(room), "group over gloo": GroupBroadcast(backend="gloo")}
         version = 0
@@ -294,11 +293,13 @@ def _roomy(directory: str, needed: int) -> str:
 
 def train(plan: Plan, folder: Path, figures: Figures) -> None:
     """Take three steps with and without the drafter, on one rank, and follow the rounds of one long response."""
+    from megatron_rlspec import environment
     from megatron_rlspec.config import Config
     from megatron_rlspec.mtp.predict import walk
     from megatron_rlspec.train import dry_run
     from megatron_rlspec.train.step import Trainer
 
+    environment.prepare(os.environ)
     shape = _train_shape(plan)
     configs = {}
     for name, trained in (("policy and drafter", True), ("policy alone", False)):

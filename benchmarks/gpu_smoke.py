@@ -27,12 +27,14 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,10 +230,13 @@ def captures(log: str) -> tuple[int, float, float]:
 # ---- running ------------------------------------------------------------------------------------------------------
 
 
-def run_part(name: str, command: Sequence[str], rows_file: Path, limit: float) -> tuple[dict[str, Any], list[Row]]:
+def run_part(
+    name: str, command: Sequence[str], rows_file: Path, limit: float, settle: float = 5.0
+) -> tuple[dict[str, Any], list[Row]]:
     """Run one part in a process of its own: how it ended, and the rows that it had written by then.
 
-    At its limit the part is killed with everything that it started.
+    At its limit of `limit` seconds the part is killed. Its engines end by themselves within `settle` seconds, and their
+    memory is free for the next part.
     """
     began = time.monotonic()
     log = rows_file.with_suffix(".log")
@@ -248,6 +253,7 @@ def run_part(name: str, command: Sequence[str], rows_file: Path, limit: float) -
     ended: dict[str, Any] = {"state": "done", "seconds": round(time.monotonic() - began, 1), "why": ""}
     if code is None:
         ended |= {"state": "out of time", "why": f"took longer than {limit:.0f} s"}
+        time.sleep(settle)
     elif code:
         ended |= {"state": "failed", "why": _last_line(log, f"exit code {code}")}
     lines = rows_file.read_text().splitlines() if rows_file.exists() else []
@@ -368,28 +374,46 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@contextmanager
+def scratch(parent: Path | None) -> Iterator[Path]:
+    """Make the run's directory, and remove it at the end with that of the same name in /dev/shm, which `push` makes."""
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-", dir=parent) as folder:
+        try:
+            yield Path(folder)
+        finally:
+            shutil.rmtree(Path("/dev/shm") / Path(folder).name, ignore_errors=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts. Exit status: 0 if all of them ended, 1 if one did not, 2 for a mistake."""
+    """Run the parts. Exit status: 0 if all of them ended, 1 if one did not, 2 for a mistake, 130 for Ctrl-C."""
     args = parsed(argv)
+    try:
+        return measure(args, sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("gpu_smoke: interrupted", file=sys.stderr)
+        return 130
+
+
+def measure(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the parts, show and write what they found."""
     plan = planned(cpu=args.cpu, quick=args.quick, layers=args.layers)
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    arguments = sys.argv[1:] if argv is None else argv
+    console = Console(width=None if sys.stdout.isatty() else 180, markup=False, highlight=False)
     found: dict[str, Any] = {
         "conditions": conditions(plan, arguments),
         "plan": asdict(plan),
         "parts": {},
         "rows": [],
     }
-    with tempfile.TemporaryDirectory(prefix="gpu-smoke-", dir=args.folder) as folder:
-        for name, rows in run(plan, args.parts, Path(folder), found):
+    with scratch(args.folder) as folder:
+        for name, rows in run(plan, args.parts, folder, found):
             ended = found["parts"][name]
             line = f"{name}: {ended['state']} in {ended['seconds']:.0f} s, {len(rows)} figures. {ended['why']}"
-            console.print(line, markup=False)
+            console.print(line)
             if args.json:
                 files.write(args.json, json.dumps(found, indent=1) + "\n")
     console.print(table_of(found))
     for name, value in found["conditions"].items():
-        console.print(f"{name}: {value}", markup=False, highlight=False)
+        console.print(f"{name}: {value}")
     ended_well = all(ended["state"] == "done" for ended in found["parts"].values())
     return 0 if ended_well and all(row["state"] != "failed" for row in found["rows"]) else 1
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from adaptive_sglang import PROMPT, SHARPNESS, rollout
+from adaptive_sglang import PROMPT, SHARPNESS, rollout, share_a_key
 from bigram_model import checkpoint, worse_drafter
 from synthetic import conditions
 
@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches, gaps, samples = ((1, 64), (1, 64), 5) if args.quick else ((1, 8, 64), (1, 16, 64, 256), 15)
     samples = args.starts or samples
     os.environ["OMP_NUM_THREADS"] = "1"
+    share_a_key()
     told = conditions(model=f"{args.layers} layers of {args.hidden}, float32", starts=f"at least {samples} each")
     print("conditions:", "; ".join(f"{k} {v}" for k, v in told.items()), flush=True)
     config, tensors = checkpoint(SHARPNESS, args.layers, args.hidden)

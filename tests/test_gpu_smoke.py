@@ -111,7 +111,7 @@ def test_what_was_measured_stays_however_a_part_ends(smoke, tmp_path, end, state
 def test_the_others_go_on_after_a_part_that_failed(smoke, tmp_path, monkeypatch):
     ends = {"model": "failed", "train": "out of time"}
 
-    def run_part(name, command, rows_file, limit):
+    def run_part(name, command, rows_file, limit, settle=0):
         return {"state": ends.get(name, "done"), "seconds": 1.0, "why": "why"}, [row(part=name)]
 
     monkeypatch.setattr(smoke, "run_part", run_part)
