@@ -31,7 +31,7 @@ Limits of the table:
   Transformers' in megatron-core's own classes.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
   were compared with Transformers' modules. megatron-core 0.16.1 has no delta net for packed sequences.
-- `LlamaForCausalLMEagle3` is the external drafter of EAGLE-3, under the names that ModelOpt gives it. It has no target.
+- `LlamaForCausalLMEagle3` is the external drafter of EAGLE-3, under ModelOpt's names only. It has no target.
 - Inside slime, Megatron and slime load the policy. Families are trained there that are not in the column "trained"
   ([slime](slime.md)).
 - Engines of families that are not "pushed" take pushes, too. They are checked by what their loaders were given
