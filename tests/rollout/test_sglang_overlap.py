@@ -38,6 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
 
 
+@pytest.fixture(autouse=True)
+def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the key to clients that know an address only."""
+    monkeypatch.setenv("RLSPEC_API_KEY", KEY)
+
+
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     arguments = [*SERVE, *same.LAUNCHES["plain"]]
