@@ -97,7 +97,8 @@ def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> 
     slopes = {"random": rng.uniform(-DRIFT, DRIFT, segments), "rising": [DRIFT] * segments}.get(
         walk, [-DRIFT] * segments
     )
-    value, path = first, []
+    value = first
+    path = []
     for slope in slopes:
         path.append(np.clip(value + slope * np.arange(PER) / PER, 0.0, 0.95))
         value = float(np.clip(value + slope, 0.0, 0.95))
@@ -120,12 +121,16 @@ def replay(
     rule = SpecRule(candidates, decide)
     index = {config: i for i, config in enumerate(candidates)}
     drafters = Drafters(batch)
-    chosen, part, read = np.empty(rounds, int), np.ones(rounds), 0
+    chosen = np.empty(rounds, int)
+    part = np.ones(rounds)
+    read = 0
     for t in range(rounds):
         config = rule.choose(batch, int(context[t]), drafters.missed)
         accepted, owed = drafters.round(config, rule.catch_up, rates[t], rng)
         rule.observe(config, accepted, batch - len(accepted))
-        chosen[t], part[t], read = index[config], rule.catch_up / batch, read + owed
+        chosen[t] = index[config]
+        part[t] = rule.catch_up / batch
+        read = read + owed
 
     at = np.arange(rounds)
     off = index[OFF]
@@ -164,8 +169,10 @@ def replay(
 
 def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
     """Measure median microseconds of `choose` and of `observe` at this batch."""
-    rule, rng = SpecRule(decide.configs(), decide), np.random.default_rng(0)
-    choosing, observing = [], []
+    rule = SpecRule(decide.configs(), decide)
+    rng = np.random.default_rng(0)
+    choosing = []
+    observing = []
     for t in range(3000):
         start = time.perf_counter()
         rule.choose(batch, batch * (500 + t))
@@ -183,12 +190,15 @@ class Engine:
 
     def __init__(self, decide: CostTable, score: CostTable) -> None:
         self.rule = SpecRule(decide.configs(), decide, start=SpecConfig(3))
-        self.score, self.rng, self.drafters = score, np.random.default_rng(0), Drafters(0)
+        self.score = score
+        self.rng = np.random.default_rng(0)
+        self.drafters = Drafters(0)
 
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
         if len(self.drafters.behind) != batch:  # a new set of requests, whose prompts the drafter has read
             self.drafters = Drafters(batch)
-        configs, ms = [], 0.0
+        configs = []
+        ms = 0.0
         for _ in range(rounds):
             config = self.rule.choose(batch, batch * length, self.drafters.missed)
             rates = np.full(config.num_steps, rate)

@@ -48,7 +48,8 @@ STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule wants 7
 FIXED = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in (0, 1, 2, 3, 5)}
 CONTESTANTS = ("plain", *FIXED, "stock", "ours")
 NOISE = {"good": 0.0, "middling": 0.2, "useless": 1.0}
-SHARPNESS, PROMPT = 16.0, 8
+SHARPNESS = 16.0
+PROMPT = 8
 
 
 def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
@@ -94,7 +95,8 @@ class Contestants:
     """The two engines, and the contestant that decides on the speculating one."""
 
     def __init__(self, spec: SGLangEngine, plain: SGLangEngine, table: Path, layers: int) -> None:
-        self.spec, self.plain = spec, plain
+        self.spec = spec
+        self.plain = plain
         self.adapter = Adapter(STEPS, str(table), layers, 0.0, margin=0.01, probe_share=0.01)
         self.rounds: dict[str, list[RoundStats]] = {}
 
@@ -164,7 +166,8 @@ def overhead(table: CostTable, most: int) -> dict[int, float]:
     """Compute the share of a round that choosing and observing take, by batch, at the cheapest round of the table."""
     found = {}
     for batch in (1, most):
-        rule, took = SpecRule(table.configs(), table), []
+        rule = SpecRule(table.configs(), table)
+        took = []
         for t in range(2000):
             start = time.perf_counter()
             rule.choose(batch, batch * (64 + t % 512))
@@ -178,7 +181,8 @@ def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -
     """Return the aims, each with the measured figure. Intervals decide where two contestants are close."""
     aims = {}
     for drafter, row in found.items():
-        ahead, behind = row["ours / stock"], row["ours / best fixed"]
+        ahead = row["ours / stock"]
+        behind = row["ours / best fixed"]
         aims[f"{drafter} drafter: ours ahead of SGLang's rule ({ahead[0]:.3f} x)"] = ahead[1] > 1.0
         aims[
             f"{drafter} drafter: not below the best fixed choice, {row['best']}, by more than the interval "

@@ -50,7 +50,8 @@ def conversion(gigabytes: float, room: Path) -> dict[str, Any]:
             "peak_bytes": peak,
             "peak_over_layer": peak / layer,
         }
-    first, second = read_hf(room / "hf")[1], read_hf(room / "back")[1]
+    first = read_hf(room / "hf")[1]
+    second = read_hf(room / "back")[1]
     found["exact"] = set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
     return found
 
@@ -114,7 +115,8 @@ def main() -> None:
     for row in found["conversions"]:
         ways = (f"{way} {row[way]['seconds']:.1f} s, peak {row[way]['peak_bytes'] / 1e6:.0f} MB"
                 for way in ("to_megatron", "to_hf"))  # fmt: skip
-        size, layer = row["bytes"] / 1e9, row["layer_bytes"] / 1e6
+        size = row["bytes"] / 1e9
+        layer = row["layer_bytes"] / 1e6
         print(f"{size:.2f} GB (layer {layer:.0f} MB): {'; '.join(ways)}; plain copy {row['copy_seconds']:.1f} s")
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1) + "\n")

@@ -57,8 +57,11 @@ def flops(shape: dict, batch: PackedBatch, depth: int) -> tuple[float, float]:
 
     The head runs on trained positions only; the drafter's needs no weight gradient: 4 instead of 6 V H per position.
     """
-    h, ffn, vocab = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
-    q, kv = shape["num_attention_heads"] * 64, shape["num_key_value_heads"] * 64
+    h = shape["hidden_size"]
+    ffn = shape["intermediate_size"]
+    vocab = shape["vocab_size"]
+    q = shape["num_attention_heads"] * 64
+    kv = shape["num_key_value_heads"] * 64
     lengths = np.diff(batch.cu_seqlens_padded.numpy()).astype(float)
     tokens = lengths.sum()
     layer = 6 * tokens * (h * (q + 2 * kv) + q * h + 3 * h * ffn) + 6 * q * (lengths**2).sum()
@@ -116,7 +119,8 @@ def policy_forwards(shape: dict, depth: int) -> dict[str, int]:
     """Count the policy's forward passes in one step with one micro-batch, by the drafter's loss."""
     counts = {}
     for loss in ("ce", "forward_kl"):
-        side, calls = trainer(shape, depth, loss=loss), []
+        side = trainer(shape, depth, loss=loss)
+        calls = []
         side.policy.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         side.train_step(batch_of(2, 16, 48, shape["vocab_size"], depth), objective="sft")
         counts[loss] = len(calls)
@@ -128,7 +132,9 @@ def head_memory(rows: int, hidden: int, vocab: int) -> float:
     torch.set_num_threads(2)
     states = torch.randn(rows, hidden, requires_grad=True)
     states.grad = torch.zeros(rows, hidden)
-    head, labels, weight = torch.randn(vocab, hidden), torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    head = torch.randn(vocab, hidden)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    weight = torch.ones(rows)
     drafter_loss(states[:8], head, labels[:8], weight[:8])[0].backward()  # libraries' own buffers
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     drafter_loss(states, head, labels, weight)[0].backward()
@@ -138,8 +144,10 @@ def head_memory(rows: int, hidden: int, vocab: int) -> float:
 def masking(hidden: int, vocab: int, repeats: int) -> dict[str, float]:
     """Compare head time with one row in eight trained to that with all rows trained; and the share of FLOPs."""
     rows = 2048
-    states, head = torch.randn(rows, hidden, requires_grad=True), torch.randn(vocab, hidden)
-    labels, everything = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    states = torch.randn(rows, hidden, requires_grad=True)
+    head = torch.randn(vocab, hidden)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    everything = torch.ones(rows)
     few = (torch.arange(rows) % 8 == 0).float()
     ratios = []
     for _ in range(repeats + 1):

@@ -47,7 +47,9 @@ class FixedTree:
     """A budget that verifies each sample's n best candidates and records how many were accepted."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.scores, self.accepted = n, [], []
+        self.n = n
+        self.scores = []
+        self.accepted = []
 
     def keep(self, scores: np.ndarray, depth: np.ndarray, context_tokens: int, limit: int) -> np.ndarray:
         return top(scores, min(self.n, limit))
@@ -193,7 +195,8 @@ def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
     from megatron_rlspec.rollout.sglang.client.launcher import launch
 
     model = checkpoint(SHARPNESS["high"], options.layers, options.hidden)
-    steps, rows = options.steps, []
+    steps = options.steps
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_hf(Path(folder) / "model", *model)
         serve = f"--device cpu --dtype float32 --spec adaptive --candidate-steps 0,{steps} --num-steps {steps}"
@@ -204,7 +207,8 @@ def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"\nSGLang on the CPU, {options.layers} layers of {options.hidden}")
             print("batch  contestant        tokens/s  × SGLang, same configuration")
             for batch in (1, 8, 64):
-                calls, sampling = {}, Sampling(max_new_tokens=options.tokens, ignore_eos=True)
+                calls = {}
+                sampling = Sampling(max_new_tokens=options.tokens, ignore_eos=True)
                 for spec in (OFF, SpecConfig(steps)):
                     ours = Contestant(model, spec, options.tokens)
 
@@ -229,7 +233,8 @@ def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
     """Fit cost and acceptance of trees, from fixed trees on prompts of their own."""
-    rounds, acceptance = [], AcceptanceMap(window=1e9)
+    rounds = []
+    acceptance = AcceptanceMap(window=1e9)
     for n in FIXED[:: 1 if not options.quick else 3]:
         budget = FixedTree(n)
         contestant = Contestant(model, TREE, options.tree_tokens, budget)
@@ -278,14 +283,16 @@ def trees(options: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in (8, 32) if options.quick else (1, 8, 64):
             found = scored(model, batch, FIXED[::3] if options.quick else FIXED, options)
             for name in (found["best"], "one n per round", "one budget per round", "off"):
-                taken, contestant = found["times"][name], found["contestants"][name]
+                taken = found["times"][name]
+                contestant = found["contestants"][name]
                 row = {"part": "trees", "acceptance": level, "batch": batch, "contestant": name}
                 row["tokens_per_second"] = batch * options.tree_tokens / float(np.median(taken))
                 row["tokens_per_round"] = contestant.tokens_per_round()
                 row["tokens_per_verified"] = contestant.committed / contestant.verified
                 row["over_best_fixed"] = ratio(found["times"][found["best"]], taken)
                 rows.append(row)
-                speed, tokens = row["tokens_per_second"], row["tokens_per_round"]
+                speed = row["tokens_per_second"]
+                tokens = row["tokens_per_round"]
                 print(
                     f"{level:10s}  {batch:5d}  {name:20s} {speed:10.0f} {tokens:10.2f}  "
                     f"{row['tokens_per_verified']:18.2f}  {shown(row['over_best_fixed'])}"

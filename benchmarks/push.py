@@ -166,7 +166,8 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
                 limit[name].append(measure())
     limit["group"] = limit["http"]
     for name in ways:
-        seconds, best = statistics.median(updates[name][1:]), statistics.median(limit[name][1:])
+        seconds = statistics.median(updates[name][1:])
+        best = statistics.median(limit[name][1:])
         rates = {"update": size / seconds / 1e9, "limit": size / best / 1e9}
         found[name] = {"gigabytes_per_second": rates, "update_over_limit": best / seconds}
     found["verify_seconds"] = statistics.median(checks)

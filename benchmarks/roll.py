@@ -48,7 +48,8 @@ def uneven_lengths(sequences: int, total: int, unit: int) -> list[int]:
 
 def messages(roll: Callable[[], Any]) -> int:
     """Count the messages that all ranks together send during one call."""
-    sent, isend = [0], dist.isend
+    sent = [0]
+    isend = dist.isend
 
     def counted(*args: Any, **options: Any) -> Any:
         sent[0] += 1
@@ -86,7 +87,8 @@ def ratio_of_medians(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, 
 
 
 def compare(sequences: int, total: int, size: int, repetitions: int) -> dict[str, Any]:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    group = dist.group.WORLD
     lengths = uneven_lengths(sequences, total, 2 * size)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
@@ -144,7 +146,8 @@ def work(rank: int, size: int, meeting: str, total: int, repetitions: int, targe
         row = compare(sequences, total, size, repetitions)
         rows.append(row)
         if rank == 0:
-            ms, sent = row["ms"], row["messages"]
+            ms = row["ms"]
+            sent = row["messages"]
             ratio = {name: f"{r:.1f} ({low:.1f} to {high:.1f})" for name, (r, low, high) in row["ratio"].items()}
             print(
                 f"{sequences:9d} | {ms['megatron 1']:10.2f} {ms['ours 1']:7.2f} {ratio['1']:>20} | "

@@ -103,7 +103,8 @@ def watch(pid: int, peaks: dict[str, int]) -> None:
             return
         for process in processes:
             try:
-                line, memory = " ".join(process.cmdline()), process.memory_info()
+                line = " ".join(process.cmdline())
+                memory = process.memory_info()
                 name = "trainer" if "megatron_rlspec.cli" in line else "engine" if "sglang" in line else "other"
                 now[name] = now.get(name, 0) + memory.rss
             except psutil.Error:

@@ -46,7 +46,8 @@ def measure(engine: SGLangEngine, rest: SpecConfig, batch: int, gap: int, sample
     """Measure extra ms of starting and of stopping, and ms of resting rounds, of at least `samples` starts."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cycles = max(1, min(samples, 600 // (gap + TURN)))
-    edges, at = [0], PROMPT
+    edges = [0]
+    at = PROMPT
     for _ in range(cycles):
         edges += [batch * (at + gap), batch * (at + gap + TURN)]
         at += gap + TURN

@@ -48,8 +48,10 @@ def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[s
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    h, i = config["hidden_size"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    h = config["hidden_size"]
+    i = config["intermediate_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
     by_end = {
         "embed_tokens.weight": (config["vocab_size"], h),
         "lm_head.weight": (config["vocab_size"], h),

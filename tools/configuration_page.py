@@ -47,7 +47,8 @@ An http(s) address gets the same four as a JSON object by POST, and answers a nu
 
 def page() -> str:
     """The whole page."""
-    lines, section = [HEAD], ""
+    lines = [HEAD]
+    section = ""
     theirs: dict[str, list[str]] = {}
     for name, ours in upstream.OURS.items():
         theirs.setdefault(ours, []).append(f"`{name}`")

@@ -37,8 +37,11 @@ def step(rng: random.Random, count: int, name: str, things: str) -> tuple[str, s
 
 
 def problem(rng: random.Random) -> dict[str, str]:
-    name, things, count = rng.choice(NAMES), rng.choice(THINGS), rng.randint(3, 60)
-    question, answer = [f"{name} has {count} {things}."], []
+    name = rng.choice(NAMES)
+    things = rng.choice(THINGS)
+    count = rng.randint(3, 60)
+    question = [f"{name} has {count} {things}."]
+    answer = []
     steps = rng.randint(2, 6)
     while len(answer) < steps:
         drawn = step(rng, count, name, things)

@@ -55,8 +55,11 @@ def initial(config: dict, seed: int) -> Iterator[tuple[str, Tensor]]:
     standard deviation 0.5) and twelve layers train at a high rate from the first step.
     """
     generator = torch.Generator().manual_seed(seed)
-    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    hidden = config["hidden_size"]
+    ffn = config["intermediate_size"]
+    head = config["head_dim"]
+    q = config["num_attention_heads"] * head
+    kv = config["num_key_value_heads"] * head
 
     def normal(rows: int, columns: int, std: float = 0.05) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * std

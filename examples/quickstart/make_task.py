@@ -28,7 +28,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
 KEYS = (string.ascii_lowercase + string.ascii_uppercase)[:48]
 VOCABULARY = [PAD, EOS, UNKNOWN, *"=,#", *string.digits, *KEYS]
 MOST_ITEMS = len(KEYS)
@@ -37,7 +39,8 @@ MOST_ITEMS = len(KEYS)
 def answer(keys: str, digits: list[int], slips: list[int]) -> tuple[str, str, str]:
     """Render (prompt, response, true total); `slips[i]` is added to the i-th running total."""
     prompt = "".join(f"{key}{digit}" for key, digit in zip(keys, digits, strict=True)) + "="
-    response, total = "", 0
+    response = ""
+    total = 0
     for key, digit, slip in zip(keys, digits, slips, strict=True):
         total = (total + digit + slip) % 10
         response += f"{key}{digit}={total},"
