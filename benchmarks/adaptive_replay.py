@@ -1,13 +1,14 @@
-"""Replay decode rounds over cost tables: decide on one profile, be scored on another, and compare with an oracle.
+"""Replay decode rounds over cost tables. The rule decides by one profile, another scores it, an oracle is the limit.
 
     python benchmarks/adaptive_replay.py [--quick] [--json FILE] [--perturbation 0.01] [--tables DECIDE SCORE]
 
-Without --tables the machines are rooflines from vendors' figures (simulated): two profiles of each, independently
-perturbed. With --tables each pair holds two measured profiles of one engine. The oracle knows the true acceptance of
-every round and the scoring table, and switches free of charge. Regret is 1 - (its time for the same tokens) / (ours).
+Without --tables the machines are rooflines from vendors' figures (simulated). Each machine has two profiles, which are
+perturbed independently. With --tables each pair is two measured profiles of one engine. The oracle uses the true
+acceptance of every round and the scoring table, and pays nothing for switches. Regret is 1 - (the oracle's time for the
+same tokens) / (the rule's time).
 
-After rounds without drafting the drafter reads the missed tokens as in SGLang: of those requests that the rule names.
-Only their drafts are accepted and observed, until the rule names all requests.
+After rounds without drafting the drafter reads the tokens that it missed, as in SGLang. It reads those of the requests
+that the rule names. Only their drafts are accepted and observed, until the rule names all requests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from megatron_rlspec.types import OFF, SpecConfig
 STEPS = (0, 1, 2, 3, 5)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
-ROUNDS, DRIFT, PER = 2000, 0.02, 100  # acceptance moves by up to DRIFT every PER rounds
+ROUNDS = 2000
+DRIFT = 0.02  # acceptance moves by up to DRIFT every PER rounds
+PER = 100
 SWITCH_MS = 0.1
 DECAY = 0.95  # a_d = a_1 * DECAY ** (d - 1)
 BAND = 0.02  # around break-even, where the sign of the decision is not judged
@@ -40,7 +43,7 @@ WALKS = ("random", "rising", "falling")
 
 @dataclass
 class Run:
-    """One (machine, batch, first acceptance): the regret of the rule and of fixed choices on the same rounds."""
+    """Hold the regret of the rule and of fixed choices on the same rounds, for one machine, batch and acceptance."""
 
     machine: str
     batch: int
@@ -56,15 +59,19 @@ class Run:
 
 
 def simulated_pair(name: str, perturbation: float, seed: int) -> tuple[CostTable, CostTable]:
+    """Make two independently perturbed profiles of one machine: the one that decides and the one that scores."""
     roofline = Roofline.of_hardware(*HARDWARE[name])
     provenance = Provenance("7B, one MTP layer", name, "bfloat16", "roofline", "-", "-", simulated=True)
-    tables = (
-        roofline.table(chains(STEPS), BATCHES, LENGTHS, provenance, systematic=perturbation, noise=perturbation, seed=s)
-        for s in (2 * seed, 2 * seed + 1)
-    )
-    return tuple(
-        CostTable(t.provenance, t.rounds, t.prefill, switch_ms=SWITCH_MS, catch_up_ms=t.catch_up_ms) for t in tables
-    )
+
+    def profile(seed: int) -> CostTable:
+        table = roofline.table(
+            chains(STEPS), BATCHES, LENGTHS, provenance, systematic=perturbation, noise=perturbation, seed=seed
+        )
+        return CostTable(
+            table.provenance, table.rounds, table.prefill, switch_ms=SWITCH_MS, catch_up_ms=table.catch_up_ms
+        )
+
+    return profile(2 * seed), profile(2 * seed + 1)
 
 
 class Drafters:
@@ -74,6 +81,7 @@ class Drafters:
         self.behind = np.zeros(batch, int)
 
     def missed(self, n: int) -> int:
+        """Count the missed tokens of the `n` requests that missed the fewest."""
         if n < len(self.behind):
             return int(np.partition(self.behind, n)[:n].sum())
         return int(self.behind.sum())
@@ -83,20 +91,22 @@ class Drafters:
         if config.off:
             self.behind += 1
             return [], 0
-        owed = self.missed(n)
+        read = self.missed(n)
         order = np.argsort(self.behind, kind="stable")
         accepted = np.cumprod(rng.random((n, config.num_steps)) < rates[: config.num_steps], axis=1).sum(axis=1)
         self.behind[order[:n]] = 0
         self.behind[order[n:]] += 1
-        return accepted.tolist(), owed
+        return accepted.tolist(), read
 
 
 def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> np.ndarray:
     """Draw a_1 of every round, between 0 and 0.95."""
     segments = -(-rounds // PER)
-    slopes = {"random": rng.uniform(-DRIFT, DRIFT, segments), "rising": [DRIFT] * segments}.get(
-        walk, [-DRIFT] * segments
-    )
+    slopes = {
+        "random": rng.uniform(-DRIFT, DRIFT, segments),
+        "rising": np.full(segments, DRIFT),
+        "falling": np.full(segments, -DRIFT),
+    }[walk]
     value = first
     path = []
     for slope in slopes:
@@ -108,6 +118,7 @@ def drifting(first: float, walk: str, rounds: int, rng: np.random.Generator) -> 
 def replay(
     machine: str, decide: CostTable, score: CostTable, batch: int, first: float, walk: str, rounds: int, seed: int
 ) -> Run:
+    """Replay one run, and compute the regret of the rule, of the known acceptance and of fixed choices."""
     rng = np.random.default_rng([seed, batch, int(1000 * first)])
     candidates = decide.configs()
     deepest = max(c.num_steps for c in candidates)
@@ -122,15 +133,15 @@ def replay(
     index = {config: i for i, config in enumerate(candidates)}
     drafters = Drafters(batch)
     chosen = np.empty(rounds, int)
-    part = np.ones(rounds)
-    read = 0
+    part = np.ones(rounds)  # share of the requests that draft
+    read = 0  # missed tokens that the drafter read
     for t in range(rounds):
         config = rule.choose(batch, int(context[t]), drafters.missed)
-        accepted, owed = drafters.round(config, rule.catch_up, rates[t], rng)
+        accepted, missed = drafters.round(config, rule.catch_up, rates[t], rng)
         rule.observe(config, accepted, batch - len(accepted))
         chosen[t] = index[config]
         part[t] = rule.catch_up / batch
-        read = read + owed
+        read += missed
 
     at = np.arange(rounds)
     off = index[OFF]
@@ -142,7 +153,7 @@ def replay(
         return float(1 - (emitted / best).sum() / took)
 
     def of_all(choice: np.ndarray) -> float:
-        """Requests whose drafters all catch up whenever one does."""
+        """Compute the regret if the drafter reads the missed tokens of all requests at every start."""
         drafting = np.flatnonzero(choice != off)
         last = drafting[-1] if len(drafting) else 0
         return regret(choice, np.ones(rounds), batch * int((choice[:last] == off).sum()))
@@ -186,7 +197,7 @@ def decision_time(decide: CostTable, batch: int) -> tuple[float, float]:
 
 
 class Engine:
-    """Rounds with a given acceptance. The scoring table charges their cost."""
+    """Run rounds with a given acceptance. The scoring table gives their cost."""
 
     def __init__(self, decide: CostTable, score: CostTable) -> None:
         self.rule = SpecRule(decide.configs(), decide, start=SpecConfig(3))
@@ -195,32 +206,35 @@ class Engine:
         self.drafters = Drafters(0)
 
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
-        if len(self.drafters.behind) != batch:  # a new set of requests, whose prompts the drafter has read
+        """Run `rounds` rounds of `batch` requests. Return the chosen configurations and the milliseconds."""
+        if len(self.drafters.behind) != batch:  # new requests; the drafter has read their prompts
             self.drafters = Drafters(batch)
         configs = []
         ms = 0.0
         for _ in range(rounds):
             config = self.rule.choose(batch, batch * length, self.drafters.missed)
             rates = np.full(config.num_steps, rate)
-            accepted, owed = self.drafters.round(config, self.rule.catch_up, rates, self.rng)
+            accepted, missed = self.drafters.round(config, self.rule.catch_up, rates, self.rng)
             self.rule.observe(config, accepted, batch - len(accepted))
             configs.append(config)
-            ms += self.score.ms(config, batch, batch * length) + self.score.catch_up_ms * owed
+            ms += self.score.ms(config, batch, batch * length) + self.score.catch_up_ms * missed
         return configs, ms
 
 
-def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
+def adversarial_cases(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
+    """Run the adversarial cases. Return their figures; `ok` is true where they are within the bounds."""
     decide, score = simulated_pair("H100", perturbation, seed)
     found: dict[str, dict[str, float | bool]] = {}
     for batch in (1, 8, 64):
         engine = Engine(decide, score)
         configs, _ = engine.run(100, batch, 0.0)
-        off_after = 100 - next((i for i, c in enumerate(configs[::-1]) if c.num_steps > 1), 100)
+        drafting = [i for i, c in enumerate(configs) if c.num_steps > 1]
+        off_after = drafting[-1] + 1 if drafting else 0
         engine.rule.report()
         late, ms = engine.run(3000, batch, 0.0)
         cost = ms / (3000 * score.ms(OFF, batch, batch * 1024)) - 1
         configs, _ = engine.run(1000, batch, 0.85)
-        on_after = next((i for i in range(950) if all(c.num_steps >= 3 for c in configs[i : i + 40])), 1000)
+        on_after = _first_stretch(configs, steps=3, length=40)
         found[f"zero acceptance, then recovery, batch {batch}"] = {
             "off_after_rounds": off_after,
             "probe_cost": cost,
@@ -256,7 +270,16 @@ def traps(perturbation: float, seed: int) -> dict[str, dict[str, float | bool]]:
     return found
 
 
+def _first_stretch(configs: Sequence[SpecConfig], steps: int, length: int) -> int:
+    """Find the first of 950 rounds at which `length` rounds of at least `steps` steps begin; 1000 if there is none."""
+    for i in range(950):
+        if all(c.num_steps >= steps for c in configs[i : i + length]):
+            return i
+    return 1000
+
+
 def summary(runs: Sequence[Run]) -> dict[str, float | str]:
+    """Compute means and worst values over runs."""
     regret = np.array([r.regret for r in runs])
     fixed = {name: float(np.mean([r.fixed_regret[name] for r in runs])) for name in runs[0].fixed_regret}
     best = min(fixed, key=fixed.__getitem__)
@@ -275,9 +298,18 @@ def summary(runs: Sequence[Run]) -> dict[str, float | str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer machines, batches and acceptances")
-    parser.add_argument("--json", type=Path, help="write every run to this file")
-    parser.add_argument("--tables", nargs=2, action="append", metavar=("DECIDE", "SCORE"), default=[])
-    parser.add_argument("--perturbation", type=float, default=0.01, help="how far two simulated profiles differ")
+    parser.add_argument("--json", type=Path, help="write all runs to this file")
+    parser.add_argument(
+        "--tables",
+        nargs=2,
+        action="append",
+        metavar=("DECIDE", "SCORE"),
+        default=[],
+        help="two measured profiles of one engine; may be given several times",
+    )
+    parser.add_argument(
+        "--perturbation", type=float, default=0.01, help="standard deviation by which each simulated profile is off"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
@@ -293,17 +325,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"candidates {' '.join(map(str, chains(STEPS)))}; each simulated profile is off by {args.perturbation:.1%} per"
     )
     print(f"config, per batch size and per cell (standard deviations); a switch costs {SWITCH_MS} ms\n")
-    head = ("machine", "regret: mean", "worst", "known a", "best fixed", "sign right", "switches", "probes")
+    head = ("machine", "regret: mean", "worst", "known accept", "best fixed", "sign right", "switches", "probes")
     print(f"{head[0]:24}" + "".join(f"{h:>13}" for h in head[1:]))
     runs: list[Run] = []
     for machine, (decide, score) in pairs.items():
         most = max(decide.batches())
-        own = [
-            replay(machine, decide, score, batch, float(a), WALKS[i % len(WALKS)], ROUNDS, args.seed)
-            for batch in batches
-            if batch <= most
-            for i, a in enumerate(acceptances)
-        ]
+        own = []
+        for batch in (b for b in batches if b <= most):
+            for i, acceptance in enumerate(acceptances):
+                walk = WALKS[i % len(WALKS)]
+                own.append(replay(machine, decide, score, batch, float(acceptance), walk, ROUNDS, args.seed))
         _print(machine, summary(own))
         runs += own
     total = summary(runs)
@@ -313,9 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = {batch: decision_time(decide, batch) for batch in (1, 32, 256)}
     print("\nmedian us per round, choose + observe: ", end="")
     print(", ".join(f"batch {b}: {c:.1f} + {o:.1f}" for b, (c, o) in times.items()))
-    trapped = traps(args.perturbation, args.seed)
+    cases = adversarial_cases(args.perturbation, args.seed)
     print()
-    for name, values in trapped.items():
+    for name, values in cases.items():
         shown = ", ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "ok")
         print(f"{'ok' if values['ok'] else 'MISSED':7}{name}: {shown}")
 
@@ -324,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "worst regret <= 3 %": total["worst"] <= 0.03,
         f"sign right >= 95 % outside {BAND:.0%}": total["sign"] >= 0.95,
         "decision <= 20 us": max(c for c, _ in times.values()) <= 20,
-        "every trap": all(v["ok"] for v in trapped.values()),
+        "all adversarial cases": all(v["ok"] for v in cases.values()),
     }
     print("\n" + "\n".join(f"{'ok' if met else 'MISSED':7}{aim}" for aim, met in aims.items()))
     if args.json:
@@ -332,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "aims": aims,
             "all": total,
             "decision_us": {b: {"choose": c, "observe": o} for b, (c, o) in times.items()},
-            "traps": trapped,
+            "adversarial_cases": cases,
             "runs": [vars(r) for r in runs],
         }
         args.json.write_text(json.dumps(result, indent=1, default=float) + "\n")

@@ -1,17 +1,23 @@
-"""Adaptive speculation in SGLang's real engine on a CPU, against plain decoding, fixed steps and SGLang's own rule.
+"""Compare adaptive speculation in SGLang's engine on a CPU with plain decoding, fixed steps and SGLang's own rule.
 
     python benchmarks/adaptive_sglang.py [--quick] [--json FILE]
 
-One engine speculates. In each run one contestant decides how: `off` (ours), `k0` (SGLang's step 0), fixed steps,
-`stock` (SGLang's own adaptive rule with its built-in steps per batch size), `ours` (the rule, by a cost table that
-`rlspec profile` has just measured on this engine). A second engine was launched without speculation: `plain`. All use
-the same position-keyed sampler. The workload is a long tail: most responses are short, a few are long, so the batch
-shrinks from many to one. Lengths are fixed by request, so every contestant emits the same tokens, and all texts are
+One engine speculates. In each run one contestant decides how:
+
+off     our configuration without drafting
+k0      SGLang's step 0
+k1 ...  a fixed number of steps
+stock   SGLang's own adaptive rule, with its built-in steps per batch size
+ours    our rule, by a cost table that `rlspec profile` measures on this engine first
+plain   a second engine, launched without speculation
+
+All use the same position-keyed sampler. The workload has a long tail: most responses are short, a few are long, so the
+batch shrinks from many to one. Each request has a fixed length, so all contestants emit the same tokens. All texts are
 compared. A good, a middling and a useless drafter are pushed in turn.
 
-Contestants run in turn within each repetition, in an order that rotates; ratios are medians over repetitions of
-plain's time / the contestant's within the same one, with the 95 % interval of their bootstrap. The first repetition of
-each drafter is not counted: ours and stock learn its acceptance there and keep it, as in training.
+Contestants run in turn within each repetition, in an order that rotates. A ratio is plain's time over the contestant's
+time in the same repetition. Printed are medians over repetitions with the 95 % interval of their bootstrap. The first
+repetition of each drafter is not counted: ours and stock learn its acceptance there and keep it, as in training.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
 
-STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule wants 7
+STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule uses 7
 FIXED = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in (0, 1, 2, 3, 5)}
 CONTESTANTS = ("plain", *FIXED, "stock", "ours")
 NOISE = {"good": 0.0, "middling": 0.2, "useless": 1.0}
@@ -53,13 +59,13 @@ PROMPT = 8
 
 
 def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
-    """Draw response lengths: log-normal, half of them below a tenth of the longest, which is given."""
+    """Draw log-normal response lengths, scaled so that the longest is `longest`; none is below 4 tokens."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.0, samples)
     return np.maximum(4, np.round(longest * drawn / drawn.max())).astype(int).tolist()
 
 
 def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
-    """Run one rollout: (seconds, texts). Prompts and seeds are the same for every engine."""
+    """Run one rollout. Return its seconds and texts. Prompts and seeds are the same for every engine."""
     rng = np.random.default_rng(seed)
     wanted = [
         {
@@ -79,7 +85,7 @@ def rollout(engine: SGLangEngine, lengths: Sequence[int], seed: int) -> tuple[fl
             texts[found["id"]] = found["output_ids"]
     seconds = time.perf_counter() - start
     if [len(texts[w["id"]]) for w in wanted] != list(lengths):
-        raise SystemExit("an engine did not emit the tokens that it was asked for")
+        raise SystemExit(f"{engine.url}: the lengths of the responses are not the requested ones")
     return seconds, [texts[w["id"]] for w in wanted]
 
 
@@ -92,7 +98,7 @@ _serial = itertools.count()
 
 
 class Contestants:
-    """The two engines, and the contestant that decides on the speculating one."""
+    """Run contestants: set the rule or schedule of the speculating engine, or use the plain one."""
 
     def __init__(self, spec: SGLangEngine, plain: SGLangEngine, table: Path, layers: int) -> None:
         self.spec = spec
@@ -101,6 +107,7 @@ class Contestants:
         self.rounds: dict[str, list[RoundStats]] = {}
 
     def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
+        """Run one rollout under contestant `name`. Return its seconds and texts."""
         if name == "plain":
             return rollout(self.plain, lengths, seed)
         if name == "ours":
@@ -150,11 +157,17 @@ def ratio(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, float]:
 
 
 def tokens_per_round(stats: Sequence[RoundStats]) -> float:
-    drawn = sum(sum(s.accepted) for s in stats)
-    return sum((1 + i) * n for s in stats for i, n in enumerate(s.accepted)) / drawn
+    """Compute committed tokens per request and round."""
+    drawn = 0
+    committed = 0
+    for s in stats:
+        drawn += sum(s.accepted)
+        committed += sum((1 + drafts) * count for drafts, count in enumerate(s.accepted))
+    return committed / drawn
 
 
 def shares(stats: Sequence[RoundStats]) -> str:
+    """Render the share of rounds of each configuration, without those below 0.5 %."""
     total = sum(s.rounds for s in stats)
     by: dict[SpecConfig, int] = {}
     for s in stats:
@@ -163,7 +176,7 @@ def shares(stats: Sequence[RoundStats]) -> str:
 
 
 def overhead(table: CostTable, most: int) -> dict[int, float]:
-    """Compute the share of a round that choosing and observing take, by batch, at the cheapest round of the table."""
+    """Measure choosing and observing as a share of the cheapest round of the table, by batch."""
     found = {}
     for batch in (1, most):
         rule = SpecRule(table.configs(), table)
@@ -178,7 +191,7 @@ def overhead(table: CostTable, most: int) -> dict[int, float]:
 
 
 def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -> dict[str, bool]:
-    """Return the aims, each with the measured figure. Intervals decide where two contestants are close."""
+    """Return for each aim, with its measured figure, whether it is met. Intervals decide where two are close."""
     aims = {}
     for drafter, row in found.items():
         ahead = row["ours / stock"]
@@ -197,7 +210,7 @@ def judged(found: Mapping[str, Mapping[str, Any]], spent: Mapping[int, float]) -
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer repetitions and a coarser cost table")
-    p.add_argument("--json", type=Path, help="write every figure to this file")
+    p.add_argument("--json", type=Path, help="write all figures to this file")
     p.add_argument("--layers", type=int, default=16, help="layers of the target; many, so that a drafter is cheap")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     p.add_argument("--samples", type=int, default=64, help="requests of a rollout")
@@ -206,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--repetitions", type=int, default=0, help="default: 9, or 3 with --quick")
     p.add_argument("--drafters", default=",".join(NOISE), help=f"among {','.join(NOISE)}")
-    p.add_argument("--contestants", default=",".join(CONTESTANTS), help="plain and others of the default")
+    p.add_argument("--contestants", default=",".join(CONTESTANTS), help="plain, and others of the default list")
     p.add_argument("--cost-table", type=Path, help="a table of this engine, instead of profiling")
     args = p.parse_args(argv)
     repetitions = args.repetitions or (3 if args.quick else 9)
@@ -244,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {}
             for version, drafter in enumerate(args.drafters.split(","), start=1):
                 spec.update_weights(version, worse_drafter(tensors, NOISE[drafter]).items(), scope="drafter")
-                # the acceptance of another drafter says nothing about this one: all learn again
+                # A new object: what was learnt of the last drafter does not hold for this one.
                 contestants = Contestants(spec, plain, table, args.layers)
                 seconds = compete(contestants, names, lengths, repetitions, 1000 * version)
                 found[drafter] = _report(drafter, seconds, contestants.rounds, sum(lengths))
@@ -263,7 +276,7 @@ def _profile(folder: Path, spec: SGLangEngine, steps: str, args: argparse.Namesp
     budget = ["--seconds", "30" if args.quick else "100", "--samples", "6" if args.quick else "12"]
     wanted = ["--batches", points, "--lengths", "16", "--steps", steps, *budget]
     if profile.main([str(table), "--url", spec.url, "--model", str(folder / "model"), *wanted]):
-        raise SystemExit("the engine could not be profiled")
+        raise SystemExit("rlspec profile failed on the speculating engine; its output is above")
     return table
 
 

@@ -1,8 +1,8 @@
-"""Random models whose acceptance is known by construction: nearly bigram targets, drafters that compute the bigram.
+"""Make random models with a known acceptance: targets that are nearly bigram models, drafters that compute the bigram.
 
 The target's layers are computed in full but add little to the embedding, so its next token depends on the last one.
-The scale of the head sets the entropy. The MTP layer passes on the embedding of the newest token, so its argmax is
-nearly the target's. Noise mixed into that embedding sets how often it is not.
+The scale of the head sets the entropy. The MTP layer returns the embedding of the newest token, so its argmax is nearly
+the target's. Noise mixed into that embedding lowers the acceptance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checkpoint(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make (config.json, tensors) of a MiMo whose MTP layer passes on the embedding; its layers add little to it.
+    """Make (config.json, tensors) of a MiMo whose MTP layer returns the embedding; its layers add little to it.
 
     `ffn` is three times `hidden` unless given. Numbers are drawn on `device`; tensors are on the CPU.
     """
@@ -70,7 +70,7 @@ def checkpoint(
 
 
 def worse_drafter(tensors: dict[str, torch.Tensor], noise: float) -> dict[str, torch.Tensor]:
-    """Make MTP tensors that mix a share `noise` of random directions into what the drafter passes on; 1: only noise."""
+    """Make MTP tensors that mix a share `noise` of random directions into the drafter's output; 1: only noise."""
     drafter = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(MTP)}
     mix = drafter[MTP + "input_proj.weight"]
     hidden = len(mix)

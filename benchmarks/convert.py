@@ -2,10 +2,10 @@
 
     python benchmarks/convert.py [--quick] [--json FILE] [--room DIRECTORY]
 
-Synthetic bf16 checkpoints of MiMo's shape (0.5 to 4 GB; --quick: 32 to 128 MB) go from Hugging Face's format to
-Megatron's torch_dist and back, each way in a process of its own. Peak is the growth of anonymous memory, sampled every
-5 ms. A plain copy of the same files is timed for comparison. One thread. The disk must hold three times the largest
-checkpoint. The tensors that come back are compared bit for bit.
+Synthetic bf16 checkpoints of MiMo's shape (0.5 to 4 GB; --quick: 32 to 128 MB) are converted from Hugging Face's format
+to Megatron's torch_dist and back. Each direction runs in a process of its own, on one thread. Peak is the growth of
+anonymous memory, sampled every 5 ms. A plain copy of the same files is timed for comparison. After the round trip the
+tensors are compared bit for bit. The disk needs room for three times the largest checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron_rlspec.weights.convert import convert, plan
 
 
 def conversion(gigabytes: float, room: Path) -> dict[str, Any]:
+    """Measure both conversions of one checkpoint, and a plain copy of its files."""
     config, tensors = model(gigabytes)
     write_hf(room / "hf", config, tensors)
     layer = sum(t.nbytes for n, t in tensors.items() if ".layers.0." in n)
@@ -40,7 +41,7 @@ def conversion(gigabytes: float, room: Path) -> dict[str, Any]:
     os.sync()
     found["copy_seconds"] = time.perf_counter() - began
     shutil.rmtree(room / "copy")
-    context = multiprocessing.get_context("spawn")  # memory that this process has freed must not count
+    context = multiprocessing.get_context("spawn")  # a new process: memory that this one has freed must not count
     for name, source, target in (("to_megatron", "hf", "megatron"), ("to_hf", "megatron", "back")):
         with context.Pool(1) as pool:
             seconds, peak = pool.apply(_timed_conversion, (room / source, room / target))
@@ -96,7 +97,7 @@ def _anonymous() -> int:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="small checkpoints")
-    options.add_argument("--json", metavar="FILE", help="write the figures there too")
+    options.add_argument("--json", metavar="FILE", help="write the figures to this file")
     options.add_argument(
         "--room", metavar="DIRECTORY", help="where to write; default: the system's temporary directory"
     )
@@ -113,8 +114,9 @@ def main() -> None:
         assert found["conversions"][-1]["exact"], "the round trip changed bits"
     print(json.dumps(found, indent=1))
     for row in found["conversions"]:
-        ways = (f"{way} {row[way]['seconds']:.1f} s, peak {row[way]['peak_bytes'] / 1e6:.0f} MB"
-                for way in ("to_megatron", "to_hf"))  # fmt: skip
+        ways = []
+        for way in ("to_megatron", "to_hf"):
+            ways.append(f"{way} {row[way]['seconds']:.1f} s, peak {row[way]['peak_bytes'] / 1e6:.0f} MB")
         size = row["bytes"] / 1e9
         layer = row["layer_bytes"] / 1e6
         print(f"{size:.2f} GB (layer {layer:.0f} MB): {'; '.join(ways)}; plain copy {row['copy_seconds']:.1f} s")

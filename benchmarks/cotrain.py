@@ -2,10 +2,13 @@
 
     python benchmarks/cotrain.py [--quick] [--json FILE]
 
-Overhead is (t_on - t_off) / t_off over the drafter's share of FLOPs, F_drafter / F_policy (docs/design.md, Loss cost):
-1 means that its FLOPs cost as much as the policy's. Steps alternate; figures are medians with bootstrapped intervals.
-Also: forward passes of the policy with a KD loss, memory of the drafter's head against the number of tokens, and the
-time that masking saves the head on a batch of long prompts. Gloo on a CPU, one rank, float32.
+Overhead is (t_on - t_off) / t_off, divided by the drafter's share of FLOPs, F_drafter / F_policy (docs/design.md, Loss
+cost). 1 means that a FLOP of the drafter takes as long as one of the policy. Steps alternate; figures are medians with
+bootstrapped intervals. Gloo on a CPU, one rank, float32. Printed besides:
+
+- forward passes of the policy per step, by the drafter's loss
+- memory of the drafter's head, by the number of rows
+- the share of the head's time that masking saves when one position in eight is trained
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ def model(hidden: int, layers: int, vocab: int) -> dict:
 
 
 def flops(shape: dict, batch: PackedBatch, depth: int) -> tuple[float, float]:
-    """(policy, drafter) of one step: matrix products and attention scores, forward and backward.
+    """Compute (policy, drafter) FLOPs of one step: matrix products and attention scores, forward and backward.
 
-    The head runs on trained positions only; the drafter's needs no weight gradient: 4 instead of 6 V H per position.
+    Heads run on trained positions only. The drafter's head needs no weight gradient: 4 instead of 6 V H per position.
     """
     h = shape["hidden_size"]
     ffn = shape["intermediate_size"]
@@ -72,6 +75,7 @@ def flops(shape: dict, batch: PackedBatch, depth: int) -> tuple[float, float]:
 
 
 def batch_of(sequences: int, prompt: int, response: int, vocab: int, depth: int) -> list[PackedBatch]:
+    """Pack random sequences of equal length into one micro-batch."""
     draw = np.random.default_rng(0)
     samples = []
     for i in range(sequences):
@@ -88,12 +92,14 @@ def trainer(shape: dict, depth: int, **drafter: object) -> Trainer:
 
 
 def interval(values: np.ndarray) -> list[float]:
+    """Compute the 95 % interval of the median by bootstrap."""
     draw = np.random.default_rng(0)
     medians = np.median(draw.choice(values, (2000, len(values))), axis=1)
     return np.quantile(medians, [0.025, 0.975]).tolist()
 
 
 def overhead(shape: dict, depth: int, repeats: int) -> dict:
+    """Measure the step with and without the drafter, alternating."""
     batches = batch_of(8, 64, 192, shape["vocab_size"], depth)
     sides = {"off": trainer(shape, depth, train=False), "on": trainer(shape, depth)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -128,21 +134,21 @@ def policy_forwards(shape: dict, depth: int) -> dict[str, int]:
 
 
 def head_memory(rows: int, hidden: int, vocab: int) -> float:
-    """Measure MiB that the drafter's loss takes beyond its inputs and its gradient, in a process of its own."""
+    """Measure MiB that the drafter's loss takes beyond its inputs and its gradient. Call it in a process of its own."""
     torch.set_num_threads(2)
     states = torch.randn(rows, hidden, requires_grad=True)
     states.grad = torch.zeros(rows, hidden)
     head = torch.randn(vocab, hidden)
     labels = torch.zeros(rows, dtype=torch.int64)
     weight = torch.ones(rows)
-    drafter_loss(states[:8], head, labels[:8], weight[:8])[0].backward()  # libraries' own buffers
+    drafter_loss(states[:8], head, labels[:8], weight[:8])[0].backward()  # so that libraries allocate their buffers now
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     drafter_loss(states, head, labels, weight)[0].backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
 def masking(hidden: int, vocab: int, repeats: int) -> dict[str, float]:
-    """Compare head time with one row in eight trained to that with all rows trained; and the share of FLOPs."""
+    """Measure which share of the head's time is saved if one row in eight is trained, and state the share of FLOPs."""
     rows = 2048
     states = torch.randn(rows, hidden, requires_grad=True)
     head = torch.randn(vocab, hidden)

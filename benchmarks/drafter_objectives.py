@@ -2,11 +2,11 @@
 
     python benchmarks/drafter_objectives.py --run runs/quickstart [--quick] [--json FILE]
 
-Every variant starts from the same random drafter, sees the same demonstrations in the same order, and leaves the policy
-(the warm start) alone. Accept length is the embedded engine's: three drafts a round at temperature 1, position-keyed,
-the same prompts and seeds, so the texts are the same and only the drafts differ. "megatron" trains one layer as
-megatron-core unrolls it: every depth attends to its own inputs, at unshifted positions. One seed: differences below
-the interval are noise.
+Every variant starts from the same random drafter and trains on the same demonstrations in the same order. The policy
+(the warm start) does not change. The embedded engine measures the accept length: three drafts a round at temperature 1,
+position-keyed, the same prompts and seeds. So the texts are the same, and only the drafts differ. "megatron" trains one
+layer as megatron-core unrolls it: every depth attends to its own inputs, at unshifted positions. All runs use one seed:
+differences within the interval are noise.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The embedded engine against Hugging Face `generate` and SGLang on a CPU, and tree budgets against fixed trees.
+"""Compare the embedded engine with Hugging Face `generate` and SGLang on a CPU, and tree budgets with fixed trees.
 
     python benchmarks/embedded.py [--quick] [--json FILE] [--parts huggingface,sglang,trees,selection]
 
 huggingface  the same weights, prompts and machine, sampling at temperature 1: plain generation at batch 1, 8 and 64,
-             and assisted generation at batch 1, with an assistant as good as our drafter
+             and assisted generation at batch 1, with an assistant of the drafter's acceptance
 sglang       SGLang's own engine on the CPU (float32, over HTTP), without and with the drafter
 trees        one budget for the batch against one n per round (RLHFSpec) and the best fixed n, over acceptance and
              batch: tokens per verified token, tokens per second
 selection    RLHFSpec's table 1: the throughput of its selection as a share of the best fixed n in 2 to 48, by samples
 
-The models are random. Each target is nearly a bigram model and its drafter computes the bigram part exactly, so that
-the sharpness of the output distribution sets the acceptance; every layer is computed in full. Cost and acceptance are
-fitted on other prompts and seeds than the budgets are scored on. All contestants of a row run in turn, in one process,
-one thread; ratios are medians over medians with the 5 % and 95 % quantiles of their bootstrap. Texts of our own engine
-must be identical in every row. These are CPU figures: each verified token costs time here.
+The models are random. Each target is nearly a bigram model, and its drafter computes the bigram part exactly, so the
+sharpness of the output distribution sets the acceptance. Every layer is computed in full. Cost and acceptance are
+fitted on other prompts and seeds than those that score the budgets. All contestants of a row run in turn, in one
+process, on one thread. Ratios are medians over medians with the 5 % and 95 % quantiles of their bootstrap. Texts of the
+embedded engine must be identical in every row. These are CPU figures: on a CPU each verified token costs time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIXED = (2, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 class FixedTree:
-    """A budget that verifies each sample's n best candidates and records how many were accepted."""
+    """Verify the n best candidates of each sample, and record which were accepted."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -63,7 +63,7 @@ class FixedTree:
 
 
 class Contestant:
-    """One embedded engine under one configuration."""
+    """Run one embedded engine under one configuration."""
 
     def __init__(self, model: tuple[dict, dict], spec: SpecConfig, tokens: int, budget: Any = None) -> None:
         config, tensors = model
@@ -95,11 +95,13 @@ class Contestant:
 
 
 def requests(batch: int, seed: int) -> list[Request]:
+    """Draw `batch` random prompts of `PROMPT` tokens, with seeds of their own."""
     rng = np.random.default_rng(seed)
     return [Request(f"{i:02d}.", Prompt(i, rng.integers(0, VOCAB, PROMPT)), seed * 1000 + i) for i in range(batch)]
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Measure the seconds of one call. Return them and its result."""
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
@@ -135,6 +137,7 @@ def shown(found: tuple[float, float, float]) -> str:
 
 
 def huggingface(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare with Hugging Face's plain and assisted generation."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -191,6 +194,7 @@ def huggingface(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare with SGLang's engine on the CPU, without and with drafts."""
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.rollout.sglang.client.launcher import launch
 
@@ -232,7 +236,7 @@ def sglang(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
-    """Fit cost and acceptance of trees, from fixed trees on prompts of their own."""
+    """Fit cost and acceptance of trees to rounds of fixed trees, on prompts that nothing else uses."""
     rounds = []
     acceptance = AcceptanceMap(window=1e9)
     for n in FIXED[:: 1 if not options.quick else 3]:
@@ -242,11 +246,9 @@ def profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[Veri
             contestant(requests(batch, 900_000 + batch))
             contestant.engine.stats()
             contestant(requests(batch, 910_000 + batch))
-            rounds += [
-                (s.batch, s.context_tokens, s.batch * (n + 1), s.ms / s.rounds)
-                for s in contestant.engine.stats()
-                if s.rounds >= 4
-            ]
+            for s in contestant.engine.stats():
+                if s.rounds >= 4:
+                    rounds.append((s.batch, s.context_tokens, s.batch * (n + 1), s.ms / s.rounds))
         acceptance.observe(np.concatenate(budget.scores), np.concatenate(budget.accepted))
     return VerifyCost.fit(rounds), acceptance
 
@@ -269,12 +271,14 @@ _PROFILES: dict[int, tuple[VerifyCost, AcceptanceMap]] = {}
 
 
 def model_profile(model: tuple[dict, dict], options: argparse.Namespace) -> tuple[VerifyCost, AcceptanceMap]:
+    """Return the profile of a model; fit it at the first call."""
     if id(model) not in _PROFILES:
         _PROFILES[id(model)] = profile(model, options)
     return _PROFILES[id(model)]
 
 
 def trees(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare budgets with the best fixed n, over acceptance and batch."""
     rows = []
     print(f"\nTrees of {TREE.num_steps} steps and {TREE.topk} branches, {options.layers} layers of {options.hidden}")
     print("acceptance  batch  contestant             tokens/s  per round  per verified token  × best fixed n")
@@ -301,6 +305,7 @@ def trees(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def selection(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure RLHFSpec's table 1: its selection as a share of the best fixed n, by samples."""
     rows = []
     model = checkpoint(SHARPNESS["middling"], options.layers, options.hidden)
     print("\nSelection as a share of the best fixed n (RLHFSpec's table 1: 95.5 % to 99.9 % on their GPUs)")
@@ -323,7 +328,7 @@ PARTS = {"huggingface": huggingface, "sglang": sglang, "trees": trees, "selectio
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer repetitions and points")
-    p.add_argument("--json", type=Path, help="write the rows here")
+    p.add_argument("--json", type=Path, help="write the rows to this file")
     p.add_argument("--parts", default=",".join(PARTS), help=f"among {','.join(PARTS)}")
     p.add_argument("--layers", type=int, default=16, help="layers of the target; many, so that depth costs time")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
@@ -346,7 +351,9 @@ def main() -> None:
         "repetitions": options.repetitions,
     }
     print("conditions:", ", ".join(f"{k} {v}" for k, v in conditions.items()))
-    rows = [row for part in options.parts.split(",") for row in PARTS[part](options)]
+    rows = []
+    for part in options.parts.split(","):
+        rows += PARTS[part](options)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     if options.json:
         options.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")

@@ -2,11 +2,15 @@
 
     python benchmarks/push.py [--quick] [--json FILE] [--sglang]
 
-Pushes a model of about 1 GB (bf16, --quick: 64 MB) into one embedded engine in this process, and measures in the same
-run, alternating: a copy of the same tensors (the in-process limit) and the fingerprints by themselves. With --sglang
-also into a real `rlspec serve` process by every transport (float32), in turns with that transport's limit: one loopback
-TCP stream of the same bytes for http and for the gloo group, writing and reading the same file for files in /dev/shm.
-`profile` lists the functions that take an update's time. Medians; one thread; conditions are printed with the figures.
+A model of about 1 GB (bf16; --quick: 64 MB) is pushed into one embedded engine in this process. In turns with it are
+measured a copy of the same tensors, which is the limit in a process, and the fingerprints alone.
+
+With --sglang the model (float32) is also pushed into a real `rlspec serve` process by every transport, in turns with
+the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For files it is
+writing and reading the same file in /dev/shm.
+
+`profile` lists the functions that take most of an update's time. Figures are medians, on one thread. The conditions are
+printed with them.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from megatron_rlspec.weights.push import Pusher
 
 
 def alternate(repeats: int, **work: Callable[[], None]) -> dict[str, float]:
-    """Measure median seconds of each, in turns, so that a busy moment affects all of them."""
+    """Measure the median seconds of each function, in turns, so that other load affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for function in work.values():
         function()
@@ -49,6 +53,7 @@ def alternate(repeats: int, **work: Callable[[], None]) -> dict[str, float]:
 
 
 def in_process(gigabytes: float, repeats: int) -> dict[str, Any]:
+    """Measure a push into the embedded engine, its update alone, a copy, and the fingerprints alone."""
     config, tensors = model(gigabytes)
     size = sum(tensor.nbytes for tensor in tensors.values())
     engine = EmbeddedEngine(
@@ -149,9 +154,10 @@ def transports(gigabytes: float, repeats: int, room: Path) -> dict[str, Any]:
     ):
         process.wait()
         ways = {"http": Http(), "group": GroupBroadcast(), "files": Files(shared)}
-        pushers = {
-            name: Pusher({"engine": SGLangEngine.of(process, timeout=600, transport=way)}) for name, way in ways.items()
-        }
+        pushers = {}
+        for name, way in ways.items():
+            engine = SGLangEngine.of(process, timeout=600, transport=way)
+            pushers[name] = Pusher({"engine": engine})
         limits = {"http": lambda: size / loopback(size, 1), "files": lambda: through_file(tensors, Path(shared))}
         updates: dict[str, list[float]] = {name: [] for name in ways}
         limit: dict[str, list[float]] = {name: [] for name in limits}
@@ -188,7 +194,7 @@ def through_file(tensors: dict[str, torch.Tensor], directory: Path) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="small models, fewer repeats")
-    options.add_argument("--json", metavar="FILE", help="write the figures there too")
+    options.add_argument("--json", metavar="FILE", help="write the figures to this file")
     options.add_argument("--sglang", action="store_true", help="also push into a real SGLang process")
     chosen = options.parse_args()
     torch.set_num_threads(1)

@@ -2,10 +2,11 @@
 
     python benchmarks/roll.py [--quick] [--json FILE] [--cp 2] [--tokens 32768]
 
-Both roll the same zigzag shards by one, interleaved call by call; results must be bit-identical. A call's time is the
-slowest rank's. "4" rolls tokens, positions, labels and mask, as a multi-token-prediction layer does; "4 + tables" also
-builds our index tables, which one batch needs once. Ratios are medians over medians, with the 5 % and 95 % quantiles
-of the medians' bootstrap. These are CPU figures: on a GPU megatron-core's loop also synchronises with the host.
+Both roll the same zigzag shards by one. Calls are interleaved, and results must be bit-identical. The time of a call is
+that of the slowest rank. "4" rolls tokens, positions, labels and mask, as a multi-token-prediction layer does.
+"4 + tables" also builds our index tables, which are built once per batch. Ratios are medians over medians, with the 5 %
+and 95 % quantiles of the medians' bootstrap. These are CPU figures: on a GPU megatron-core's loop also synchronises
+with the host.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SEQUENCES = (1, 16, 64, 256)
 
 
 def uneven_lengths(sequences: int, total: int, unit: int) -> list[int]:
-    """Draw multiples of `unit` that sum to `total`: the first half longer, the second shorter, by up to a quarter."""
+    """Draw multiples of `unit` that sum to `total`. The first half is longer by up to a quarter, the second shorter."""
     lengths = np.full(sequences, total // sequences)
     half = sequences // 2
     extra = np.random.default_rng(1).integers(0, max(1, lengths[0] // 4), half) // unit * unit
@@ -53,12 +54,12 @@ def messages(roll: Callable[[], Any]) -> int:
 
     def counted(*args: Any, **options: Any) -> Any:
         sent[0] += 1
-        dist.distributed_c10d.isend = isend  # which calls itself by that name under the CPU stand-ins
+        dist.distributed_c10d.isend = isend  # under the CPU stand-ins `isend` calls this name again
         work = isend(*args, **options)
         dist.distributed_c10d.isend = counted
         return work
 
-    dist.isend = dist.distributed_c10d.isend = counted  # P2POp accepts only what the latter names
+    dist.isend = dist.distributed_c10d.isend = counted  # P2POp accepts only the function of that name
     roll()
     dist.isend = dist.distributed_c10d.isend = isend
     total = torch.tensor(sent)
@@ -87,6 +88,7 @@ def ratio_of_medians(slow: np.ndarray, fast: np.ndarray) -> tuple[float, float, 
 
 
 def compare(sequences: int, total: int, size: int, repetitions: int) -> dict[str, Any]:
+    """Measure both rolls on packed batches of `sequences` sequences. Every rank calls this."""
     rank = dist.get_rank()
     group = dist.group.WORLD
     lengths = uneven_lengths(sequences, total, 2 * size)
@@ -135,6 +137,7 @@ def compare(sequences: int, total: int, size: int, repetitions: int) -> dict[str
 
 
 def work(rank: int, size: int, meeting: str, total: int, repetitions: int, target: str) -> None:
+    """Run one rank: measure all numbers of sequences, print them on rank 0, and write them to `target`."""
     torch.set_num_threads(1)
     runtime.install()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
@@ -163,7 +166,7 @@ def work(rank: int, size: int, meeting: str, total: int, repetitions: int, targe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks")
     parser.add_argument("--tokens", type=int, default=32768, help="packed tokens of all ranks")
     options = parser.parse_args()

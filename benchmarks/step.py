@@ -1,11 +1,13 @@
 """Measure the overhead of a step: time outside generate, train and push; memory; time until the first rollout.
 
-`python benchmarks/step.py [--quick] [--json FILE]` starts `rlspec train` as the quickstart does, with the quickstart's
-configuration on a random model of the quickstart's shape (hence long responses and little reward), on two ranks and one
-SGLang engine on a machine without a GPU. `--quick`: the embedded engine on one rank, few short samples.
+    python benchmarks/step.py [--quick] [--json FILE] [--steps 8] [--staleness 0]
 
-Time to the first rollout is from the start of the command until engines are asked for training samples. A step is from
-one record to the next; time that belongs to no part is printed as "outside". Medians, without the first step.
+It starts `rlspec train` with the quickstart's configuration, on a random model of the quickstart's shape, with two
+ranks and one SGLang engine, on a machine without a GPU. A random model gives long responses and little reward. `--quick` uses
+the embedded engine on one rank, and few short samples.
+
+The time to the first rollout ends when engines are asked for training samples. A step lasts from one record to the
+next. "Outside" is the time of a step that belongs to no part. Figures are medians without the first step.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ PARTS = ("seconds_generate", "seconds_train", "seconds_push")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="the embedded engine, one rank, few short samples")
+    parser.add_argument("--steps", type=int, default=8, help="steps of the run; the first is not counted")
     parser.add_argument("--staleness", type=int, default=0, help="1: generation runs one step ahead of training")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), args.quick, args.steps, args.staleness)
@@ -48,6 +50,7 @@ def main() -> None:
 
 
 def measure(folder: Path, quick: bool, steps: int, staleness: int) -> dict[str, float | str]:
+    """Run `rlspec train` in `folder`, and compute the figures from its records and processes."""
     for script, *given in (
         ("make_task.py", "--out", folder / "task"),
         ("make_model.py", "--task", folder / "task", "--out", folder / "model"),
@@ -105,10 +108,14 @@ def watch(pid: int, peaks: dict[str, int]) -> None:
             try:
                 line = " ".join(process.cmdline())
                 memory = process.memory_info()
-                name = "trainer" if "megatron_rlspec.cli" in line else "engine" if "sglang" in line else "other"
+                name = "other"
+                if "megatron_rlspec.cli" in line:
+                    name = "trainer"
+                elif "sglang" in line:
+                    name = "engine"
                 now[name] = now.get(name, 0) + memory.rss
             except psutil.Error:
-                continue  # it has ended
+                continue  # the process has ended
         for name, bytes_ in now.items():
             peaks[name] = max(peaks.get(name, 0), bytes_)
         time.sleep(0.25)
@@ -117,7 +124,9 @@ def watch(pid: int, peaks: dict[str, int]) -> None:
 def show(found: dict[str, float | str]) -> None:
     table = Table("what", "value")
     for name, value in found.items():
-        text = value if isinstance(value, str) else f"{value:.1%}" if name.startswith("share") else f"{value:.4g}"
+        text = str(value)
+        if isinstance(value, float | int):
+            text = f"{value:.1%}" if name.startswith("share") else f"{value:.4g}"
         table.add_row(name, text)
     Console().print(table)
 

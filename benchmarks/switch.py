@@ -2,16 +2,19 @@
 
     python benchmarks/switch.py [--quick] [--json FILE]
 
-One engine; its schedule drafts nothing for a while (a rest), drafts three steps for a few rounds, and rests again. It
-rests by `off` (ours: no drafter pass, and one pass over the missed tokens when drafting starts) or by `k0` (SGLang's
-step 0: a drafter pass every round). Printed per batch and length of the rest, in ms: medians with the 95 % interval of
-their bootstrap of
+The schedule of one engine alternates between rounds without drafts (a rest) and a few rounds of three steps. A rest is
+one of
+
+off     our configuration: no drafter pass, and one pass over the missed tokens when drafting starts
+k0      SGLang's step 0: a drafter pass every round
+
+Printed per batch and length of the rest, in ms, are medians with the 95 % interval of their bootstrap:
 
 start   the first drafting round minus the median of the next ones; after off, it includes the missed tokens
 stop    the first resting round minus the median of the next ones
 round   a resting round
 
-The drafter is useless, so that every round advances each request by about one token.
+The drafter's acceptance is near zero, so every round advances each request by about one token.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ KINDS = ("start", "stop", "round")
 
 
 def measure(engine: SGLangEngine, rest: SpecConfig, batch: int, gap: int, samples: int) -> dict[str, list[float]]:
-    """Measure extra ms of starting and of stopping, and ms of resting rounds, of at least `samples` starts."""
+    """Measure extra ms of starting and of stopping, and ms of resting rounds, over at least `samples` starts."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cycles = max(1, min(samples, 600 // (gap + TURN)))
     edges = [0]
@@ -72,6 +75,7 @@ def measure(engine: SGLangEngine, rest: SpecConfig, batch: int, gap: int, sample
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Compute the median and the 95 % interval of its bootstrap."""
     rng = np.random.default_rng(0)
     medians = np.median(np.array(values)[rng.integers(0, len(values), (2000, len(values)))], axis=1)
     return statistics.median(values), *map(float, np.quantile(medians, [0.025, 0.975]))
@@ -80,7 +84,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="fewer batches, rests and samples")
-    p.add_argument("--json", type=Path, help="write every figure to this file")
+    p.add_argument("--json", type=Path, help="write all figures to this file")
     p.add_argument("--starts", type=int, default=0, help="starts of each kind; default: 15, or 5 with --quick")
     p.add_argument("--layers", type=int, default=16, help="layers of the target")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
@@ -89,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples = args.starts or samples
     os.environ["OMP_NUM_THREADS"] = "1"
     share_a_key()
-    told = conditions(model=f"{args.layers} layers of {args.hidden}, float32", starts=f"at least {samples} each")
-    print("conditions:", "; ".join(f"{k} {v}" for k, v in told.items()), flush=True)
+    described = conditions(model=f"{args.layers} layers of {args.hidden}, float32", starts=f"at least {samples} each")
+    print("conditions:", "; ".join(f"{k} {v}" for k, v in described.items()), flush=True)
     config, tensors = checkpoint(SHARPNESS, args.layers, args.hidden)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 print(f"{batch:5}  {name:>4} {gap:5}  {shown}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"conditions": told, "found": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"conditions": described, "found": found}, indent=1) + "\n")
     return 0
 
 

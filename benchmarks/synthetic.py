@@ -13,8 +13,12 @@ from megatron_rlspec.weights.names import name_table
 
 
 def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make (config.json, tensors) of MiMo's shape and about that size; layers are 3584 wide, as at 7B, if some fit."""
-    hidden = 3584 if gigabytes > 3 else 1536 if gigabytes > 0.5 else 512
+    """Make (config.json, tensors) of MiMo's shape and about that size. Above 3 GB layers are 3584 wide, as at 7B."""
+    hidden = 512
+    if gigabytes > 0.5:
+        hidden = 1536
+    if gigabytes > 3:
+        hidden = 3584
     config = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",

@@ -2,8 +2,8 @@
 
     {"question": "Mia has 7 apples. ...", "answer": "After ... <<7+5=12>>12 apples.\\n#### 12"}
 
-Two to six steps each; every intermediate count is a whole number from 1 to 999. gsm8k.toml reads these files and the
-real GSM8K alike.
+A problem has two to six steps. Every intermediate count is a whole number from 1 to 999. gsm8k.toml reads these files
+and the real GSM8K alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 999
 
 
 def step(rng: random.Random, count: int, name: str, things: str) -> tuple[str, str, int] | None:
-    """Draw (what happens, its calculation, the new count); None if the count would leave 1 to 999."""
+    """Draw (what happens, its calculation, the new count). Return None if the count cannot be divided."""
     kind = rng.choice("+-*/")
     if kind == "+":
         n = rng.randint(2, 60)
@@ -37,6 +37,7 @@ def step(rng: random.Random, count: int, name: str, things: str) -> tuple[str, s
 
 
 def problem(rng: random.Random) -> dict[str, str]:
+    """Draw one problem, with GSM8K's keys."""
     name = rng.choice(NAMES)
     things = rng.choice(THINGS)
     count = rng.randint(3, 60)
@@ -47,8 +48,8 @@ def problem(rng: random.Random) -> dict[str, str]:
         drawn = step(rng, count, name, things)
         if drawn is None or not 1 <= drawn[2] <= MOST:
             continue
-        told, calculation, count = drawn
-        question.append(told)
+        sentence, calculation, count = drawn
+        question.append(sentence)
         answer.append(f"Then {name} has {calculation}=<<{calculation}={count}>>{count} {things}.")
     question.append(f"How many {things} does {name} have in the end?")
     return {"question": " ".join(question), "answer": "\n".join([*answer, f"#### {count}"])}

@@ -1,4 +1,4 @@
-"""Write the simulated tables of this directory: rooflines from vendors' figures, without an engine, without noise.
+"""Write the simulated cost tables of this directory: rooflines from vendors' figures, without engine and noise.
 
 python examples/cost_tables/simulate.py
 """

@@ -1,5 +1,7 @@
-"""A loss, an advantage and a drafter's loss of one's own. README.md says how to use them; `megatron_rlspec.custom` has
-every field that the functions are given."""
+"""Define a loss, an advantage and a drafter's loss of your own. README.md says how to use them.
+
+`megatron_rlspec.custom` documents the fields of their arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from megatron_rlspec.custom import DrafterRows, PolicyTokens, RewardedGroup
 
 
 def reinforce(tokens: PolicyTokens) -> Tensor:
-    """Policy gradient without any ratio: -A log p. Returns `[T]`."""
+    """Compute the policy gradient loss without a ratio, -A log p. Returns `[T]`."""
     return -tokens.advantages * tokens.logprobs
 
 
 def ranks(group: RewardedGroup) -> np.ndarray:
-    """Advantages from the order of rewards alone, in [-1, 1]. Returns `[n]`; a failed reward gets 0."""
+    """Compute advantages in [-1, 1] from the order of the rewards alone. Returns `[n]`; a failed reward gets 0."""
     found = np.zeros(len(group.samples))
     judged = np.flatnonzero(group.known)
     if len(judged) > 1:
@@ -27,7 +29,7 @@ def ranks(group: RewardedGroup) -> np.ndarray:
 
 
 def mixed(rows: DrafterRows) -> Tensor:
-    """Half cross-entropy on the token, half KL(policy, draft). Returns `[C]`."""
+    """Compute half the cross-entropy on the token plus half KL(policy, draft). Returns `[C]`."""
     token = rows.draft_logprobs.gather(1, rows.tokens[:, None])[:, 0]
     divergence = (rows.policy_logprobs.exp() * (rows.policy_logprobs - rows.draft_logprobs)).sum(-1)
     return 0.5 * divergence - 0.5 * token

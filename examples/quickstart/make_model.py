@@ -1,8 +1,9 @@
 """Write a small MiMo with random weights: `python make_model.py --task DIR --out DIR`.
 
 MiMo's shape on disk: a Qwen2 decoder with one MTP layer. SGLang loads it as MiMoForCausalLM and drafts with the MTP
-layer; Transformers loads the decoder (`model_type` qwen2) and ignores the MTP tensors. Deep and narrow, because on a
-CPU a layer costs about the same whatever its width: only depth gives a one-layer drafter something to save.
+layer; Transformers loads the decoder (`model_type` qwen2) and ignores the MTP tensors. The model is deep and narrow: at
+these widths a layer costs about the same time on a CPU whatever its width, so only depth makes the drafter's one layer
+cheap beside the policy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
         "intermediate_size": args.ffn,
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.kv_heads,
-        "head_dim": args.hidden // args.heads,  # SGLang's MiMo supports no other
+        "head_dim": args.hidden // args.heads,  # SGLang's MiMo supports no other value
         "attention_bias": True,
         "hidden_act": "silu",
         "vocab_size": vocabulary,
@@ -49,10 +50,10 @@ def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> d
 
 
 def initial(config: dict, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Draw every tensor.
+    """Draw all tensors.
 
-    Projections into the residual stream are scaled down by the depth, so that the stream starts as the embedding (of
-    standard deviation 0.5) and twelve layers train at a high rate from the first step.
+    Projections into the residual stream are scaled down by the depth. So the stream starts as the embedding (standard
+    deviation 0.5), and twelve layers train at a high rate from the first step.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = config["hidden_size"]

@@ -4,12 +4,12 @@
     response   k3=3,l9=2,m4=6,#6
 
 The response walks through the prompt item by item: it looks up the key's digit, adds it to the running total modulo 10,
-and after the last item states the total, which is the label. One wrong step spoils everything after it. Keys run
-through the alphabet from a random letter, so they are predictable and the totals are not; the number of items is
-log-normal, so that a few answers are ten times as long as most.
+and after the last item states the total, which is the label. One wrong step makes every later total wrong. Keys run
+through the alphabet from a random letter, so they are predictable and the totals are not. The number of items is
+log-normal, so a few answers are ten times as long as most.
 
 The demonstrations contain slips: with probability `--slip` a total is off by one, and the rest of the answer follows
-from it. Whoever imitates them slips as often. Prompts and labels know nothing of slips: that is what RL can gain.
+from it. A model that imitates them slips as often. Prompts and labels contain no slips, so RL can remove them.
 
 Written: train.jsonl (prompt, response), rl.jsonl and eval.jsonl (prompt, label, metadata), no prompt twice, and a
 tokenizer with one token per character.
@@ -58,7 +58,7 @@ def draw(rng: random.Random, median: float, sigma: float, slip: float) -> tuple[
 
 
 def distinct(rng: random.Random, median: float, sigma: float, slip: float) -> Iterator[tuple[str, str, str, int]]:
-    """Yield tasks for ever, each prompt once, so that no two splits share one."""
+    """Yield tasks without end, each prompt once, so that no two splits share a prompt."""
     seen = set()
     while True:
         task = draw(rng, median, sigma, slip)
@@ -116,10 +116,14 @@ def main() -> None:
             prompt, _, label, items = next(tasks)
             yield {"prompt": prompt, "label": label, "metadata": {"items": items}}
 
+    def demonstrations(count: int) -> Iterator[dict]:
+        for _ in range(count):
+            prompt, response, _, _ = next(tasks)
+            yield {"prompt": prompt, "response": response}
+
     write_lines(args.out / "eval.jsonl", prompts(args.eval))
     write_lines(args.out / "rl.jsonl", prompts(args.rl))
-    demonstrations = ({"prompt": p, "response": r} for p, r, _, _ in (next(tasks) for _ in range(args.train)))
-    write_lines(args.out / "train.jsonl", demonstrations)
+    write_lines(args.out / "train.jsonl", demonstrations(args.train))
     write_tokenizer(args.out)
     print(f"{args.out}: {args.train} demonstrations, {args.rl} RL prompts, {args.eval} held-out prompts")
 

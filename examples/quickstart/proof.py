@@ -1,8 +1,8 @@
 """Print the quickstart's closing table: what RL, co-training and speculation gained.
 
 `python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control}, starts two engines on the final
-policy, one that speculates and one launched without speculation, and writes RUN_DIR/summary.json and report.png.
-Every comparison is side by side: the same weights, prompts and seeds, engines in turn.
+policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json and report.png. All
+comparisons use the same weights, prompts and seeds, and the engines run in turn.
 """
 
 from __future__ import annotations
@@ -70,18 +70,19 @@ def main() -> None:
 
 
 def draw(engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling, salt: int) -> list[Sample]:
+    """Draw one sample per prompt; `salt` sets ids and seeds."""
     requests = [Request(f"s{salt:04d}-p{i:05d}", p, seed=1000 * salt + i) for i, p in enumerate(prompts)]
     return engine.generate(requests, sampling)
 
 
 def rule_file(run: Path) -> Path:
-    """Read `spec_rule.json` of a run; before 0.2.0 it was called `policy.json`."""
+    """Return the path of `spec_rule.json` in a run. Before 0.2.0 the file was called `policy.json`."""
     path = run / "spec_rule.json"
     return path if path.exists() else run / "policy.json"
 
 
 def rewards(run: Path) -> dict:
-    """Compare held-out reward before the first and after the last step, with Wilson's 95 % interval."""
+    """Read the held-out reward before the first and after the last step, with Wilson's 95 % interval."""
     found = {}
     for event in read_records(run / "rl/events.jsonl"):
         if event["kind"] == "evaluation":
@@ -116,8 +117,13 @@ def predictions(run: Path) -> dict:
     }
 
 
+def accepted_drafts(sample: Sample) -> int:
+    """Count the accepted drafts of one sample."""
+    return sum(drafts * rounds for drafts, rounds in enumerate(sample.accepted))
+
+
 def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
-    """Measure tokens per round at three fixed steps. The drafter is exchanged; the text must stay the same."""
+    """Measure tokens per round at three fixed steps with each drafter. The texts must be the same with all of them."""
     engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     found: dict = {"accept_length_num_steps": 3}
     texts = {}
@@ -126,11 +132,11 @@ def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], s
         drafter = [(key, tensors[key]) for key in tensors if ".mtp_layers." in key]
         engine.update_weights(version, drafter, scope="drafter")
         if version > len(DRAFTERS):
-            break  # this only gives the engine its own drafter back
+            break  # the last push only restores the engine's own drafter
         samples = draw(engine, prompts, sampling, salt=1)
         texts[name] = [tuple(sample.response) for sample in samples]
         rounds = np.array([sum(s.accepted) for s in samples])
-        drafts = np.array([sum(i * n for i, n in enumerate(s.accepted)) for s in samples])
+        drafts = np.array([accepted_drafts(s) for s in samples])
         interval = stats.bootstrap(
             (rounds, drafts), lambda r, d, axis: 1 + d.sum(axis) / r.sum(axis), paired=True, rng=1, n_resamples=2000
         ).confidence_interval
@@ -149,7 +155,7 @@ def speeds(
         for key in sorted(engines, reverse=bool(repeat % 2)):
             began = time.perf_counter()
             tokens = sum(len(s.response) for s in draw(engines[key], prompts, sampling, salt=10 + repeat))
-            if repeat:  # the first repetition warms both up
+            if repeat:  # the first repetition is a warm-up
                 rates[key].append(tokens / (time.perf_counter() - began))
     ratios = np.divide(rates["spec"], rates["plain"])
     return {
@@ -163,13 +169,16 @@ def speeds(
 
 
 def show(summary: dict) -> None:
+    """Print the closing table."""
     table = Table(title=f"After {summary['steps']} GRPO steps")
-    for column in ("figure", "value", "95 % interval or range", "as hoped?"):
+    for column in ("figure", "value", "95 % interval or range", "as expected?"):
         table.add_column(column)
 
-    def row(text: str, key: str, spread: str = "", hoped: bool | None = None, form: str = "{:.3f}") -> None:
+    def row(text: str, key: str, spread: str = "", expected: bool | None = None, form: str = "{:.3f}") -> None:
         low_high = " … ".join(form.format(x) for x in summary[spread]) if spread else ""
-        verdict = "" if hoped is None else "[green]yes" if hoped else "[bold red]NO"
+        verdict = ""
+        if expected is not None:
+            verdict = "[green]yes" if expected else "[bold red]NO"
         table.add_row(text, form.format(summary[key]), low_high, verdict)
 
     row("held-out reward, first", "reward_first", "reward_first_interval")
@@ -178,8 +187,8 @@ def show(summary: dict) -> None:
     last, frozen, control = (summary[f"accept_length_{name}"] for name in DRAFTERS)
     row("accept length, co-trained drafter", "accept_length_last", "accept_length_last_interval", last > frozen)
     row("accept length, frozen warm-start drafter", "accept_length_frozen", "accept_length_frozen_interval")
-    hoped = last > control
-    row("accept length, control drafter", "accept_length_control", "accept_length_control_interval", hoped)
+    better = last > control
+    row("accept length, control drafter", "accept_length_control", "accept_length_control_interval", better)
     for name, text in (("rollout", "rollout"), ("long_tail", "long tail")):
         batch = summary[f"{name}_batch"]
         row(f"{text}, batch {batch}: tokens/s speculating", f"{name}_tokens_per_s_spec", form="{:.0f}")
@@ -188,7 +197,7 @@ def show(summary: dict) -> None:
         row(f"{text}, batch {batch}: speed-up", f"{name}_speedup", f"{name}_speedup_range", faster, "{:.2f}")
     if "prediction_error" in summary:
         text = f"tokens per round predicted one step ahead, {summary['predicted_steps']} steps"
-        row(f"{text}: mean absolute error", "prediction_error", hoped=summary["prediction_error"] <= 0.1)
+        row(f"{text}: mean absolute error", "prediction_error", expected=summary["prediction_error"] <= 0.1)
         row("the same, assuming the last rollout's rates", "last_value_error")
         row("the same, without calibration", "uncalibrated_error")
     for part in ("generate", "push", "train"):
@@ -198,6 +207,7 @@ def show(summary: dict) -> None:
 
 
 def plot(run: Path, summary: dict) -> None:
+    """Draw report.png: curves of the run, and the closing comparisons."""
     records = read_records(run / "rl/metrics.jsonl")
     steps = [record["step"] + 1 for record in records]
     figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(14, 7.5), layout="constrained")
@@ -225,6 +235,7 @@ def plot(run: Path, summary: dict) -> None:
 
 
 def bars(axes: plt.Axes, summary: dict, labels: dict[str, str], title: str) -> None:
+    """Draw one bar per label, with its 95 % interval."""
     values = np.array([summary[key] for key in labels.values()])
     intervals = np.array([summary[f"{key}_interval"] for key in labels.values()]).T
     axes.bar(list(labels), values, yerr=np.abs(intervals - values), capsize=5, color="tab:blue", alpha=0.8)
