@@ -6,8 +6,8 @@ A model of about 1 GB (bf16; --quick: 64 MB) is pushed into one embedded engine 
 measured a copy of the same tensors, which is the limit in a process, and the fingerprints alone.
 
 With --sglang the model (float32) is also pushed into a real `rlspec serve` process by every transport, in turns with
-the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For files it is
-writing and reading the same file in /dev/shm.
+the transport's limit. For http and the gloo group the limit is one loopback TCP stream of the same bytes. For files it
+is writing and reading the same file in /dev/shm.
 
 `profile` lists the functions that take most of an update's time. Figures are medians, on one thread. The conditions are
 printed with them.

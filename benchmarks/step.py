@@ -3,8 +3,8 @@
     python benchmarks/step.py [--quick] [--json FILE] [--steps 8] [--staleness 0]
 
 It starts `rlspec train` with the quickstart's configuration, on a random model of the quickstart's shape, with two
-ranks and one SGLang engine, on a machine without a GPU. A random model gives long responses and little reward. `--quick` uses
-the embedded engine on one rank, and few short samples.
+ranks and one SGLang engine, on a machine without a GPU. A random model gives long responses and little reward. With
+`--quick` the engine is the embedded one, on one rank, and samples are few and short.
 
 The time to the first rollout ends when engines are asked for training samples. A step lasts from one record to the
 next. "Outside" is the time of a step that belongs to no part. Figures are medians without the first step.

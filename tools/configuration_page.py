@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the options themselves: python tools/configuration_page.py"""
+"""Write docs/configuration.md from the options of `megatron_rlspec.config`: python tools/configuration_page.py"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ An http(s) address gets the same four as a JSON object by POST, and answers a nu
 
 
 def page() -> str:
-    """The whole page."""
+    """Render the page."""
     lines = [HEAD]
     section = ""
     theirs: dict[str, list[str]] = {}
@@ -67,7 +67,7 @@ def page() -> str:
 
 
 def row(option: Option, theirs: list[str]) -> str:
-    """One line of the table."""
+    """Render one row of the table."""
     cells = (
         f"`{option.name}`",
         f"`{option.shown}`" if option.shown else "",

@@ -1,4 +1,4 @@
-"""`rlspec convert` as a script: python tools/convert_checkpoint.py --help"""
+"""Run `rlspec convert` as a script: python tools/convert_checkpoint.py --help"""
 
 import sys
 

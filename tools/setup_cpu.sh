@@ -27,9 +27,9 @@ stamp=.venv/installed-$(sha256sum "${locks[@]}" pyproject.toml setup.py | sha256
 echo "setup: installing $(grep -c == "${locks[0]}") pinned packages into .venv (once, a few minutes)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 rm -f .venv/installed-*
-# --no-deps: the lock is complete, and SGLang's own pins ask for a torch without a CPU build.
+# --no-deps: the lock is complete, and SGLang pins a torch that has no CPU build.
 install -r "${locks[0]}"
-# Asked of the metadata: a CUDA build cannot be imported before its libraries are there.
+# This reads the metadata, because a CUDA build of torch cannot be imported before its libraries are installed.
 if .venv/bin/python -c 'import sys; from importlib.metadata import requires
 sys.exit(not any(need.startswith("nvidia-") for need in requires("torch") or ()))'; then
     [ "$found" = 3.12 ] || stop "pip took a CUDA build of torch; point pip at PyTorch's CPU wheels for torch==2.13.0 and run again"

@@ -3,7 +3,7 @@
 # runs these tests: slime and Megatron-LM at the commits that docs/slime-conformance.md names, slime's own patch of
 # Megatron, a virtual environment with this package, and the SGLang that slime pins in a folder of its own.
 #   RLSPEC_SLIME, RLSPEC_SLIME_MEGATRON   repositories or checkouts to copy the commits from, in place of GitHub's
-# What is there already stays; a folder whose set-up broke off is completed by the next run.
+# Finished parts are not repeated. If a run is interrupted, the next run completes the folder.
 set -euo pipefail
 slime_commit=624b824a898ab0ec1fcb4d373004c7f3852bf515
 megatron_commit=1dcf0dafa884ad52ffb243625717a3471643e087
@@ -16,7 +16,7 @@ command -v git >/dev/null || fail "git not found"
 mkdir -p "$folder" || fail "$folder cannot be made"
 folder=$(cd "$folder" && pwd)
 
-# fetch NAME SOURCE COMMIT: a checkout of one commit, complete or not there
+# fetch NAME SOURCE COMMIT: check one commit out; the folder appears when the checkout is complete
 fetch() {
   local to=$folder/$1 part=$folder/.$1.part error
   [[ -d $to ]] && return
@@ -31,7 +31,7 @@ fetch() {
   mv "$part" "$to"
 }
 
-# absolute SOURCE: a folder's absolute path, or an address as it is
+# absolute SOURCE: print a folder's absolute path, or an address unchanged
 absolute() { if [[ -d $1 ]]; then (cd "$1" && pwd); else echo "$1"; fi; }
 
 fetch slime "$(absolute "${RLSPEC_SLIME:-https://github.com/THUDM/slime}")" $slime_commit

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# MiMo-7B-RL on one machine of 8 GPUs, training and engines in turn on the same ones. slime's own speculative recipe, with
-# `rlspec slime` in front. The checkpoint has its drafter; three steps are trained as the engine drafts them.
+# MiMo-7B-RL on one machine of 8 GPUs, which training and engines use in turn. This is slime's own speculative recipe with
+# `rlspec slime` in front. The checkpoint has a drafter. Training unrolls it by three steps, as the engine does.
 # Profile first, at the batch sizes of one engine (here up to 32 requests):
 #   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3,5 --batches 1,4,16,32 --lengths 512,4096
-# Leave speculation out where engines decode hundreds of requests at once: verification then costs more than it saves.
+# Turn speculation off where an engine decodes hundreds of requests at once: verification then costs more than it saves.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/mimo-7B-rl.sh"
 launch --drafter.depth 3 --candidate-steps 0,1,2,3,5 -- \

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Qwen3.5-4B on one machine of 8 GPUs, colocated. Gated attention: depth 1 only, by Megatron's own layer. slime's names for
-# this family's drafter are right in both directions (Qwen3-Next's need patch 0001). Its delta nets keep a state that
-# speculation must be able to roll back: the number of steps stays fixed, and the cache keeps snapshots (SGLang 0.5.23 calls
-# the flag so; before, it was --mamba-scheduler-strategy). With one number of steps there is no choice, and no TABLE.
-# Its flags are known to the parsers; the drafter of this family has not been trained here.
+# Qwen3.5-4B on one machine of 8 GPUs, colocated. With gated attention the drafter is trained at depth 1 only, by Megatron's
+# own layer. slime's names for this family's drafter are right in both directions (Qwen3-Next's need patch 0001).
+# Its delta nets keep a state that speculation must be able to roll back. So the number of steps is fixed, and the cache
+# keeps snapshots. SGLang before 0.5.23 calls that flag --mamba-scheduler-strategy. With one number of steps there is
+# nothing to choose, so no TABLE is needed.
+# The parsers accept all flags below. The drafter of this family has not been trained here.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen3.5-4B.sh"
 launch --drafter.depth 1 --candidate-steps 2 --num-steps 2 -- \

@@ -1,14 +1,19 @@
-# Sourced by the recipes beside it. SLIME and MEGATRON: the checkouts of slime and of the Megatron-LM that it pins, with
-# slime's patch. MODEL: Hugging Face directory, drafter included. LOAD: the same in Megatron's format. DATA: prompts.
-# RUN: where checkpoints go. DRY_RUN=1 prints the command and starts nothing.
-# TABLE, if set: the cost table that engines decide by, which the command in the recipe's head measures once on one engine
-# like those of the run. Without it they go by a rule of thumb.
+# Sourced by the recipes beside it. Set:
+#   SLIME      checkout of slime
+#   MEGATRON   checkout of the Megatron-LM that slime pins, with slime's patch
+#   MODEL      Hugging Face directory, drafter included
+#   LOAD       the same model in Megatron's format
+#   DATA       prompts
+#   RUN        directory for checkpoints
+#   TABLE      optional: the cost table that engines decide by. The command in the recipe's head measures it once, on one
+#              engine like those of the run. Without it engines use a rule of thumb.
+#   DRY_RUN=1  optional: print the command and start nothing
 set -euo pipefail
 for name in SLIME MEGATRON MODEL LOAD DATA RUN; do : "${!name:?set $name, see recipe.sh}"; done
-# `rlspec slime` hands this to all Ray workers, with CUDA_DEVICE_MAX_CONNECTIONS and NCCL_CUMEM_ENABLE, which it sets.
+# `rlspec slime` passes this on to all Ray workers, and sets CUDA_DEVICE_MAX_CONNECTIONS and NCCL_CUMEM_ENABLE there.
 export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"
 
-# launch RLSPEC_OPTIONS -- SLIME_ARGUMENTS: joins the Ray cluster that is running, or starts one on this machine.
+# launch RLSPEC_OPTIONS -- SLIME_ARGUMENTS: join the Ray cluster that is running, or start one on this machine.
 launch() {
   local ours=()
   while [[ $1 != -- ]]; do ours+=("$1"); shift; done

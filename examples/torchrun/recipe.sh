@@ -1,7 +1,11 @@
-# Sourced by the recipes beside it. MODEL: Hugging Face directory, drafter included. DATA: prompts. RUN: a new directory.
-# ENGINES: addresses of `rlspec serve`, with commas; they want GPUs of their own, and RLSPEC_API_KEY where they were
-# given one. On several machines NODE_RANK and MASTER_ADDR, too, and the same command on each. With --dry-run nothing
-# starts: it prints what each rank would hold.
+# Sourced by the recipes beside it. Set:
+#   MODEL      Hugging Face directory, drafter included
+#   DATA       prompts
+#   RUN        a new directory
+#   ENGINES    addresses of `rlspec serve`, separated by commas; the engines need GPUs of their own
+#   RLSPEC_API_KEY           the engines' key, if they have one
+#   NODE_RANK, MASTER_ADDR   on several machines; run the same command on each
+# With --dry-run nothing starts: it prints what each rank would hold.
 # Not yet run on GPUs (docs/gpu.md).
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
