@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the options of `megatron_rlspec.config`: python tools/configuration_page.py"""
+"""Write docs/configuration.md from the options in the package: python tools/configuration_page.py"""
 
 from __future__ import annotations
 

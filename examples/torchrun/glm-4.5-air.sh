@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GLM-4.5-Air (106B, 12B active): 8 machines of 8 GPUs train. Engines run on other machines, each as `rlspec serve --tp 8`.
-# Here they have no key, so reach them over loopback (ssh -L 30000:127.0.0.1:30000 ENGINE). Set --push.address to the address of rank 0.
+# Here they have no key, so reach them over loopback (ssh -L 30000:127.0.0.1:30000 ENGINE). Set
+# --push.address to the address of rank 0.
 # Each pipeline stage has all its experts, and each expert is cut over the tensor-parallel ranks. --parallel.expert
 # distributes whole experts instead.
 # Not yet run on GPUs. A test compares the names and shapes of its first push with SGLang's own classes at TP 8.
