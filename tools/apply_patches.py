@@ -1,4 +1,7 @@
-"""Apply patches to a checkout: python tools/apply_patches.py patches/slime/624b824a8 SLIME_CHECKOUT --check | --apply | --reverse"""
+"""Apply patches to a checkout, all or none.
+
+    python tools/apply_patches.py patches/slime/624b824a8 SLIME_CHECKOUT --check | --apply | --reverse
+"""
 
 import sys
 
