@@ -1,7 +1,4 @@
-"""Apply patches to a checkout, all or none.
-
-    python tools/apply_patches.py patches/slime/624b824a8 SLIME_CHECKOUT --check | --apply | --reverse
-"""
+"""Apply patches to a checkout, all or none: python tools/apply_patches.py DIRECTORY CHECKOUT --check|--apply|--reverse"""
 
 import sys
 
