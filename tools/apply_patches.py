@@ -1,4 +1,4 @@
-"""Apply patches to a checkout, all or none: python tools/apply_patches.py DIRECTORY CHECKOUT --check|--apply|--reverse"""
+"""Apply patches to a checkout, all or none: apply_patches.py DIRECTORY CHECKOUT --check | --apply | --reverse"""
 
 import sys
 
