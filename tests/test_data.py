@@ -52,7 +52,7 @@ def jsonl(path: Path, rows: list) -> Path:
     return path
 
 
-def test_jsonl_and_parquet_say_the_same(tmp_path, tokenizer):
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path, tokenizer):
     rows = [
         {"prompt": f"a{i}b2=", "label": str(i + 2), "metadata": {"items": 2, "nested": {"x": [i]}}} for i in range(5)
     ]

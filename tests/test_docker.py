@@ -33,7 +33,7 @@ def test_there_is_one_for_each_gpu_environment():
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_instructions_are_docker_s(path):
+def test_instructions_exist_in_docker(path):
     found = read(path)
     assert {word for word, _ in found} <= INSTRUCTIONS
     base = BASES[path.name.removesuffix(".Dockerfile")]
@@ -74,6 +74,6 @@ def test_pip_replaces_nothing_of_the_image(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_doctor_has_the_last_word(path):
+def test_the_last_instruction_runs_the_doctor(path):
     word, rest = read(path)[-1]
     assert word == "RUN" and rest.split()[:3] == ["rlspec", "doctor", "--gpu"]

@@ -27,7 +27,7 @@ def hits(state: str, config: Config) -> dict[str, str]:
     return {f.name: f.hits for f in doctor.affected(results(state), config) if f.hits}
 
 
-def test_only_present_defects_within_reach_hit():
+def test_only_present_defects_that_are_reached_are_hits():
     both = {"mcore-contract": "every configuration", "sglang-contract": 'rollout.engine="sglang"'}
     assert hits("present", Config()) == both
     assert set(hits("present", EMBEDDED)) == set(hits("present", ATTACHED)) == {"mcore-contract"}
@@ -89,7 +89,7 @@ def test_probe_outcomes():
     assert doctor._probe("x", "p", None).state == "read"
 
 
-def test_every_defect_is_told_apart_and_explained():
+def test_every_defect_is_distinct_and_explained():
     names = [d.name for d in doctor.DEFECTS]
     assert len(names) == len(set(names))
     for defect in doctor.DEFECTS:
@@ -130,7 +130,7 @@ def test_names_can_be_copied_back_at_any_width(width, capsys, monkeypatch):
     assert all(d.harm in text and d.remedy in text for d in doctor.DEFECTS)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_probed(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_probed(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda *_: pytest.fail("probed"))
     with pytest.raises(files.FileError, match="there is no directory"):
         doctor.main(["--json", str(tmp_path / "no" / "x.json")])

@@ -67,7 +67,7 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
 
 
-def test_a_symbolic_link_stays_one(tmp_path):
+def test_a_symbolic_link_is_kept(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     files.write(tmp_path / "link", "new")

@@ -185,7 +185,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 
 
 @pytest.mark.parametrize("name", ["slime", "sglang"])
-def test_pip_replaces_nothing_where_everything_is_there(name, wheel, tmp_path):
+def test_pip_replaces_nothing_if_everything_is_installed(name, wheel, tmp_path):
     """All extras at once, without an index: pip would fail if one thing that is there did not do."""
     environment = ENVIRONMENTS[name]
     holds = brought(environment.holds) | environment.holds
@@ -222,7 +222,7 @@ def test_pip_takes_a_release_of_megatron_core_where_there_is_none(version, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_slime_s_image_gets_is_all_that_it_lacks(version, wheel, tmp_path):
+def test_slimes_image_gets_exactly_what_it_lacks(version, wheel, tmp_path):
     """After requirements/slime-image.txt only what the image has from slime and SGLang is still asked for."""
     added = {name: Held(next(iter(pin.specifier)).version) for name, pin in pins("slime-image.txt").items()}
     python = make_environment(interpreter(version), tmp_path / "venv", SLIME.holds | added)
@@ -230,7 +230,7 @@ def test_what_slime_s_image_gets_is_all_that_it_lacks(version, wheel, tmp_path):
     assert not set(planned) & set(added)
 
 
-def test_every_lock_answers_what_the_package_asks_for():
+def test_every_lock_meets_the_packages_requirements():
     bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
     extras = PROJECT["optional-dependencies"]
     gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["gpu"] + extras["plot"])}
@@ -241,7 +241,7 @@ def test_every_lock_answers_what_the_package_asks_for():
             assert exact.operator == "==" and requirement.specifier.contains(exact.version), f"{lock}: {requirement}"
 
 
-def test_image_locks_name_nothing_that_the_images_bring():
+def test_image_locks_name_nothing_that_the_images_contain():
     serving = {"torch", "transformers", "sglang", "sglang-kernel", "triton", "flashinfer-python", "numpy", "scipy"}
     training = {"megatron-core", "transformer-engine", "apex", "slime"}
     assert not set(pins("slime-image.txt")) & (serving | training)

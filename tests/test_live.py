@@ -19,7 +19,7 @@ RECORD = {
 }
 
 
-def test_anywhere_but_on_a_terminal_a_step_is_one_line():
+def test_without_a_terminal_a_step_is_one_line():
     out = io.StringIO()
     with View(30, 4, [], Console(file=out, width=20)) as view:
         view.update(4, RECORD)

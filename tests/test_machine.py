@@ -103,13 +103,13 @@ def test_a_complete_machine_lacks_nothing():
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_missing_is_said_in_one_line(changed, name, stops, words):
+def test_what_is_missing_is_reported_in_one_line(changed, name, stops, words):
     (lack,) = machine.lacks(replace(COMPLETE, **changed))
     assert (lack.name, lack.stops) == (name, stops)
     assert words in lack.text and "\n" not in lack.text
 
 
-def test_a_pre_release_is_as_good_as_what_is_asked_for():
+def test_a_pre_release_meets_a_requirement():
     asks = COMPLETE.requirements | {"slime": ("torch>=2.6",)}
     nightly = versions(torch="2.15.0a0+1", sglang="0.5.24.dev1", slime="0.3.1")
     lacks = machine.lacks(replace(COMPLETE, versions=nightly, requirements=asks))
@@ -121,7 +121,7 @@ def test_an_image_that_is_being_built_has_neither_driver_nor_devices():
     assert machine.lacks(image) == []
 
 
-def test_slime_alone_asks_for_apex():
+def test_only_slime_needs_apex():
     own_loop = replace(COMPLETE, modules=frozenset(machine.MODULES) - {"apex", "apex.optimizers", "slime"})
     assert machine.lacks(own_loop) == []
 
@@ -134,7 +134,7 @@ def test_what_stops_a_run_comes_first():
     assert stops == [True, True, False, False]
 
 
-def test_this_machine_is_read_as_it_is(tmp_path):
+def test_the_facts_of_this_machine_are_read(tmp_path):
     """A CPU build of torch and no Transformer Engine: told, and an image built so would fail."""
     command = [sys.executable, "-m", "megatron_rlspec.doctor", "--gpu", "mcore-contract", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -157,7 +157,7 @@ def test_a_module_that_does_not_import_is_quoted(tmp_path):
 
 
 @pytest.mark.parametrize("asked, devices, shown", [([], 0, False), ([], 2, True), (["--gpu"], 0, True)])
-def test_the_doctor_shows_it_where_a_gpu_is_or_on_request(asked, devices, shown, monkeypatch, capsys):
+def test_the_doctor_shows_lacks_with_a_gpu_or_on_request(asked, devices, shown, monkeypatch, capsys):
     monkeypatch.setattr(machine, "visible_gpus", lambda: devices)
     monkeypatch.setattr(machine, "gather", lambda path: replace(COMPLETE, torch_cuda=None))
     monkeypatch.setattr(doctor, "examine", lambda names, path: [])

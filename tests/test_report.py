@@ -90,7 +90,7 @@ def test_a_browser_shows_it(run_dir, tmp_path):
         assert len(np.unique(pixels[row : row + 260].reshape(-1, 3), axis=0)) > 50
 
 
-def test_pieces_of_a_response_are_cut_where_drafts_were_accepted():
+def test_a_response_is_split_at_accepted_drafts():
     text = "añ b"  # the second character is two tokens
     tokens = np.array([7, *text.encode()])
     sample = Sample("s", Prompt(0, tokens[:1]), tokens, np.ones(6), np.zeros(6), accepted_spans=((0, 1), (2, 4)))

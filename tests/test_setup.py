@@ -70,7 +70,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_locks_differ_where_they_say():
+def test_locks_differ_only_where_stated():
     old, new = lock("cpu.txt"), lock("cpu-py312.txt")
     assert {n: (old.get(n), new.get(n)) for n in old | new if old.get(n) != new.get(n)} == DIFFERENT
     libraries = lock("cuda-libraries.txt")
@@ -103,7 +103,7 @@ def test_a_changed_lock_is_installed_again(machine):
     assert len(machine.installed()) == 2 and machine.stamped() == 1
 
 
-def test_what_it_cannot_do_is_one_line(machine):
+def test_an_impossible_setup_is_reported_in_one_line(machine):
     def line(python):
         code, text = machine.setup(python)
         assert code == 2 and len(text.splitlines()) == 1 and not machine.stamped(), text

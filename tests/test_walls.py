@@ -31,7 +31,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_stay_in_their_rooms(path):
+def test_imports_follow_the_allowed_arrows(path):
     room = path.relative_to(PACKAGE).as_posix()
     found = imports(path)
     for package, rooms in ALLOWED.items():
@@ -86,7 +86,7 @@ def room_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("node_of", [file_of, folder_of, room_of])
-def test_imports_run_in_no_circle(node_of):
+def test_imports_have_no_cycle(node_of):
     found = arrows(node_of)
     try:
         graphlib.TopologicalSorter(found).prepare()

@@ -1,6 +1,6 @@
-"""The command lines of recipes, from the scripts themselves: each runs among stubs, which record what it would start.
+"""Record the command lines of recipes: each script runs with stubs, which record what it would start.
 
-A script sees no program but the harmless ones of `TOOLS`. What would end or start something does nothing.
+A script finds only the harmless programs of `TOOLS`. Programs that would start or end something are stubs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ INFINIBAND = "--sglang-disaggregation-ib-device"
 
 
 class Job(NamedTuple):
-    """What a command starts on all nodes: slime's arguments, and the environment of Ray's workers."""
+    """A job that a command starts on all nodes: slime's arguments, and the environment of Ray's workers."""
 
     arguments: list[str]
     environment: dict[str, str]

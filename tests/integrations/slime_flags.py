@@ -1,6 +1,6 @@
-"""Which flags do slime's own parsers not know? slime ignores unknown ones, so a parse that succeeds proves nothing.
+"""List flags that slime's own parsers do not know. slime ignores unknown ones, so a parse that succeeds proves nothing.
 
-Reads JSON, a list of flags, and prints JSON, those that neither slime's and Megatron's parser nor SGLang's has.
+Reads a JSON list of flags. Prints as JSON those that neither slime's and Megatron's parser nor SGLang's has.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which lines of slime ran: recorded in every process of a run, and told by function.
+"""Record which lines of slime ran, in every process of a run, and print a table by function.
 
 `python slime_lines.py SLIME FOLDER...` prints the table of docs/slime-functions.md from what runs of `slime_path.py
 --lines` have left in FOLDER/lines.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def record(folder, root):
-    """From here on, in this process; written as it goes, since Ray's workers are killed at the end."""
+    """Record from now on, in this process. Lines are written at once, since Ray's workers are killed at the end."""
     seen, prefix = set(), f"{root}/"
     path = Path(folder, f"{os.getpid()}.json")
 
@@ -49,7 +49,7 @@ def record(folder, root):
 
 
 def functions(path):
-    """(qualified name, lines of its body that are statements) of every function in a file, nested ones apart."""
+    """Yield (qualified name, lines of its statements) of every function in a file; nested functions separately."""
 
     def walk(node, prefix):
         for child in ast.iter_child_nodes(node):
@@ -77,7 +77,7 @@ def functions(path):
 
 
 def outermost(missing, entered):
-    """Names of functions that did not run, less those within others; a class where none of its methods did."""
+    """Return the outermost functions that did not run; the class instead, if none of its methods ran."""
     told = []
     for name in missing:
         parts = name.split(".")
@@ -91,7 +91,7 @@ def outermost(missing, entered):
 
 
 def table(root, folders):
-    """Markdown: per file of slime, how much of its functions ran, and the names of those that did not."""
+    """Return Markdown: for each file of slime, the share of its functions that ran, and the names of the others."""
     ran = {}
     for file, number in (
         x for f in folders for path in Path(f, "lines").glob("*.json") for x in json.loads(path.read_text())

@@ -53,7 +53,7 @@ def write_tokenizer(folder):
 
 
 def write_model(folder):
-    """MiMo's shape and MiMo's own way of naming it: a configuration class that comes with the checkpoint.
+    """Write a model of MiMo's shape, with its configuration class in the checkpoint, as MiMo has it.
 
     The decoder is nearly a cycle through the vocabulary, so that there is something to predict; the drafter is random.
     """
@@ -81,7 +81,7 @@ def write_model(folder):
 
 
 def write_cost_table(path):
-    """Invented: a verified token is free until there are 40, so a batch that drains changes the answer."""
+    """Write an invented cost table: up to 40 verified tokens cost nothing, so the best steps depend on the batch."""
     from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
     from megatron_rlspec.types import OFF, SpecConfig
 
@@ -103,7 +103,7 @@ def write_cost_table(path):
 
 
 def command(folder, slime, driver, train, context, rollouts, extra=()):
-    """A recipe's command line, of its own size."""
+    """Return a recipe's command line for this small size."""
     model, data = folder / "model", folder / "train.jsonl"
     text = f"""{slime}/{driver} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
  --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} --kv-channels {HIDDEN // HEADS}
@@ -134,7 +134,7 @@ def command(folder, slime, driver, train, context, rollouts, extra=()):
 
 
 def environment(folder, slime, sglang):
-    """Of Ray's workers, and so of everything they start. Nothing of ours is in it but what a CPU needs."""
+    """Return the environment of Ray's workers and their children. Of ours it has only what a CPU needs."""
     old = [os.environ["RLSPEC_SGLANG_OLD"]] if sglang == PINNED else []
     path = [HERE / "cpu_machine", *old, os.environ["RLSPEC_SLIME_MEGATRON"], slime, ROOT, HERE]
     return versions.KNOWN[sglang].cpu_environment | {
@@ -164,7 +164,7 @@ sys.stdin.read()"""
 
 @contextmanager
 def cluster(folder, env):
-    """A Ray cluster that stands before slime comes, with GPUs that it believes in, in the environment given."""
+    """Start a Ray cluster before slime, with pretended GPUs, in the given environment."""
     scratch = tempfile.mkdtemp(prefix="ray")  # paths of sockets must be short
     process = subprocess.Popen(
         [PYTHON, "-c", CLUSTER, scratch],
@@ -182,7 +182,7 @@ def cluster(folder, env):
 
 
 def checkout(folder, sglang):
-    """A copy of slime, for a newer SGLang than its own with the patch that this needs."""
+    """Copy slime; for a newer SGLang than the one it pins, with the patch that this needs."""
     slime = folder / "slime"
     shutil.copytree(os.environ["RLSPEC_SLIME"], slime, ignore=shutil.ignore_patterns(".git", "tests", "docs", "imgs"))
     if sglang != PINNED:

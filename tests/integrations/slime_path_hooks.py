@@ -1,4 +1,4 @@
-"""What the command line of `slime_path.py` names: the user's own functions, as slime calls them by dotted path."""
+"""The user's own functions in the command line of `slime_path.py`, which slime calls by dotted path."""
 
 import json
 import os
@@ -19,14 +19,14 @@ def layer_spec(args, config, vp_stage=None):
 
 
 def init(args):
-    """`--custom-megatron-init-path`: our attention wants to know where each token stands."""
+    """`--custom-megatron-init-path`: our attention needs the position of each token."""
     from slime.backends.megatron_utils import model as slime_model
 
     slime_model.get_batch = packed_for_cpu(slime_model.get_batch, args)
 
 
 def packed_for_cpu(get_batch, args):
-    """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
+    """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
     from megatron.core import parallel_state as ps
 
     from megatron_rlspec.integrations.slime.batch import drafter_fields
@@ -47,7 +47,7 @@ def packed_for_cpu(get_batch, args):
 
 
 def log_rollout(rollout_id, args, samples, extra, seconds):
-    """`--custom-rollout-log-function-path`: what the engines say of themselves once a rollout is drawn."""
+    """`--custom-rollout-log-function-path`: record what the engines report after a rollout."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
     told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
@@ -81,7 +81,7 @@ def ask(engine, path, **body):
 
 
 def greedy(router, prompt):
-    """(prompt, what the engine holds most probable after it, rounds that it took after the prefill's token)."""
+    """Return (prompt, the engine's greedy text, its rounds after the prefill's token)."""
     sampling = {"temperature": 0, "max_new_tokens": 13, "ignore_eos": True}
     answer = ask(router, "generate", input_ids=prompt, sampling_params=sampling)
     return prompt, answer["output_ids"], answer["meta_info"]["spec_verify_ct"]

@@ -76,7 +76,7 @@ def arguments(folder, cp, extra="", drafter=True):
 
 
 def start(args):
-    """What slime's `initialize.init` does, but for its assertion on numpy 1 and its tokenizer; then the hook."""
+    """Do what slime's `initialize.init` does, except its assertion on numpy 1 and its tokenizer; then call the hook."""
     from megatron.training.global_vars import set_args
     from slime.backends.megatron_utils import initialize
 
@@ -98,7 +98,7 @@ def layer_spec(args, config, vp_stage=None):
 
 
 def build(args):
-    """slime's set-up of model, DDP, optimizer and scheduler; seeded weights where a checkpoint would be loaded."""
+    """Call slime's set-up of model, DDP, optimizer and scheduler, with seeded weights in place of a checkpoint."""
     from slime.backends.megatron_utils import model as slime_model
 
     model, optimizer, scheduler = slime_model.setup_model_and_optimizer(args)
@@ -137,7 +137,7 @@ def of_all_experts(name):
 
 
 def rollout_data():
-    """One step of two micro-batches, as slime's RolloutManager sends it to a rank; other replicas have other ones."""
+    """Make one step of two micro-batches, as slime's RolloutManager sends it to a rank; replicas get different ones."""
     replica = ps.get_data_parallel_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(3 + replica)
     tokens = [torch.randint(1, WORDS, (n,), generator=generator) for n in LENGTHS]
@@ -162,7 +162,7 @@ def rollout_data():
 
 
 def packed_for_cpu(get_batch):
-    """slime's `get_batch`, its `packed_seq_params` completed for our attention."""
+    """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
     from megatron_rlspec.integrations.slime.batch import drafter_fields
     from megatron_rlspec.train.attention import packed_sequences
     from megatron_rlspec.train.model import at_positions
@@ -181,7 +181,7 @@ def packed_for_cpu(get_batch):
 
 
 def train_step(args, model, optimizer, scheduler):
-    """One `train_one_step` of slime on `rollout_data`: (its loss dict, its gradient norm)."""
+    """Run one `train_one_step` of slime on `rollout_data`; return (its loss dict, its gradient norm)."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
     from slime.backends.megatron_utils import model as slime_model
@@ -205,7 +205,7 @@ def plain(name):
 
 
 def prepare(folder, cp, extra="", drafter=True, loading=seeded):
-    """Arguments, groups, stand-ins, model: ready for `train_step`."""
+    """Set up arguments, groups, stand-ins and model for `train_step`."""
     from slime.backends.megatron_utils import model as slime_model
 
     slime_cpu.install()
@@ -222,7 +222,7 @@ def layer_spec_path():
 
 
 def capture(model, optimizer):
-    """Gradients as each optimizer is about to use them: slime's, and the drafter's own if it has one."""
+    """Record gradients as each optimizer is about to use them: slime's, and the drafter's own if it has one."""
     from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
     seen = {}
@@ -308,9 +308,9 @@ def resumed(folder, cp, *extra):
 
 
 def own_loop(folder, _, objective="sft"):
-    """The drafter's gradients when our own loop trains on the same samples from the same weights; no slime at all.
+    """Compute the drafter's gradients in our own loop from the same samples and weights, without slime.
 
-    With "grpo" also what it predicts of the next rollout's acceptance.
+    With "grpo", also compute its prediction of the next rollout's acceptance.
     """
     from megatron_rlspec.packing.pack import pack
     from megatron_rlspec.train.step import Trainer
@@ -342,21 +342,21 @@ def own_loop(folder, _, objective="sft"):
 
 
 def empty_rank(folder, cp, *extra):
-    """As above, on one sample whose few response tokens all lie on one of the context-parallel ranks."""
+    """Train one step on a sample whose few response tokens are all on one of the context-parallel ranks."""
     global LENGTHS, RESPONSES
     LENGTHS, RESPONSES = (64, 64, 64, 64), (12, 12, 12, 12)
     one_step(folder, cp, *extra)
 
 
 def few_words(then, *given):
-    """As `then`, with so few words that a drafter hits some by chance."""
+    """Run `then` with a vocabulary so small that a drafter predicts some tokens by chance."""
     global WORDS
     WORDS = 4
     then(*given)
 
 
 class Handle:
-    """A Ray actor's handle on slime's own engine client: its HTTP requests run in threads, as actors would run them."""
+    """A stand-in for a Ray actor's handle on slime's engine client: HTTP requests run in threads, as in actors."""
 
     threads = ThreadPoolExecutor(4)
 
@@ -376,11 +376,11 @@ def get(calls):
 
 
 def pushed(folder, ranks, way, port):
-    """slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
+    """Run slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
 
-    way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but said to be quantised,
-    so that only what loaders were given can be compared. Layer norms have names of their own in our layers, not those
-    of Transformer Engine that slime's converter knows.
+    way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but declared as quantised,
+    so that only what loaders were given can be compared. Layer norms in our layers have other names than those of
+    Transformer Engine, which slime's converter knows.
     """
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 

@@ -1,8 +1,9 @@
-"""Do slime, Megatron and SGLang accept these arguments on Hopper? `python slime_recipes.py JOBS`, without a GPU.
+"""Check whether slime, Megatron and SGLang accept arguments on Hopper: `python slime_recipes.py JOBS`, without a GPU.
 
-JOBS is JSON, {name: [arguments, environment]}. Prints JSON, {name: answer}; each answer is {"error": line} or says what
-slime's train ranks and engines would have. torch tells of eight GPUs of compute capability 9.0. Besides, only compiled
-packages are replaced, of which nothing is called. Every job has a process of its own, forked after the imports.
+JOBS is JSON, {name: [arguments, environment]}. Prints JSON, {name: answer}. Each answer is {"error": line}, or the
+settings that slime's train ranks and engines would have. torch reports eight GPUs of compute capability 9.0. Apart from
+that, only compiled packages are replaced, and none of their functions is called. Every job has a process of its own,
+forked after the imports.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class Recorded(Exception):
 
 
 def ranks_environment(args):
-    """What slime sets for its train ranks beyond the job's environment, by its own code up to Ray's call."""
+    """Return the variables that slime adds for its train ranks, by its own code up to Ray's call."""
 
     def remote(**options):
         raise Recorded(options["runtime_env"]["env_vars"])
@@ -76,7 +77,7 @@ def ranks_environment(args):
 
 
 def engines(args):
-    """SGLang's arguments for each group of servers, as SGLang resolves and checks them; and their environment."""
+    """Return SGLang's arguments for each group of servers, as SGLang resolves and checks them, and the environment."""
     for model in _resolve_sglang_config(args).models:
         model.resolve(args)
         for group in model.server_groups:
@@ -109,7 +110,7 @@ def resolved(server):
 
 
 def engine_environment(server):
-    """The variables in question, after SGLang's own function that sets them in the process of an engine."""
+    """Return the variables that matter here, after SGLang's own function has set them for an engine's process."""
     before = dict(os.environ)
     with contextlib.suppress(Exception):  # it ends with checks of packages that are not installed
         engine._set_envs_and_config(server)
@@ -142,7 +143,7 @@ def answer(arguments, environment):
 
 
 def answered(arguments, environment):
-    """The answer, or what the last line of the refusal says."""
+    """Return the answer, or the last line of the refusal."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):

@@ -1,4 +1,4 @@
-"""Patching: all or nothing, the right base only, and back again; with small trees of our own."""
+"""Patching small trees: a patch is applied whole or not at all, on the right base only, and can be reverted."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "patches").glob("*/*/*.patch"))
 
 @pytest.fixture
 def tree(tmp_path):
-    """A project with two files, and two patches made by git, the second over both files."""
+    """Make a project with two files, and two patches by git; the second changes both files."""
     root, folder = tmp_path / "project", tmp_path / "patches"
     root.mkdir()
     folder.mkdir()
@@ -43,7 +43,7 @@ def contents(root):
     return {path.name: path.read_text() for path in root.glob("*.py")}
 
 
-def test_there_and_back(tree):
+def test_patches_are_applied_and_reverted(tree):
     root, patches = tree
     before = contents(root)
     assert [state(root, p) for p in patches] == ["clean", "clean"]
@@ -64,7 +64,7 @@ def test_wrong_base_is_refused_though_the_hunk_fits(tree):
     assert contents(root) == before, "the first patch would have applied"
 
 
-def test_half_applied_is_noticed(tree):
+def test_a_half_applied_patch_is_reported(tree):
     root, patches = tree
     (root / "a.py").write_text("one\nTWO\nthree\n")
     with pytest.raises(PatchError, match="some of its files only"):
@@ -82,7 +82,7 @@ def test_command_line(tree, capsys):
     assert "has no c.py" in capsys.readouterr().out
 
 
-def test_state_of_what_python_finds(tree, tmp_path, monkeypatch):
+def test_the_state_of_importable_packages_is_reported(tree, tmp_path, monkeypatch):
     root, made = tree
     shipped = tmp_path / "shipped"
     folder = shipped / "slime/1"
@@ -102,7 +102,7 @@ def test_state_of_what_python_finds(tree, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("patch", SHIPPED, ids=lambda p: "/".join(p.parts[-3:]))
-def test_shipped_patches_say_what_they_are_for(patch):
+def test_shipped_patches_state_their_purpose(patch):
     text = patch.read_text()
     head = text.partition("diff --git")[0]
     for word in ("Base: ", "Reason: ", "Test: ", "Deleted: "):

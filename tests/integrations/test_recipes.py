@@ -1,4 +1,4 @@
-"""Every slime recipe: its completed command, and (where slime is at hand) that slime knows each of its flags."""
+"""Every slime recipe gives a complete command; if slime is available, it knows each of the flags."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 
 
 def command(recipe, folder, checkout, **environment):
-    """What the recipe prints, with `rlspec` from these sources."""
+    """Return what the recipe prints, with `rlspec` from these sources."""
     rlspec = folder / "bin/rlspec"
     rlspec.parent.mkdir()
     code = "import sys; from megatron_rlspec.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -45,13 +45,13 @@ def command(recipe, folder, checkout, **environment):
 
 
 def completed(*given, **environment):
-    """Its words: the last line that `rlspec slime --dry-run` prints."""
+    """Return the words of the completed command: the last line that `rlspec slime --dry-run` prints."""
     return shlex.split(command(*given, **environment).splitlines()[-1])
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Of slime, no more than what recipes read."""
+    """Make a slime checkout with only the files that recipes read."""
     models = tmp_path / "slime/scripts/models"
     models.mkdir(parents=True)
     for recipe in RECIPES:
@@ -70,7 +70,7 @@ def test_recipe_completes(recipe, checkout, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_recipe_takes_a_cost_table_and_tells_how_to_measure_one(recipe, checkout, tmp_path):
+def test_recipe_accepts_a_cost_table_and_explains_how_to_measure_one(recipe, checkout, tmp_path):
     table = ROOT / "examples/cost_tables/h100-simulated.json"
     steps = re.search(r"--candidate-steps ([\d,]+)", recipe.read_text())[1]
     if "," not in steps:

@@ -1,4 +1,4 @@
-"""Real slime, with us switched on and off: one step of slime's own `train_one_step` on one and two CPU ranks.
+"""Real slime with and without our hooks: one step of slime's own `train_one_step` on one and two CPU ranks.
 
 Needs a slime checkout, the Megatron-LM it pins with slime's patch applied, and an interpreter with slime's packages:
 `RLSPEC_SLIME`, `RLSPEC_SLIME_MEGATRON` and, if it is not this one, `RLSPEC_SLIME_PYTHON`. docs/slime-conformance.md
@@ -45,13 +45,13 @@ def environment():
 
 
 def run(mode, cp, *extra, replicas=1):
-    """What rank 0 saved after `mode` of slime_ranks.py on `cp` context-parallel ranks of each data-parallel replica."""
+    """Run `mode` of slime_ranks.py on `cp` context-parallel ranks per replica; return what rank 0 saved."""
     return run_ranks(mode, cp, *extra, replicas=replicas)[0]
 
 
 @cache
 def run_ranks(mode, cp, *extra, replicas=1):
-    """What each rank saved."""
+    """Return what each rank saved."""
     size = cp * replicas
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
@@ -97,7 +97,7 @@ def worst(a, b):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_policy_is_updated_as_without_a_drafter(cp):
-    """slime's clipping on: against slime with no MTP layer in the model at all."""
+    """Compare with slime whose model has no MTP layer; slime's clipping is on."""
     without, ours = run("no_drafter", cp), run("one_step", cp, *OURS)
     assert not drafter(without["parameters"])
     changed = [n for n, v in without["parameters"].items() if not torch.equal(v, ours["parameters"][n])]
@@ -118,20 +118,20 @@ def test_policy_is_updated_as_by_slime_alone(cp):
 
 
 def changed_by(with_drafter, without):
-    """Of the policy's parameters, how many elements differ in some bit."""
+    """Count the elements of the policy's parameters that differ in some bit."""
     return sum(int((v != with_drafter["parameters"][n]).sum()) for n, v in without["parameters"].items())
 
 
 @pytest.mark.timeout(600)
 def test_policy_is_updated_as_without_a_drafter_on_three_replicas():
-    """Two ranks cannot tell the order of a sum: a + b = b + a. On three, buffers that the drafter shares change it."""
+    """On two ranks a + b = b + a hides the order of a sum. On three, buffers shared with the drafter change it."""
     without = run("no_drafter", 1, *UNCLIPPED, replicas=3)
     assert changed_by(run("one_step", 1, *OURS, *UNCLIPPED, replicas=3), without) == 0
     assert changed_by(run("one_step", 1, *UNCLIPPED, replicas=3), without) > 0, "the control saw no difference"
 
 
-def test_joint_clip_of_slime_moves_the_policy():
-    """The control: with slime's own clipping, the drafter's gradient takes part in the policy's norm."""
+def test_slimes_joint_clip_changes_the_policy():
+    """The control: under slime's own clipping, the drafter's gradient is part of the policy's norm."""
     alone, ours = run("one_step", 1), run("one_step", 1, *OURS)
     assert alone["norm"] > 1.01 * ours["norm"]
     assert any(not torch.equal(v, policy(ours["parameters"])[n]) for n, v in policy(alone["parameters"]).items())
@@ -164,7 +164,7 @@ def test_predicted_acceptance_is_that_of_our_own_loop(tmp_path):
 
 
 def test_depth_one_runs_through_megatrons_own_layer(tmp_path):
-    """The path of latent attention and mixtures of experts, on a dense layer: the same function at depth 1."""
+    """On a dense layer, the path of latent attention and mixtures of experts computes the same function at depth 1."""
     settings = tmp_path / "depth.yaml"
     settings.write_text("rlspec_depth: 1\n")
     inside = run("one_step", 1, *OURS, *UNCLIPPED, "--custom-config-path", str(settings))
@@ -174,7 +174,7 @@ def test_depth_one_runs_through_megatrons_own_layer(tmp_path):
 
 
 def test_rank_without_response_tokens():
-    """Twelve response tokens of 64 lie on one of two ranks: 0/0 in slime alone."""
+    """All twelve response tokens of 64 are on one of two ranks. slime alone divides 0 by 0 on the other."""
     with pytest.raises(AssertionError, match="found NaN in local grad norm"):
         run("empty_rank", 2)
     ours = run("empty_rank", 2, *OURS)

@@ -1,4 +1,4 @@
-"""slime's layouts, read as the drafter must read them: against a loop over whole sequences, for CP 1, 2 and 4."""
+"""The drafter's fields from slime's layouts equal those of a loop over whole sequences, for CP 1, 2 and 4."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def samples():
 
 
 def laid_out(cp, layout):
-    """Widths of slime's sequences before the split, its padding segment included (`get_batch` in slime's data.py)."""
+    """Return the widths of slime's sequences before the split, with its padding segment (`get_batch` in data.py)."""
     if layout == "contiguous":
         widths = list(LENGTHS)
         pad = -sum(widths) % (cp * PAD)
@@ -29,7 +29,7 @@ def laid_out(cp, layout):
 
 
 def positions(widths, rank, cp, layout):
-    """Global positions that `rank` holds, in its order, chunk by chunk."""
+    """Return the global positions that `rank` holds, in its order, chunk by chunk."""
     total = sum(widths)
     if cp == 1:
         return list(range(total))
@@ -75,11 +75,11 @@ def test_fields_of_every_rank(cp, layout):
     assert trained[0] > trained[1] > trained[2] > 0
 
 
-def test_no_samples_train_nothing():
+def test_without_samples_no_token_is_trained():
     assert trained_tokens({"total_lengths": [], "loss_masks": []}, [], 2) == [0.0, 0.0]
 
 
-def test_another_layout_is_noticed():
+def test_another_layout_is_refused():
     tokens, masks = samples()
     cu = torch.tensor([0, *(n + 8 for n in LENGTHS)]).cumsum(0).int()
     batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}

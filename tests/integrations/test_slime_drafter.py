@@ -1,4 +1,4 @@
-"""The drafter inside slime against that of our own loop: same weights, same samples, no slime checkout needed."""
+"""The drafter inside slime equals that of our own loop on the same weights and samples; needs no slime checkout."""
 
 import sys
 from argparse import Namespace
@@ -17,7 +17,7 @@ STEPS = (1, 2, 3)
 
 
 def own_and_slimes(loss, temperature):
-    """What one step shows of each: the drafter's gradients, its metrics, tokens per round that it predicts."""
+    """Train one step with each; return the drafter's gradients, metrics and predicted tokens per round."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
@@ -101,7 +101,7 @@ def own_and_slimes(loss, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("loss", ["ce", "forward_kl"])
-def test_it_learns_and_predicts_at_the_rollouts_temperature(loss, temperature):
+def test_the_drafter_learns_and_predicts_at_the_rollouts_temperature(loss, temperature):
     ((gap, losses, tokens_per_round),) = on_ranks(1, own_and_slimes, loss, temperature)
     assert max(gap.values()) < 1e-9
     for inside, own in losses + tokens_per_round:

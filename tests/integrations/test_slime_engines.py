@@ -1,4 +1,4 @@
-"""An engine launched by slime's own code, on the CPU, and slime's own weight updates into it: what is caught."""
+"""slime's own weight updates into an engine that slime's own code launched, on the CPU: which faults are found."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def engine(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["tensor", "distributed", "delivered"])
-def test_slimes_update_is_proven_and_a_stale_drafter_is_named(engine, way):
-    """Two train ranks, slime's own updater: whole; a drafter tensor left out once, then twice; whole; a target's."""
+def test_slimes_update_is_checked_and_a_stale_drafter_is_reported(engine, way):
+    """Two train ranks push by slime's own updater: complete, a drafter tensor left out once, twice; a target's tensor."""
     whole, healed, lasting, released, stopped = run("pushed", 2, way, engine.url.rpartition(":")[2])
     assert whole[0]["health/incidents"] == whole[0]["health/unchecked_engines"] == 0
     assert whole[0]["health/engines_by_delivery"] == (way == "delivered")

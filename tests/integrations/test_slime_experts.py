@@ -19,7 +19,7 @@ def is_expert(name):
 
 
 def joined(ranks, field):
-    """The drafter's parameters or gradients of all ranks; those that both have must agree bit for bit."""
+    """Join the drafter's parameters or gradients of all ranks; those that both ranks have must agree bit for bit."""
     both = {}
     for rank in ranks:
         for name, value in drafter(rank[field]).items():
@@ -37,7 +37,7 @@ def settings(folder):
 
 @pytest.mark.timeout(900)
 def test_drafter_learns_as_with_whole_experts(tmp_path):
-    """Same batches on two replicas. Norms and dense weights are equal on both ranks: the clip is one for all."""
+    """Both replicas have the same batches. Norms and dense weights are equal on both ranks: one clip factor for all."""
     clipped = settings(tmp_path)
     whole = run_ranks("one_step", 1, *OURS, *clipped, *MOE.split(), replicas=2)
     split = run_ranks("one_step", 1, *OURS, *clipped, *MOE.split(), *SPLIT.split(), replicas=2)

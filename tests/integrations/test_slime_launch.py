@@ -27,7 +27,7 @@ def test_hooks_and_speculation_are_filled_in():
     assert set(slime.CHAINED) <= set(given)
 
 
-def test_what_the_user_set_stays_and_is_called_by_ours():
+def test_the_users_own_hooks_are_kept_and_called():
     mine = "--mtp-num-layers 1 --sglang-speculative-num-steps 3 --rollout-function-path my.rollout"
     added = planned(mine)
     given = slime.flags(added.flags)
@@ -77,8 +77,8 @@ def test_harmless_values_are_not_refused():
     "flag", ["--sglang-enable-dp-attention --sglang-dp-size 8", "--sglang-attn-dp-size 8", "--sglang-enable-pdmux"]
 )
 @pytest.mark.parametrize("given", [None, [2]])
-def test_where_sglang_does_not_adapt_the_recipes_number_of_steps_is_fixed(flag, given):
-    """The drafter is trained and pushed as elsewhere, and one line tells that the number is fixed."""
+def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(flag, given):
+    """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
     added = slime.plan(f"{flag} --sglang-speculative-num-steps 2".split(), DRAFTER, given, None)
     assert "--sglang-speculative-adaptive" not in added.flags and not added.adaptive
     assert set(slime.CHAINED) <= set(added.flags)
@@ -87,7 +87,7 @@ def test_where_sglang_does_not_adapt_the_recipes_number_of_steps_is_fixed(flag, 
     assert added.notes == [f"the number of draft steps is fixed at 2: under {name} SGLang does not adapt it"]
 
 
-def test_the_recipes_number_of_steps_is_the_start():
+def test_the_recipes_number_of_steps_is_used_at_the_start():
     added = slime.plan(["--sglang-speculative-num-steps", "4"], DRAFTER, None, None)
     assert added.settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 4, 5] and not added.notes
     given = slime.flags(added.flags)
@@ -103,12 +103,12 @@ def test_depth_follows_from_the_attention_unless_it_is_given(flag):
     assert slime.plan([], DRAFTER | {"depth": None}, None, None).settings["rlspec_depth"] == 3
 
 
-def test_an_adaptive_configuration_of_the_user_stays():
+def test_an_adaptive_configuration_of_the_user_is_kept():
     added = planned("--sglang-speculative-adaptive-config mine.json")
     assert "--sglang-speculative-adaptive" in added.flags and not added.adaptive
 
 
-def test_start_must_be_a_candidate():
+def test_num_steps_must_be_a_candidate():
     with pytest.raises(ConfigError, match="not among"):
         slime.plan([], DRAFTER, (0, 1), 3)
 
@@ -152,7 +152,7 @@ def test_ray_job_without_runtime_environment(tmp_path):
 
 
 @pytest.mark.parametrize("inherited", [{}, {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}}])
-def test_workers_of_a_cluster_that_stands_already_get_the_environment(inherited):
+def test_workers_of_a_running_cluster_get_the_environment(inherited):
     outer = {slime.RAY_JOB: json.dumps(inherited)} if inherited else {}
     job = json.loads(slime.job_environment({"RLSPEC_SGLANG": "{}"}, outer)[slime.RAY_JOB])
     theirs = inherited.get("runtime_env", {}).get("env_vars", {})
@@ -161,7 +161,7 @@ def test_workers_of_a_cluster_that_stands_already_get_the_environment(inherited)
 
 
 def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
-    """The job's own variables win over those of the shell, and both over the defaults."""
+    """The job's own variables override those of the shell, and both override the defaults."""
     shell = {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "HOME": "/home"}
     job = json.loads(slime.job_environment({}, shell)[slime.RAY_JOB])["runtime_env"]["env_vars"]
     assert job == {"NCCL_CUMEM_ENABLE": "1", "PYTHONPATH": "/megatron", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -174,7 +174,7 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     assert json.loads(slime.flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
-def test_a_command_without_slimes_driver():
+def test_a_command_without_slimes_driver_is_refused():
     with pytest.raises(ConfigError, match="no train.py or train_async.py"):
         slime.driver(["python", "other.py"])
 
@@ -190,7 +190,7 @@ TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
 
 
 def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
-    """Read back as SGLang's scheduler process reads it, and decided as it decides there."""
+    """The rule is read back as SGLang's scheduler process reads it, and decides as it decides there."""
     from megatron_rlspec.rollout.sglang.server.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -209,8 +209,8 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     assert chosen == OFF
 
 
-def test_without_a_table_engines_wait_for_what_rollouts_teach():
-    """The plugin is there, for the contract after pushes; the first rollout keeps to `num_steps`."""
+def test_without_a_table_engines_keep_num_steps_at_first():
+    """The plugin is active, for the contract after pushes. The first rollout uses `num_steps`."""
     from megatron_rlspec.rollout.sglang.server.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -219,7 +219,7 @@ def test_without_a_table_engines_wait_for_what_rollouts_teach():
     assert decider.choose(1, 100, None)[0] == decider.choose(200, 200_000, None)[0] == SpecConfig(3)
 
 
-def test_bad_cost_tables_are_told_before_anything_starts(tmp_path):
+def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
     with pytest.raises(CostTableError, match="nothing.json"):
         slime.check_table(str(tmp_path / "nothing.json"), [0, 1])
     with pytest.raises(ConfigError, match="--cost-table .*"):

@@ -35,7 +35,7 @@ _LINE = re.compile(r" (step|rollout|eval|perf) (\d+): (\{.*\})")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What is left of a run of slime_path.py with these options: its folder, rollouts, and logged metrics."""
+    """Run slime_path.py with these options; return its folder, rollouts, and logged metrics."""
 
     @cache
     def start(*options):
@@ -72,24 +72,24 @@ both = pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS], ids=["tra
 
 
 def version_of(rollout, options):
-    """Under which a rollout is drawn: the first update is number 1; a rollout ahead of training sees one less."""
+    """Return the weight version of a rollout: the first update is number 1; an asynchronous rollout has one less."""
     return max(1, rollout) if options is ASYNCHRONOUS else rollout + 1
 
 
 def exported(folder, version):
-    """The checkpoint that slime's own conversion wrote of this version."""
+    """Return the checkpoint of this version, as slime's own conversion wrote it."""
     through_disk = folder / "weights" / f"weight_v{version:06d}"
     trained = folder / "exported" / str(version - 2)  # version 2 is what rollout 0 trained
     return read_hf(through_disk if through_disk.exists() else trained if version > 1 else folder / "model")
 
 
 def steps(logged):
-    """What slime logged of each train step, in order."""
+    """Return what slime logged for each train step, in order."""
     return [metrics for (kind, _), metrics in sorted(logged.items()) if kind == "step"]
 
 
 @both
-def test_engines_hold_what_the_trainer_exported_policy_and_drafter_alike(run, options):
+def test_engines_hold_the_exported_policy_and_drafter(run, options):
     folder, rollouts, _ = run(*options)
     assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
     for row in rollouts:
@@ -103,7 +103,7 @@ def test_engines_hold_what_the_trainer_exported_policy_and_drafter_alike(run, op
 
 
 @both
-def test_every_step_moves_policy_and_drafter(run, options):
+def test_every_step_updates_policy_and_drafter(run, options):
     folder, rollouts, _ = run(*options)
     for version in range(1, len(rollouts) + 1):
         (_, before), (_, after) = exported(folder, version), exported(folder, version + 1)
@@ -112,7 +112,7 @@ def test_every_step_moves_policy_and_drafter(run, options):
 
 @both
 def test_trainer_and_engine_give_each_token_the_same_probability(run, options):
-    """slime's own metric, float32, under speculation, where the version that trains is the one that drew."""
+    """Read slime's own metric, in float32, under speculation, for samples of the version that is trained."""
     _, rollouts, logged = run(*options)
     pure = [row["rollout"] for row in rollouts if row["versions"] == [str(row["rollout"] + 1)]]
     assert 0 in pure
@@ -147,10 +147,10 @@ def test_drafter_learns_and_engines_accept_more(run, options):
 
 
 @both
-def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run, options):
-    """By the table drafting pays for few requests only: off for a rollout's first batch, where flags say 3 steps.
+def test_the_cost_table_rule_decides_in_slimes_engine(run, options):
+    """By the table, drafting is faster for few requests only: a rollout's first batch runs without drafts.
 
-    Whether it drafts later on turns on how requests happen to arrive and end.
+    The flags say 3 steps. Later rounds depend on when requests arrive and end, so they are not tested.
     """
     _, rollouts, logged = run(*options)
     for engine in (engine for row in rollouts for engine in row["engines"]):
@@ -160,7 +160,7 @@ def test_policy_from_the_cost_table_decides_in_the_engine_that_slime_started(run
 
 
 @both
-def test_engines_are_checked_and_taught_and_slime_logs_it(run, options):
+def test_engines_are_checked_and_get_rules_and_slime_logs_it(run, options):
     """After each push (of one through the disk, before the rollout that follows), and after each rollout."""
     folder, rollouts, logged = run(*options)
     ahead = int(options is ASYNCHRONOUS)

@@ -1,6 +1,6 @@
-"""slime's own speculative recipes, and ours, on Hopper: whether slime, Megatron and SGLang accept them.
+"""slime, Megatron and SGLang accept slime's own speculative recipes, and ours, on Hopper.
 
-Arguments come from the scripts, which run among stubs (`recorded_recipes.py`). Validation is upstream's own, in one
+Arguments come from the scripts, which run with stubs (`recorded_recipes.py`). Validation is upstream's own, in one
 process for each version of SGLang (`slime_recipes.py`). tools/setup_slime_tests.sh makes the environment.
 """
 
@@ -46,7 +46,7 @@ VERSIONS = ["installed", pytest.param("0.5.15.post1", marks=pytest.mark.skipif(n
 
 
 class Started(Exception):
-    """What `rlspec slime` would have become: the command and its environment."""
+    """The command that `rlspec slime` would have started, and its environment."""
 
 
 def completed(arguments, environment, monkeypatch):
@@ -65,7 +65,7 @@ def completed(arguments, environment, monkeypatch):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """By name: slime's recipes as they are (`alone/…`) and with `rlspec slime`, and ours."""
+    """Return jobs by name: slime's recipes unchanged (`alone/…`) and with `rlspec slime`, and ours."""
     folder, found = tmp_path_factory.mktemp("recipes"), {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in THEIRS:
@@ -89,7 +89,7 @@ def jobs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(jobs, tmp_path_factory):
-    """What upstream makes of each job, by the version of SGLang."""
+    """Return upstream's answer to each job, by the version of SGLang."""
 
     @cache
     def ask(version):
@@ -109,7 +109,7 @@ def answers(jobs, tmp_path_factory):
     return ask
 
 
-def test_every_recipe_of_slime_that_speculates_is_here():
+def test_every_speculative_recipe_of_slime_is_tested():
     found = [*Path(SLIME, "scripts").glob("run-*.sh"), *Path(SLIME, "examples").rglob("*.sh")]
     speculating = {str(p.relative_to(SLIME)) for p in found if "--sglang-speculative-algorithm" in p.read_text()}
     assert speculating == set(THEIRS)
@@ -118,7 +118,7 @@ def test_every_recipe_of_slime_that_speculates_is_here():
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", [Path(name).stem for name in THEIRS] + [recipe.stem for recipe in OURS])
 def test_recipe_is_accepted_or_refused_as_sglang_refuses_it(name, version, answers):
-    """With `rlspec slime` as without: a recipe for another SGLang fails in the parser of this one in the same words."""
+    """A recipe for another SGLang fails in this one's parser with the same words, with and without `rlspec slime`."""
     answer = answers(version)[name]
     alone = answers(version).get(f"alone/{name}", {})
     if "error" in alone:
@@ -146,7 +146,7 @@ def test_ranks_and_engines_agree_on_nccl_and_megatron_finds_its_variable(version
 
 
 def test_our_recipes_need_the_variable_that_rlspec_sets(jobs, answers):
-    """Without it Megatron's own check ends each of them; workers also find Megatron."""
+    """Without the variable, Megatron's own check ends each recipe. Workers also find Megatron."""
     for recipe in OURS:
         environment = jobs[recipe.stem].environment
         assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and environment["PYTHONPATH"] == MEGATRON

@@ -26,7 +26,7 @@ def test_commits_are_those_that_the_documents_name():
     assert f"slime {slime[:9]}, Megatron-LM {megatron[:9]}" in (ROOT / "docs/slime-conformance.md").read_text()
 
 
-def test_a_source_without_the_commit_is_told_in_one_line(tmp_path):
+def test_a_source_without_the_commit_is_reported_in_one_line(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True)
     env = os.environ | {"RLSPEC_SLIME": str(tmp_path / "empty"), "PYTHON": sys.executable}
     done = subprocess.run(["bash", str(SCRIPT), str(tmp_path / "made")], env=env, capture_output=True, text=True)

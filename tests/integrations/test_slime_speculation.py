@@ -1,4 +1,4 @@
-"""What rollouts teach, and what must not: evaluations, and engines that nothing was pushed to yet."""
+"""`Speculation` learns from rollouts, but not from evaluations, and not from engines before their first push."""
 
 import json
 
@@ -15,7 +15,7 @@ CHAIN = SpecConfig(3)
 
 
 class Engine:
-    """Rounds that wait to be drained, as an engine keeps them; it answers no prompt."""
+    """An engine with rounds to drain; it generates nothing."""
 
     rounds: list[RoundStats] = []
 
@@ -47,7 +47,7 @@ def rounds(*accepted):
     return RoundStats(CHAIN, 8, 800, sum(accepted), 900.0, accepted)
 
 
-def test_an_evaluation_teaches_nothing(monkeypatch):
+def test_an_evaluation_is_not_learnt_from(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
     speculation = Speculation(Learning(Adapter([0, 3], "", 2, 64.0, 0.01, 0.01)), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
@@ -65,8 +65,8 @@ def test_no_canary_before_the_first_push(monkeypatch):
 
 
 @pytest.mark.parametrize("before", [1, 3, 5])
-def test_a_resumed_run_may_draft_other_numbers_of_steps(before):
-    """Its engines accept what it tells them, whatever `--candidate-steps` was before."""
+def test_a_resumed_run_may_have_other_candidate_steps(before):
+    """Its engines accept the restored rule, even if `--candidate-steps` was different before."""
     former, resumed = (Learning(Adapter([0, deepest], "", 2, 64.0, 0.01, 0.01)) for deepest in (before, 3))
     former.adapter.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))

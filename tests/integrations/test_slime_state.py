@@ -1,4 +1,4 @@
-"""What slime's train ranks and its RolloutManager leave for each other."""
+"""The files that slime's train ranks and its RolloutManager exchange."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.speculation.forecast import Prediction
 
 
-def test_a_prediction_is_of_later_rollouts_only(tmp_path):
+def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
     prediction = Prediction((1, 3), np.array([[4.0, 0, 0], [3, 2, 1]]), np.array([[2.0, 0, 0], [2, 1, 0]]))
     slime_state.write_prediction(tmp_path, 6, prediction)
     read = slime_state.read_prediction(tmp_path, 7)
@@ -16,7 +16,7 @@ def test_a_prediction_is_of_later_rollouts_only(tmp_path):
     assert slime_state.read_prediction(tmp_path, 6) is None
 
 
-def test_a_checkpoint_takes_what_rollouts_taught_and_gives_it_back(tmp_path):
+def test_the_learnt_state_is_saved_and_restored(tmp_path):
     run, saved = tmp_path / "run", tmp_path / "iter_0000001/rlspec-drafter"
     slime_state.write_rollouts(run, {"learnt": 1})
     slime_state.hand_on(run, saved)
@@ -27,7 +27,7 @@ def test_a_checkpoint_takes_what_rollouts_taught_and_gives_it_back(tmp_path):
     assert slime_state.read_rollouts(run) is None
 
 
-def test_runs_without_a_folder_keep_nothing():
+def test_runs_without_a_folder_write_nothing():
     assert slime_state.folder(SimpleNamespace()) is None
     slime_state.write_rollouts(None, {})
     slime_state.hand_on(None, None)

@@ -56,7 +56,7 @@ def test_a_rule_set_during_a_hold_is_stored(decider):
     ],
     ids=str,
 )
-def test_a_request_of_another_shape_is_refused_and_ends_nothing(decider, body, monkeypatch):
+def test_a_malformed_request_is_refused_and_the_scheduler_continues(decider, body, monkeypatch):
     messages = SimpleNamespace(DumperControlReqOutput=SimpleNamespace)  # SGLang's import much that is not needed here
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
     answers = []
@@ -82,7 +82,7 @@ def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
     assert not hooks
 
 
-def test_settings_survive_the_environment(monkeypatch):
+def test_settings_are_read_back_from_the_environment(monkeypatch):
     settings = Settings("target_only", {"table": "cost.json"}, deliveries=True)
     monkeypatch.setenv(*next(iter(settings.to_environment().items())))
     assert Settings.from_environment() == settings
@@ -93,7 +93,7 @@ def test_the_rule_under_its_old_name_is_still_read(monkeypatch):
     assert Settings.from_environment() == Settings("target_only", {"table": "cost.json"})
 
 
-def test_what_probes_may_lose_outlives_a_new_rule_and_a_hold(decider):
+def test_the_probe_budget_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(SETTINGS, None, rule)
     for _ in range(20):
@@ -107,7 +107,7 @@ def test_what_probes_may_lose_outlives_a_new_rule_and_a_hold(decider):
     assert decider.rule.probe_budget.left_ms == earned > 0 and decider.rule.probe_budget.rounds == 20
 
 
-def test_answers_of_data_parallel_ranks_become_one():
+def test_answers_of_data_parallel_ranks_are_merged():
     """Under attention data parallelism every rank answers. What one of them was not given counts as not delivered."""
     rows = [{"rounds": [1, 2]}, {"rounds": [3]}]
     assert control.of_all("stats", rows) == control.of_all("recent_rounds", rows) == {"rounds": [1, 2, 3]}

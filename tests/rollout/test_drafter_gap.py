@@ -130,7 +130,7 @@ def test_some_drafters_catch_up_first_and_the_others_later_in_full(every):
     assert gap.take() == requests.missed(*"abcde") and not gap.open
 
 
-def test_memory_is_bounded_by_those_still_running():
+def test_memory_is_bounded_by_the_running_requests():
     gap = Feeding(every=4)
     requests = Requests(gap)
     for number in range(40):  # every request lives for one round

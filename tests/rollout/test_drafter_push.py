@@ -52,7 +52,7 @@ def test_without_the_hook_the_drafter_stays_stale():
     assert here.draft_worker._draft_worker.draft_runner.model.weights["mtp"][0] == 0
 
 
-def test_failed_update_leaves_the_drafter_alone():
+def test_a_failed_update_does_not_change_the_drafter():
     here = manager()
     result = load_twice(lambda manager, request: SimpleNamespace(success=False), here, PUSH)
     assert not result.success

@@ -57,7 +57,7 @@ def ended(directory: Path, seconds: float = 20.0) -> list[str]:
     return left(directory)
 
 
-def test_it_listens_on_loopback_only_and_shows_its_key_nowhere(model: Path, tmp_path: Path) -> None:
+def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(model: Path, tmp_path: Path) -> None:
     with launch(model, tmp_path / "log", arguments=SERVE, environment=ENVIRONMENT) as process:
         process.wait()
         mine = [psutil.Process(process.process.pid), *psutil.Process(process.process.pid).children(recursive=True)]
@@ -87,7 +87,7 @@ def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Pat
 
 
 @pytest.mark.parametrize("victim", ["launcher", "server", "scheduler", "all"])
-def test_nothing_stays_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
+def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
     launcher, server, directory = start(model, tmp_path / "log")
     try:
         assert any("sglang_loads" in name for name in left(directory))
@@ -113,7 +113,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_server_started_by_hand_tidies_up(model: Path, number: signal.Signals) -> None:
+def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}

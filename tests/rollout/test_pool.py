@@ -91,14 +91,14 @@ def test_order_groups_and_balance(in_flight: int) -> None:
         assert {len(e.drawn) for e in engines} == {40}
 
 
-def test_a_fast_engine_gets_more() -> None:
+def test_a_fast_engine_gets_more_requests() -> None:
     slow, fast = Engine("slow", pace=0.03), Engine("fast", pace=0.0005)
     EnginePool([slow, fast], in_flight=4).generate(requests(20), SAMPLING)
     assert len(fast.drawn) > len(slow.drawn) > 0
 
 
 @pytest.mark.parametrize("in_flight", [0, 8])
-def test_a_dead_engine_loses_and_doubles_nothing(in_flight: int) -> None:
+def test_no_sample_is_lost_or_doubled_when_an_engine_dies(in_flight: int) -> None:
     dying, healthy = Engine("dying", dies_after=7), Engine("healthy")
     pool = EnginePool([dying, healthy], in_flight)
     seen: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def test_no_engine_left() -> None:
         pool.generate(requests(10), SAMPLING)
 
 
-def test_other_errors_are_not_swallowed() -> None:
+def test_other_errors_are_raised() -> None:
     class Broken(Engine):
         def generate(self, *args: object) -> list[Sample]:
             raise TypeError("a programmer's mistake")

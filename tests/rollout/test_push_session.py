@@ -33,14 +33,14 @@ def test_one_session_over_all_buckets_of_every_push():
     assert manager.log == ["begin", 0, 1, 2, "end", "begin", 0, "end"]
 
 
-def test_a_session_of_somebody_else_stays_his():
+def test_a_session_that_the_trainer_opened_is_not_touched():
     ours, manager = PushSession("begin", "end"), Manager()
     manager._session = "his"
     pushed(ours, manager, 2)
     assert manager.log == [0, 1] and manager._session == "his"
 
 
-def test_continuing_without_a_push_closes_nothing():
+def test_continuing_without_a_push_closes_no_session():
     ours, manager = PushSession("begin", "end"), Manager()
     pushed(ours, manager, 0)
     assert manager.log == []

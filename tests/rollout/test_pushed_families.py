@@ -105,7 +105,7 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str,
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("architecture", PUSHED)
-def test_every_byte_of_a_push_is_where_it_belongs(sglang_models, architecture, tp, tmp_path):
+def test_every_pushed_byte_is_in_the_right_place(sglang_models, architecture, tp, tmp_path):
     config = config_of(architecture)
     family = name_table(config)
     tensors = checkpoint(config, tmp_path / "checkpoint")
@@ -224,7 +224,7 @@ def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, a
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
-def test_a_bucket_never_parts_what_latent_attention_fuses(sglang_models, architecture, tmp_path, monkeypatch):
+def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, architecture, tmp_path, monkeypatch):
     """SGLang's loader drops `q_a_proj` and `kv_a_proj_with_mqa` without a word if they come in two calls."""
     from megatron_rlspec.rollout.sglang.client import engine
 

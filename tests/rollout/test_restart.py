@@ -19,7 +19,7 @@ def waited(restarts, name):
     raise AssertionError(f"{name} never came")
 
 
-def test_it_comes_back_once_it_answers():
+def test_a_restarted_engine_returns_once_it_answers():
     answers = threading.Event()
     restarts = Restarts(lambda name, number: answers.wait(10) and (name, number), 3, (0.0,))
     assert restarts.lost("a") == 1 and restarts.pending
@@ -46,7 +46,7 @@ def test_a_start_that_fails_is_repeated_after_a_longer_pause():
     assert second - first >= 0.1 and third - second >= 0.3
 
 
-def test_starts_of_one_run_are_counted_over_all_its_engines():
+def test_restarts_are_counted_over_all_engines_of_a_run():
     restarts = Restarts(lambda name, number: name, 2, (0.0,))
     assert [restarts.lost(name) for name in ("a", "b", "a")] == [1, 2, 0]
     assert restarts.back(block=True)
@@ -67,7 +67,7 @@ def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
     assert not restarts.pending
 
 
-def test_another_error_is_not_swallowed():
+def test_another_error_is_raised():
     def start(name, number):
         raise TypeError("a programmer's mistake")
 

@@ -121,7 +121,7 @@ def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], n
 
 
 @pytest.mark.lossless
-def test_the_identity_catches_a_sampler_that_is_not_keyed(engines: dict[str, SGLangEngine]) -> None:
+def test_the_identity_test_detects_a_sampler_that_is_not_keyed(engines: dict[str, SGLangEngine]) -> None:
     asked = requests(16)
     plain = engines["plain"].generate(asked, SAMPLINGS["T=1"])
     wrong = engines["unkeyed"].generate(asked, SAMPLINGS["T=1"])
@@ -182,7 +182,7 @@ def half_wrong_drafter() -> dict[str, torch.Tensor]:
     return drafter
 
 
-def test_off_leaves_nothing_behind(engines: dict[str, SGLangEngine]) -> None:
+def test_drafting_after_off_equals_drafting_after_step_0(engines: dict[str, SGLangEngine]) -> None:
     """Drafting after a stretch of off is drafting after as long a stretch of step 0, which keeps the drafter current.
 
     Both draw one token a round, so the rounds that follow start at the same tokens and must accept the same drafts.
@@ -279,7 +279,7 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGL
     assert any(sum(s.accepted[1:]) > 10 for s in always[1])
 
 
-def test_a_table_without_step_0_decides(engines: dict[str, SGLangEngine]) -> None:
+def test_a_table_without_step_0_never_chooses_step_0(engines: dict[str, SGLangEngine]) -> None:
     """The engine could keep its drafter current while it drafts nothing; what is not priced is not chosen."""
     engine = engines["adaptive"]
     table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
@@ -587,7 +587,7 @@ def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGL
     assert "right-key" not in seen
 
 
-def test_the_engine_is_untouched_unless_asked() -> None:
+def test_sglang_is_unchanged_unless_the_plugin_is_enabled() -> None:
     """In a fresh process: SGLang loads our entry point, which registers nothing and imports none of our hooks."""
     script = """
 from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins

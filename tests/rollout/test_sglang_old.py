@@ -81,7 +81,7 @@ def k(num_steps: int) -> SpecSchedule:
     return SpecSchedule.fixed(SpecConfig(num_steps))
 
 
-def test_it_is_the_old_version(engines):
+def test_the_engine_runs_the_old_version(engines):
     assert engines["adaptive"].describe()["sglang"] == "0.5.15.post1"
 
 
@@ -141,14 +141,14 @@ def test_samples_continue_under_new_weights(engines):
     assert [len(s.response) for s in done] == [24, 24]
 
 
-def test_a_rule_decides_by_what_it_sees(engines):
+def test_a_new_rule_decides_and_reports(engines):
     engine = engines["adaptive"]
     engine.set_spec_rule({"schedule": k(2).to_json()})
     generate(engine, "rule", temperature=1.0)
     assert engine.spec_rule_report()
 
 
-def test_weights_come_through_a_group(engines, group):
+def test_weights_arrive_through_a_group(engines, group):
     engine = engines["adaptive"]
     by_group = SGLangEngine(engine.url, api_key=engine._process.api_key, timeout=300, transport=GroupBroadcast())
     drawn = tiny_mimo.weights(CONFIG, seed=7)

@@ -78,7 +78,7 @@ def test_text_is_the_targets(engines: Engines, sampling: str) -> None:
 
 
 FAST = [
-    same.test_off_leaves_nothing_behind,
+    same.test_drafting_after_off_equals_drafting_after_step_0,
     same.test_accept_length_follows_the_pushed_drafter,
     same.test_pause_and_resume,
     same.test_abort,
@@ -87,7 +87,7 @@ SLOW = [
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
-    same.test_a_table_without_step_0_decides,
+    same.test_a_table_without_step_0_never_chooses_step_0,
     same.test_pushed_weights_are_the_served_ones,
     same.test_samples_continue_under_new_weights,
     same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
@@ -96,7 +96,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("check", [*FAST, *map(slow, SLOW)], ids=lambda check: check.__name__[5:])
-def test_as_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
+def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
 
 
@@ -120,7 +120,7 @@ def test_rounds_of_finished_requests_do_not_count(engines: Engines) -> None:
         assert by_round.tolist() == by_sample.tolist()
 
 
-def test_what_ends_while_off_leaves_no_hole_in_the_prefix_tree(engines: Engines) -> None:
+def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(engines: Engines) -> None:
     """A request ends in a round without drafts; the next round, launched before, drafts for the others.
 
     Its drafter never reads what it generated, so no later turn may find that in the tree.

@@ -28,7 +28,7 @@ def missing(contract, known):
     return gone
 
 
-def test_the_record_is_of_the_versions_we_know():
+def test_the_record_covers_the_known_versions():
     """Else: python tests/rollout/sglang_calls.py 0.5.15.post1=DIR 0.5.23=DIR"""
     assert sorted(RECORD) == VERSIONS == sorted(versions.CONTRACTS)
     assert all(sorted(RECORD[version]) == recorded_names() for version in VERSIONS)
@@ -50,7 +50,7 @@ def test_the_contract_is_kept_by_its_version_alone(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_one_renamed_argument_is_seen(version):
+def test_one_renamed_argument_is_detected(version):
     """Of every call that names its arguments, and of every contract."""
     known, renamed = signatures(version), 0
     for call in calls(version):
@@ -67,7 +67,7 @@ def test_one_renamed_argument_is_seen(version):
     assert renamed > 80
 
 
-def test_what_is_installed_is_what_is_recorded():
+def test_installed_signatures_equal_the_record():
     version = importlib.metadata.version("sglang")
     if version not in RECORD:
         pytest.skip(f"SGLang {version} is not one of {', '.join(VERSIONS)}")

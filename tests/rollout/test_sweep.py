@@ -66,7 +66,7 @@ def swept(cost, batches=(1, 4, 16), lengths=(64, 512), seconds=1e9, tolerance=0.
     return run, sweep(run, batches, lengths, seconds=seconds, tolerance=tolerance)
 
 
-def test_the_table_holds_what_the_engine_costs():
+def test_the_table_holds_the_engines_costs():
     run, end = swept(SMOOTH)
     table = run.table()
     assert end.startswith("smooth") and len(run.cells) == 6
@@ -146,7 +146,7 @@ def test_one_engine_is_enough_if_it_has_a_real_off():
     assert run.table().catch_up_ms == pytest.approx(0.01, rel=0.3)
 
 
-def test_what_cannot_be_a_table_is_refused():
+def test_a_sweep_that_gives_no_table_is_refused():
     with pytest.raises(SweepError, match="decodes without a drafter"):
         Sweep([Bench(Known(SMOOTH), STEPS, 100)], PROVENANCE)
     with pytest.raises(SweepError, match="same configuration"):

@@ -26,7 +26,7 @@ def source_of(tensors):
     return lambda scope: ((n, t) for n, t in tensors.items() if scope == "all" or ".mtp" in n)
 
 
-def test_every_transport_brings_every_bit(tmp_path, monkeypatch):
+def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
     from megatron_rlspec.rollout.sglang.client import engine as client
 
     monkeypatch.setattr(client, "_BUCKET_BYTES", 100_000)  # several buckets

@@ -1,4 +1,4 @@
-"""What Transformer Engine's own sources say about the names that the stand-in has and that megatron-core imports.
+"""Record what Transformer Engine's own sources say about the names that the stand-in has and megatron-core imports.
 
     python tests/te/te_signatures.py TRANSFORMER_ENGINE_CHECKOUT
 
@@ -65,14 +65,14 @@ OTHERS = (
 
 
 def names() -> list[str]:
-    """Dotted names whose signatures are recorded."""
+    """Return the dotted names whose signatures are recorded."""
     layers = [f"{PACKAGE}.pytorch.{layer}" for layer in LAYERS]
     methods = [f"{PACKAGE}.pytorch.{layer}.{method}" for layer in LAYERS for method in METHODS[layer]]
     return [*layers, *methods, *(f"{PACKAGE}.{name}" for name in OTHERS)]
 
 
 def imports() -> list[str]:
-    """Everything that the installed megatron-core imports from Transformer Engine, wherever it does so."""
+    """Return every name that the installed megatron-core imports from Transformer Engine, in any file."""
     folder = contracts.locate("megatron.core").parent
     found = {dotted for source in folder.rglob("*.py") for dotted in _imports(ast.parse(source.read_text()))}
     return sorted(found)
@@ -85,7 +85,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def signatures(read: contracts.Read) -> dict[str, str | None]:
-    """Dotted name -> signature, as `show` writes it; "" for what is no function or class, None where it is missing."""
+    """Map dotted names to signatures, as `show` writes them; "" for other objects, None for missing names."""
     return {name: _signature(name, read) for name in names()}
 
 
@@ -98,12 +98,12 @@ def _signature(name: str, read: contracts.Read) -> str | None:
 
 
 def has(dotted: str, read: contracts.Read) -> bool:
-    """Whether a module or something in one is there."""
+    """Return whether a module, or a name in one, exists."""
     return read(dotted) is not None or _signature(dotted, read) is not None
 
 
 def parameters(layer: str, read: contracts.Read) -> list[str]:
-    """Names of the parameters that a layer registers, `weight{i}` for numbered ones, by reading its constructors."""
+    """Return the names of the parameters that a layer's constructors register; `weight{i}` for numbered ones."""
     module, node = contracts._resolve(f"{PACKAGE}.pytorch", layer, read)
     found: set[str] = set()
     for _, owner in contracts._lineage(module, node, read):

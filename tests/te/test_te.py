@@ -1,4 +1,4 @@
-"""Other tests of this suite, run through Transformer Engine's branch: with the stand-in on PYTHONPATH."""
+"""Run other tests of this suite in Transformer Engine's branch, with the stand-in on PYTHONPATH."""
 
 import os
 import re
@@ -22,7 +22,7 @@ SLOW = {
     "resume": [
         "train/test_resume.py",
         "train/test_warm_start.py::test_moments_do_not_depend_on_the_layout_of_ranks",
-        "train/test_warm_start.py::test_a_run_that_took_moments_up_resumes_bit_for_bit",
+        "train/test_warm_start.py::test_a_run_that_loaded_moments_resumes_bit_for_bit",
     ],
     "whole runs": [
         "test_run.py::test_a_run_leaves_the_files_that_the_readme_lists",

@@ -1,4 +1,4 @@
-"""The stand-in has Transformer Engine's names and keywords, and Megatron finds in it what it finds in the real one."""
+"""The stand-in has Transformer Engine's names and keywords, and Megatron finds the same names in both."""
 
 import json
 
@@ -58,14 +58,14 @@ LEFT_OUT = {
 
 
 def positions(text):
-    """Names of the parameters, and of those without a default."""
+    """Return the names of the parameters, and of those without a default."""
     found = contracts.signature("m.f", {"m": f"def f{text}: ..."}.get).parameters
     required = [p for p in found.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return list(found), [p.name for p in required]
 
 
 def unlike(ours, theirs):
-    """Why a call that fits our signature may not fit theirs; "" if it does."""
+    """Return why a call that fits our signature may not fit theirs; "" if it always fits."""
     (own, _), (known, required) = positions(ours), positions(theirs)
     open_ended = "kwargs" in known
     unknown = [name for name in own if name not in known and not open_ended]
@@ -78,8 +78,8 @@ def unlike(ours, theirs):
 
 
 @pytest.mark.parametrize("version", RECORD)
-def test_the_stand_in_has_its_names_and_keywords(version):
-    """Else: python tests/te/te_signatures.py TRANSFORMER_ENGINE_CHECKOUT, and see what changed."""
+def test_the_stand_in_has_transformer_engines_names_and_keywords(version):
+    """If it fails, run python tests/te/te_signatures.py TRANSFORMER_ENGINE_CHECKOUT and read what changed."""
     known = RECORD[version]["signatures"]
     assert sorted(known) == sorted(names())
     ours = te_signatures.signatures(OURS)
@@ -97,7 +97,7 @@ def test_parameters_and_extra_state_are_the_same_in_every_version(version):
     assert all(RECORD[version]["signatures"][n] is not None for n in names() if n.endswith("extra_state"))
 
 
-def test_megatron_finds_what_it_finds_in_the_real_one():
+def test_megatron_finds_the_same_names_in_the_stand_in():
     real = RECORD[VERSION]["imports"]
     assert sorted(real) == imports(), "another megatron-core: record again"
     left_out = {f"transformer_engine.{name}" for group in LEFT_OUT.values() for name in group}
@@ -116,5 +116,5 @@ def test_megatron_finds_what_it_finds_in_the_real_one():
         ("(a, b=...)", "(a, **kwargs)", ""),
     ],
 )
-def test_a_difference_is_seen(ours, theirs, why):
+def test_a_difference_is_detected(ours, theirs, why):
     assert why in unlike(ours, theirs) and bool(unlike(ours, theirs)) == bool(why)

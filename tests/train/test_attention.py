@@ -25,7 +25,7 @@ def random(*shape, seed):
 
 @pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_pieces_equal_textbook(cp_size, plain, monkeypatch):
+def test_packed_attention_equals_the_textbook_formula(cp_size, plain, monkeypatch):
     if plain:  # what runs on devices without the CPU kernel
         monkeypatch.setattr(attention, "_has_cpu_kernel", lambda q: False)
     lengths, scale = [8, 24, 16, 0, 24, 8, 16], 0.37
@@ -66,7 +66,7 @@ def test_links_are_further_keys_of_one_row():
         torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-12)
 
 
-def test_rotation_is_transformers_convention():
+def test_rotation_follows_transformers_convention():
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
     x, positions = random(5, 3, 8, seed=1), torch.tensor([0, 1, 7, 3, 1000])

@@ -102,7 +102,7 @@ def printed(*argv):
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
-def test_recipe_launches_and_its_dry_run_is_sane(recipe, tmp_path):
+def test_recipe_launches_and_its_dry_run_is_plausible(recipe, tmp_path):
     ranks = RANKS[recipe]
     launched = arguments(recipe, tmp_path, "--train.steps", "2")
     assert launched[0] == "torchrun" and launched[launched.index("--rollout.urls") + 1].startswith("http://")
@@ -234,7 +234,7 @@ def promised(index):
 
 
 @pytest.mark.parametrize("index", range(len(CELLS)))
-def test_memory_is_that_of_a_real_trainer(index):
+def test_memory_equals_that_of_a_real_trainer(index):
     (expected,) = on_ranks(1, promised, index)
     for rank, (weights, gradients, state) in enumerate(on_ranks(2, held, index)):
         here = expected[rank if len(expected) == 2 else 0]

@@ -152,7 +152,7 @@ def by_hand(folder, tensor):
 
 
 @pytest.mark.parametrize("tensor", [1, 2], ids=["two replicas", "tensor-parallel ranks with whole experts"])
-def test_norm_of_two_parameters_is_that_on_paper(tmp_path, tensor):
+def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
     """The dense parameter has two replicas, or lies whole on both tensor-parallel ranks: its gradient is 2, or 1."""
     first, second = on_ranks(2, by_hand, tmp_path, tensor)
     whole = math.sqrt(16 * (2 / tensor) ** 2 + 16 * 0.01**2 + 16 * 5**2)
@@ -244,7 +244,7 @@ def continued(weights, parallel, saved):
     return taken, dict(trainer.export("drafter"))
 
 
-def test_moments_go_on_in_another_layout(weights):
+def test_moments_continue_in_another_layout(weights):
     saved = on_ranks(2, first_moments, weights)[0]
     (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, saved)
     assert all(torch.equal(taken[name], tensor) for name, tensor in saved.items())

@@ -77,7 +77,7 @@ def against_transformers(hf, folder):
 
 
 @pytest.mark.parametrize("hf", [GLM4_MOE, GROUPED], ids=["Glm4MoeForCausalLM", "groups"])
-def test_policy_and_drafter_are_transformers(hf, tmp_path):
+def test_policy_and_drafter_equal_transformers(hf, tmp_path):
     ((worst, same),) = on_ranks(1, against_transformers, hf, tmp_path)
     assert max(worst) < 2e-5
     assert same
@@ -208,6 +208,6 @@ def run(folder):
     return out
 
 
-def test_biases_are_resumed_and_stay_where_nothing_is_learnt(tmp_path):
+def test_biases_are_resumed_and_unchanged_without_an_update(tmp_path):
     (out,) = on_ranks(1, run, tmp_path)
     assert out == {"resumed": True, "biases": True, "skipped": 1.0, "kept": True, "still kept": True}

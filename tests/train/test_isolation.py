@@ -80,11 +80,11 @@ def test_policy_is_the_same_with_and_without_drafter(three, variant):
         assert rank[variant, "drafter"] > 0
 
 
-def test_a_joint_clip_would_move_it(three):
+def test_a_joint_clip_changes_the_policy(three):
     assert all(rank["joint clip"] != rank["own clip"] for rank in three)
 
 
-def test_a_shared_buffer_would_move_it(three):
+def test_a_shared_buffer_changes_the_policy(three):
     assert all(rank["crowded"] != rank["alone"] for rank in three)
 
 
@@ -146,7 +146,7 @@ def modes():
     return out
 
 
-def test_drafter_only_leaves_the_policy_alone():
+def test_drafter_only_training_keeps_the_policy():
     (seen,) = on_ranks(1, modes)
     assert seen["both"] == ([True, True], True, 1)
     assert seen["drafter"] == ([False, True], False, 0)
@@ -167,7 +167,7 @@ def classic():
     return out
 
 
-def test_classic_mode_moves_the_policy_and_reports_it():
+def test_classic_mode_changes_the_policy_and_reports_it():
     ((detached, fine, joint, refused),) = on_ranks(1, classic)
     assert fine is None and "mtp_detach_heads" in refused
     assert detached[0] != joint[0]

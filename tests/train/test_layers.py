@@ -9,7 +9,7 @@ from megatron_rlspec.train.layers import RMSNorm, SwiGLU
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rms_norm_is_torchs(dtype):
+def test_rms_norm_equals_torchs(dtype):
     config = SimpleNamespace(params_dtype=dtype, sequence_parallel=True)
     norm = RMSNorm(config, 12, eps=1e-3)
     assert norm.weight.sequence_parallel
@@ -25,7 +25,7 @@ def test_rms_norm_is_torchs(dtype):
         torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def test_swiglu_is_silu_of_the_first_half_times_the_second():
+def test_swiglu_equals_silu_of_the_first_half_times_the_second():
     torch.manual_seed(0)
     x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(5, 3, 4, dtype=torch.float64)

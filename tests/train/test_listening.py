@@ -16,6 +16,6 @@ print([place.ip for place in listening if place.port == int(os.environ["MASTER_P
 """
 
 
-def test_its_store_listens_on_loopback_only():
+def test_the_store_of_a_single_process_listens_on_loopback_only():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
     assert ended.stdout.splitlines()[-1:] == ["['127.0.0.1']"], ended.stdout + ended.stderr

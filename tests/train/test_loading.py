@@ -76,19 +76,19 @@ REFUSED = {
 }
 
 
-def test_balance_of_a_dense_model_is_refused():
+def test_balancing_a_dense_model_is_refused():
     with pytest.raises(ValueError, match="this model is dense"):
         model.transformer_config(HF_CONFIG, config(model={"moe_aux_loss_coeff": 0.1}))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_ignored_is_refused(case):
+def test_settings_that_would_be_ignored_are_refused(case):
     changes, parallel, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         model.transformer_config(HF_CONFIG | changes, config(parallel=parallel))
 
 
-def test_float64_is_refused_where_transformer_engine_computes(monkeypatch):
+def test_float64_is_refused_under_transformer_engine(monkeypatch):
     exact = config(model={"dtype": "float64"})
     monkeypatch.setattr(runtime, "has_transformer_engine", lambda: True)
     model.check(HF_CONFIG, exact)

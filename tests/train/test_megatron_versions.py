@@ -23,12 +23,12 @@ def signatures(version):
     return {name: parse(text) if text else text for name, text in RECORD[version]["signatures"].items()}
 
 
-def test_the_record_is_of_the_versions_named():
+def test_the_record_covers_the_named_versions():
     assert {version: entry["source"] for version, entry in RECORD.items()} == megatron_calls.VERSIONS
 
 
 @pytest.mark.parametrize("version", RECORD)
-def test_everything_called_is_recorded(version):
+def test_every_called_name_is_recorded(version):
     """Else: python tests/train/megatron_calls.py MEGATRON_CHECKOUT"""
     assert sorted(RECORD[version]["signatures"]) == recorded_names()
 
@@ -70,7 +70,7 @@ def test_every_option_of_a_configuration_is_known(version):
     assert moe and not (set(moe) | set(runtime.device_options())) - set(fields)
 
 
-def test_what_is_installed_is_what_is_recorded():
+def test_installed_signatures_equal_the_record():
     version = importlib.metadata.version("megatron-core")
     if version in RECORD:
         known = {name: text for name, text in RECORD[version]["signatures"].items() if text is not None}
@@ -88,7 +88,7 @@ CANNOT = [
 
 
 @pytest.mark.parametrize(("call", "part"), CANNOT)
-def test_a_call_that_does_not_bind_is_seen(call, part):
+def test_a_call_that_does_not_bind_is_detected(call, part):
     assert part in binds(call, parse("(a, *, b=...)"))
     assert binds(call._replace(positional=1, keywords=("b",)), parse("(a, *, b=...)")) is None
 

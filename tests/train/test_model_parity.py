@@ -48,7 +48,7 @@ def policy_against_transformers(architecture):
 
 
 @pytest.mark.parametrize("architecture", CASES)
-def test_policy_is_transformers(architecture):
+def test_policy_equals_transformers(architecture):
     (worst,) = on_ranks(1, policy_against_transformers, architecture)
     assert worst == pytest.approx(0, abs=2e-5)
 
@@ -141,7 +141,7 @@ def against_engine(hf, recompute):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_unrolling_is_the_engines(tied):
+def test_unrolling_equals_an_engines_drafting(tied):
     hf = HF_CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": tied}
     (worst,) = on_ranks(1, against_engine, hf, tied)
     assert max(worst) < 1e-11
@@ -195,7 +195,7 @@ def directional(hf, depth, kind, recompute):
 @pytest.mark.parametrize(
     ("depth", "kind", "recompute"), [(3, "ce", False), (2, "forward_kl", True), (3, "tv", True), (4, "ce", False)]
 )
-def test_gradient_is_the_losss(depth, kind, recompute):
+def test_gradient_equals_the_central_difference_of_the_loss(depth, kind, recompute):
     ((slope, difference, everywhere),) = on_ranks(1, directional, HF_CONFIG, depth, kind, recompute)
     assert everywhere
     assert slope == pytest.approx(difference, rel=1e-6)

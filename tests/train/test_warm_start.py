@@ -104,7 +104,7 @@ def continued(folder):
     return found
 
 
-def test_the_first_steps_of_the_next_run_do_not_wreck_the_drafter(tmp_path):
+def test_the_first_steps_of_the_next_run_do_not_harm_the_drafter(tmp_path):
     (found,) = on_ranks(1, continued, str(tmp_path))
     for name, losses in found.items():
         print(f"  {name:8}: held-out loss {' '.join(f'{loss:.3f}' for loss in losses)}")
@@ -173,7 +173,7 @@ def resumed(folder):
     return rates, [digest(trainer.drafter.parameters()) for trainer in (first, second)]
 
 
-def test_a_run_that_took_moments_up_resumes_bit_for_bit(tmp_path):
+def test_a_run_that_loaded_moments_resumes_bit_for_bit(tmp_path):
     ((rates, digests),) = on_ranks(1, resumed, str(tmp_path))
     assert rates == [RATE * 4 / 20] * 2  # two updates before the run, two of its own
     assert digests[0] == digests[1]

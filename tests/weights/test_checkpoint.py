@@ -36,7 +36,7 @@ def test_transformers_reads_what_we_write(tmp_path, checkpoint):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
 
 
-def test_companion_files_travel(tmp_path, checkpoint):
+def test_companion_files_are_copied(tmp_path, checkpoint):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("tokenizer.json", "merges.txt", "modeling_mimo.py", "model.safetensors"):
@@ -88,7 +88,7 @@ def test_defects_on_disk(tmp_path, checkpoint):
         read_hf(tmp_path / "b")
 
 
-def test_an_index_with_more_tensors_than_the_files(tmp_path, checkpoint):
+def test_an_index_with_more_tensors_than_the_files_is_refused(tmp_path, checkpoint):
     config, tensors = checkpoint
     write_hf(tmp_path / "a", config, tensors, shard_bytes=100_000)
     index = tmp_path / "a" / "model.safetensors.index.json"

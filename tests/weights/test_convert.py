@@ -163,7 +163,7 @@ def without_swap(*arguments):
         return run(*arguments)
 
 
-def test_check_sees_a_wrong_table(tmp_path):
+def test_check_detects_a_wrong_table(tmp_path):
     """The same mistake in both directions: the round trip is exact, and only the logits differ."""
     _, tensors = hf_directory(tmp_path)
     code, report = one_rank(run, str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check")

@@ -27,10 +27,10 @@ SHOWN_BY = {
         "weights/test_families.py::test_an_external_drafters_round_trip_is_exact",
     ),
     "trained": (
-        "train/test_model_parity.py::test_policy_is_transformers",
-        "train/test_experts.py::test_policy_and_drafter_are_transformers",
+        "train/test_model_parity.py::test_policy_equals_transformers",
+        "train/test_experts.py::test_policy_and_drafter_equal_transformers",
     ),
-    "pushed": ("rollout/test_pushed_families.py::test_every_byte_of_a_push_is_where_it_belongs",),
+    "pushed": ("rollout/test_pushed_families.py::test_every_pushed_byte_is_in_the_right_place",),
     "served": ("rollout/test_served_families.py::test_a_push_changes_what_the_engine_computes",),
     "checked": ("weights/test_families_page.py::test_convert_checks_the_logits",),
 }

@@ -28,7 +28,7 @@ def slow(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (), (0,), (33, 129)])
-def test_it_is_its_definition(dtype, shape):
+def test_fingerprint_equals_its_definition(dtype, shape):
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
     assert fingerprint(tensor) == slow(tensor)
 
@@ -50,7 +50,7 @@ def test_contiguous_shards_add_up(cut):
         fingerprint(narrow, start=3)
 
 
-def test_every_small_change_shows():
+def test_every_small_change_changes_the_fingerprint():
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     seen = {fingerprint(tensor)}
     bits = tensor.view(torch.int16)

@@ -23,7 +23,7 @@ def run(tmp_path):
     made.rollouts.close()
 
 
-def test_a_drafter_that_has_improved_is_found_in_rollouts_of_20_rounds(run):
+def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
     """The defect: each push restarted the wait for a probe, so no probe came, in spite of the trainer's forecast."""
     share_off = []
     for version in range(1, 17):

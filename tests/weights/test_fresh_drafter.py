@@ -76,7 +76,7 @@ def losses(folder, steps):
     return found
 
 
-def test_it_starts_below_a_uniform_guess_and_learns(trained):
+def test_a_fresh_drafter_starts_below_a_uniform_guess_and_learns(trained):
     (found,) = on_ranks(1, losses, str(trained), 20)
     print(
         f"  uniform {math.log(VOCABULARY):.2f}; fresh {found[0]:.2f}, after 5 steps {found[5]:.2f}, 19 {found[-1]:.2f}"

@@ -108,7 +108,7 @@ def rounds(probabilities, n: int, seed: int, stretch: int = 1) -> RoundStats:
 
 
 @pytest.mark.parametrize("stretch", [1, 8])
-def test_drift_has_no_false_alarm_on_the_floor_itself(stretch):
+def test_drift_raises_no_false_alarm_at_the_floor(stretch):
     """Acceptance exactly at the floor is the worst case that must not alarm: 300 pushes of 4,000 rounds."""
     p = np.array([0.55, 0.25, 0.1, 0.1])
     settings = HealthSettings(floor_share=1.0, false_alarm=1e-5)
@@ -120,7 +120,7 @@ def test_drift_has_no_false_alarm_on_the_floor_itself(stretch):
     assert alarms <= 300 * 500 * 1e-5 + 3
 
 
-def test_drift_alarms_soon_after_a_long_good_time():
+def test_drift_alarms_soon_after_many_good_rounds():
     drift = Drift(HealthSettings(), {CHAIN: 2.5})
     for i in range(200):
         assert drift.observe([rounds([0.3, 0.2, 0.2, 0.3], 200, i)]) is None
@@ -151,7 +151,7 @@ def test_decisions():
 # ---- repair -----------------------------------------------------------------------------------------------------
 
 
-def test_healthy_pushes_cause_nothing():
+def test_healthy_pushes_cause_no_action():
     engines = {"a": MemoryEngine(seed=1), "b": MemoryEngine(seed=2)}
     health = healthy(engines)
     for version in range(60):
@@ -177,7 +177,7 @@ def test_a_lost_tensor_is_pushed_again_and_recorded_once():
     assert engines["b"].schedules[0] == "off" and engines["b"].schedule == SCHEDULE
 
 
-def test_an_exporter_bug_that_bits_cannot_show_ends_in_plain_decoding():
+def test_an_exporter_bug_that_fingerprints_miss_ends_in_plain_decoding():
     engines = {"a": MemoryEngine()}
     health = healthy(engines)
     push(health, 0)
@@ -291,7 +291,7 @@ def test_a_run_without_speculation_checks_stamps_only():
         health.push(1, exporter(1))
 
 
-def test_without_a_canary_a_healthy_engine_keeps_its_policy_untouched():
+def test_without_a_canary_a_healthy_engine_keeps_its_rule():
     engines = {"a": MemoryEngine()}
     health = Health(Pusher(engines), is_drafter, speculate)
     health.push(0, exporter(0))
@@ -302,7 +302,7 @@ def test_without_a_canary_a_healthy_engine_keeps_its_policy_untouched():
     assert engines["a"].schedules == ["off", "k5"]
 
 
-def test_an_engine_that_joins_answers_the_canary_at_the_next_push_and_gets_the_runs_speculation():
+def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
     engines = {"a": MemoryEngine()}
     health = healthy(engines, canary_share=1e-9)
     push(health, 0)

@@ -131,7 +131,7 @@ def gone(*_):
 
 @pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
 @pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
-def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(run, when):
+def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
     rollouts, other = run.rollouts, opening._embedded(run.rollouts.config)
     rollouts.engines.add(other)
     rollouts.health.join("other", other)
@@ -147,7 +147,7 @@ def test_one_of_two_engines_that_ends_when_it_is_given_its_policy_is_left_out(ru
 
 
 @pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
-def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path):
+def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     rollouts = run.rollouts
     run.push(1)
     for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
@@ -162,5 +162,5 @@ def test_a_resumed_run_starts_from_what_the_stopped_one_would_have(run, tmp_path
 
 
 @pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
-def test_without_a_canary_or_a_drafter_in_use_pushes_go_through(run):
+def test_without_a_canary_or_a_drafter_in_use_pushes_succeed(run):
     assert "health/canary_accept_length" not in run.push(1) and run.events() == []

@@ -38,7 +38,7 @@ def test_policy_and_drafter_logits_equal_transformers(tied):
     torch.testing.assert_close(draft, expected_draft, rtol=1e-4, atol=1e-4)
 
 
-def test_a_wrong_half_swap_shows_in_the_draft_logits_only():
+def test_a_wrong_half_swap_changes_the_draft_logits_only():
     """The comparison above can fail: this is the mistake that no round trip sees."""
     config, tensors = mimo_checkpoint()
     name = "model.mtp_layers.0.input_proj.weight"
@@ -71,7 +71,7 @@ def test_transformer_engine_spelling():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_are_megatrons_own(size):
+def test_shards_equal_megatrons(size):
     """Rank r's key/value groups, gate and up rows, and vocabulary rows: by shape and by putting together again."""
     config, tensors = mimo_checkpoint()
     family = name_table(config)
@@ -85,7 +85,7 @@ def test_shards_are_megatrons_own(size):
         assert torch.equal(family.shard(name, gate_up, rank, size), expected)
 
 
-def test_impossible_requests_say_what_is_wrong():
+def test_impossible_requests_are_refused_with_the_reason():
     config, tensors = mimo_checkpoint()
     family = name_table(config)
     with pytest.raises(ValueError, match="nearest: decoder.layers.0.self_attention.linear_qkv.weight"):

@@ -62,7 +62,7 @@ def test_an_engine_that_breaks_is_named_and_serves_nothing():
     assert all(holds(engine, new) for engine in engines.values())
 
 
-def test_silent_damage_is_seen_by_name():
+def test_silent_damage_is_reported_by_name():
     engine = MemoryEngine()
     pusher = Pusher({"e": engine})
     damaged = "model.layers.2.mlp.up_proj.weight"
@@ -71,7 +71,7 @@ def test_silent_damage_is_seen_by_name():
     assert report.failed == {"e": f"lacks model.mtp_layers.0.mlp.w1.weight; holds otherwise {damaged}"}
 
 
-def test_drafter_only_sends_the_drafter_only():
+def test_scope_drafter_sends_the_drafter_only():
     engine = MemoryEngine()
     pusher = Pusher({"e": engine})
     pusher.push(0, source_of(weights()))
@@ -136,7 +136,7 @@ def test_an_engine_that_skips_the_end_is_not_trusted():
     assert "stopped reading" in report.failed["e"]
 
 
-def test_the_exporter_is_read_to_its_end_though_every_engine_failed():
+def test_the_exporter_is_read_to_its_end_even_if_every_engine_fails():
     read = []
 
     def source(scope):
@@ -197,7 +197,7 @@ def test_buckets_keep_attention_modules_together():
     assert [len(b) for b in buckets(((n, big) for n in names), limit=10**9)] == [12]
 
 
-def test_exporting_alone_is_the_exporter_itself():
+def test_exporting_on_one_rank_is_the_exporter_itself():
     with exporting(source_of(weights())) as source:
         assert dict(source("drafter")).keys() == {n for n in weights() if "mtp" in n}
 

@@ -304,7 +304,7 @@ def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls,
         again.close()
 
 
-def test_numbers_of_the_trainer(urls):
+def test_engine_logprobs_equal_those_of_the_trainers_model(urls):
     """SGLang's log-probs of its samples are Transformers', from a checkpoint that went through Megatron's format."""
     room = Room(urls)
     room.new = room.old

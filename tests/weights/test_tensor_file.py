@@ -34,7 +34,7 @@ def read_all(path) -> dict[str, torch.Tensor]:
         return {name: file[name] for name in file}
 
 
-def test_what_was_written_is_read_by_us_and_by_others(tmp_path, written):
+def test_written_files_are_read_by_us_and_by_others(tmp_path, written):
     path = tmp_path / "x.safetensors"
     path.write_bytes(written)
     for found in (read_all(path), load_file(path)):
@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["no.safetensors", "pipe", "."])
-def test_what_is_no_file(tmp_path, name):
+def test_a_path_that_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="no such file|found a pipe|found a directory"):
         TensorFile(tmp_path / name)
@@ -112,7 +112,7 @@ BYTES = st.one_of(
 
 @given(content=BYTES)
 @settings(max_examples=150, deadline=None)
-def test_any_bytes_are_tensors_or_one_error(tmp_path_factory, content):
+def test_any_bytes_give_tensors_or_one_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
     path.write_bytes(content)
     try:
@@ -125,7 +125,7 @@ def test_any_bytes_are_tensors_or_one_error(tmp_path_factory, content):
 
 @given(cut=st.integers(0), spliced=st.binary(max_size=20), at=st.integers(0))
 @settings(max_examples=200, deadline=None)
-def test_a_cut_or_spliced_file_is_one_error_or_whole(tmp_path_factory, written, cut, spliced, at):
+def test_a_cut_or_spliced_file_is_refused_or_read_exactly(tmp_path_factory, written, cut, spliced, at):
     content = written[: cut % (len(written) + 1)]
     at %= len(content) + 1
     content = content[:at] + spliced + content[at + len(spliced) :]

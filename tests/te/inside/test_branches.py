@@ -103,12 +103,12 @@ def with_experts(cells):
     return {name: {"experts": {"model": {"dtype": "float64"}} | cell} for name, cell in cells.items()}
 
 
-def test_two_steps_are_the_other_branchs():
+def test_two_steps_equal_those_of_the_local_branch():
     assert_equal(CELLS | with_experts(EXPERTS))
 
 
 @pytest.mark.slow
-def test_two_steps_in_other_layouts_are_the_other_branchs():
+def test_two_steps_in_other_layouts_equal_those_of_the_local_branch():
     assert_equal(SLOW_CELLS | with_experts(SLOW_EXPERTS))
 
 

@@ -32,7 +32,7 @@ def built():
     )
 
 
-def test_the_branch_is_taken():
+def test_the_transformer_engine_branch_is_taken():
     ((seen, adam, names),) = on_ranks(1, built)
     assert runtime.has_transformer_engine()
     assert adam == "transformer_engine.pytorch.optimizers.FusedAdam"
