@@ -1,4 +1,4 @@
-"""What whole runs start from, and how pytest-xdist's workers share the tests."""
+"""Fixtures that whole runs start from, and the order in which pytest-xdist's workers take the tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task and a small random model, which the tests of whole runs start from and do not change."""
+    """Make a task and a small random model. Tests of whole runs start from them and do not change them."""
     return short_run.make_start(tmp_path_factory.mktemp("start"))
 
 

@@ -1,4 +1,4 @@
-"""`rlspec train`, but its embedded engine ends while it draws the third step: what test_lost_engines.py starts.
+"""Run `rlspec train` with an embedded engine that ends during the third step, for test_lost_engines.py.
 
 With BACK in the environment, the run restarts that engine as if it had launched it; the first start fails.
 """

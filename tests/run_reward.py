@@ -1,4 +1,4 @@
-"""A reward that a random policy gets often: test_run.py names it as `run_reward:by_length`."""
+"""A reward that a random policy gets often; test_run.py names it as `run_reward:by_length`."""
 
 
 def by_length(prompt: str, response: str, label: str, metadata: dict) -> float:

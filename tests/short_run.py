@@ -1,4 +1,4 @@
-"""Runs of `rlspec train` that take seconds, as processes of their own: what the test_*.py here start, kill and read."""
+"""Start runs of `rlspec train` that take seconds, as processes that the tests in this folder kill and read."""
 
 import os
 import runpy
@@ -29,7 +29,7 @@ SMALL = {
 
 
 def make_start(folder: Path) -> Path:
-    """`folder`, with the quickstart's task and a small random model."""
+    """Fill `folder` with the quickstart's task and a small random model."""
     script(EXAMPLES / "make_task.py", "--out", folder / "task", "--train", 32, "--rl", 64, "--eval", 8)
     shape = ("--layers", 4, "--hidden", 32, "--ffn", 64)
     script(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)

@@ -45,7 +45,7 @@ def test_the_sample_is_what_the_generator_writes(rows):
 
 
 class Characters:
-    """A stand-in tokenizer: what is read does not depend on it, and no trained one is small enough to ship."""
+    """A stand-in tokenizer. The rows do not depend on it, and no trained tokenizer is small enough to ship."""
 
     name_or_path, chat_template = "characters", "template"
 

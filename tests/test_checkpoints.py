@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stopped(start, tmp_path_factory) -> Path:
-    """A run that was killed after its second step, before its end."""
+    """Return a run that was killed after its second step, before its end."""
     run_dir = tmp_path_factory.mktemp("stopped") / "run"
     run(start, run_dir, **OPTIONS)
     shutil.rmtree(run_dir / "hf")
@@ -118,7 +118,7 @@ def test_save_every_0_leaves_a_checkpoint_at_the_end(start, tmp_path):
 
 
 def flip(path: Path, share: float) -> None:
-    """Change one bit at this share of the file."""
+    """Change one bit at this position, a share of the file's length."""
     content = bytearray(path.read_bytes())
     content[int(share * (len(content) - 1))] ^= 16
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Signatures read from source: as `inspect` finds them by importing, through re-exports, bases and dataclasses."""
+"""Signatures read from source equal those of `inspect`, through re-exports, bases and dataclasses."""
 
 import inspect
 import pkgutil

@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """A tokenizer with one token per character, for a-z, A-V, digits, `=`, `,` and `#`."""
+    """Make a tokenizer with one token per character, for a-z, A-V, digits, `=`, `,` and `#`."""
     path = tmp_path_factory.mktemp("tokenizer")
     runpy.run_path(str(MAKE_TASK))["write_tokenizer"](path)
     return path

@@ -1,4 +1,4 @@
-"""The doctor's own arithmetic: whom a defect hits, what is refused, and what becomes of a probe that cannot tell."""
+"""The doctor's decisions: which settings a defect affects, what is refused, and probes that cannot decide."""
 
 import importlib.util
 import json
@@ -51,7 +51,7 @@ def test_only_what_the_run_needs_is_examined(monkeypatch):
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_training_refuses_an_affected_combination(command, tmp_path, start):
-    """A megatron-core that renamed what the drafter calls: one line before anything of it is imported."""
+    """A megatron-core that renamed what the drafter calls is refused in one line, before it is imported."""
     core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")
     shutil.copytree(core, tmp_path / "megatron/core", copy_function=os.symlink)
     layer = tmp_path / "megatron/core/transformer/multi_token_prediction.py"

@@ -1,4 +1,4 @@
-"""What CUDA and NCCL read from the environment of train ranks and of the engines that a job starts."""
+"""The variables that CUDA and NCCL read in train ranks and in the engines that a job starts."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def test_a_rank_sets_what_megatron_and_nccl_need_before_anything_else(command, m
 
 
 def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, tmp_path):
-    """SGLang keeps NCCL_CUMEM_ENABLE as it finds it, so both have the same; visible devices are the rank's, too."""
+    """SGLang keeps a NCCL_CUMEM_ENABLE that is set, so both have the same. Visible devices are also the rank's."""
     recorded = {}
 
     def record(command, env, **options):

@@ -16,7 +16,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_
 
 @pytest.fixture(scope="module")
 def mixture(start, tmp_path_factory):
-    """The task, and in place of its model a mixture of experts with the same tokenizer."""
+    """Make the task with a mixture of experts in place of its model, and the same tokenizer."""
     folder = tmp_path_factory.mktemp("mixture")
     shutil.copytree(start / "task", folder / "task")
     dense = json.loads((start / "model/config.json").read_text())

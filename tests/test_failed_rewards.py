@@ -1,4 +1,4 @@
-"""Rewards that fail in a run: counted in every record, one event a step, and a stop if there are no others."""
+"""Rewards that fail in a run: every record counts them, one event a step reports them, a step of nothing else stops."""
 
 from pathlib import Path
 

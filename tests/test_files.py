@@ -1,4 +1,4 @@
-"""Reading with limits, and writing whole or not at all."""
+"""Files are read with limits, and written whole or not at all."""
 
 import errno
 import os

@@ -1,7 +1,7 @@
-"""pip itself says what an installation would replace in environments that train or serve (`pip install --dry-run`).
+"""pip itself reports what an installation would replace in environments that train or serve (`--dry-run`).
 
 The environments hold stand-ins: the metadata of a distribution without its files, from which pip decides. The fast case
-needs no package index: everything that this package asks for is there already. The slow cases resolve against the index
+needs no package index: all requirements of this package are installed already. The slow cases resolve against the index
 that pip is configured with, for each Python in VERSIONS, which is found as python3.11 or by the variable PYTHON311.
 """
 
@@ -31,7 +31,7 @@ VERSIONS = ("3.11", "3.12")
 
 @dataclass(frozen=True)
 class Held:
-    """A distribution of an environment: its version, what it asks for, and whether it is an editable checkout."""
+    """A distribution of an environment: its version, its requirements, and whether it is an editable checkout."""
 
     version: str
     requires: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ def brought(known: Iterable[str]) -> dict[str, Held]:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This package as a wheel, built by setuptools in the environment that the tests run in."""
+    """Build this package as a wheel, by setuptools in the environment that the tests run in."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -186,7 +186,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 
 @pytest.mark.parametrize("name", ["slime", "sglang"])
 def test_pip_replaces_nothing_if_everything_is_installed(name, wheel, tmp_path):
-    """All extras at once, without an index: pip would fail if one thing that is there did not do."""
+    """Install all extras without an index: pip fails if one installed version does not meet a requirement."""
     environment = ENVIRONMENTS[name]
     holds = brought(environment.holds) | environment.holds
     python = make_environment(sys.executable, tmp_path / "venv", holds)
@@ -200,7 +200,7 @@ def test_pip_replaces_nothing_if_everything_is_installed(name, wheel, tmp_path):
     "name, extra", [(name, extra) for name, there in ENVIRONMENTS.items() for extra in there.extras]
 )
 def test_pip_replaces_nothing_that_trains_or_serves(name, extra, version, wheel, tmp_path):
-    """With the package index: newer versions of everything can be had, and what is there stays."""
+    """With the package index, which has newer versions of everything: pip keeps what is installed."""
     python = make_environment(interpreter(version), tmp_path / "venv", ENVIRONMENTS[name].holds)
     planned = would_install(python, [f"{wheel}[{extra}]" if extra else str(wheel)], tmp_path / "r.json", index=True)
     assert "megatron-rlspec" in planned
@@ -211,7 +211,7 @@ def test_pip_replaces_nothing_that_trains_or_serves(name, extra, version, wheel,
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_pip_takes_a_release_of_megatron_core_where_there_is_none(version, tmp_path):
-    """The specifier lets a pre-release stay, and still asks for none."""
+    """The specifier accepts a pre-release that is installed, but pip does not choose one itself."""
     (wanted,) = (text for text in PROJECT["optional-dependencies"]["train"] if text.startswith("megatron-core"))
     python = make_environment(
         interpreter(version), tmp_path / "venv", {"torch": Held("2.14.1"), "numpy": Held("2.3.5")}
@@ -223,7 +223,7 @@ def test_pip_takes_a_release_of_megatron_core_where_there_is_none(version, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_slimes_image_gets_exactly_what_it_lacks(version, wheel, tmp_path):
-    """After requirements/slime-image.txt only what the image has from slime and SGLang is still asked for."""
+    """With requirements/slime-image.txt, pip would add only packages that the image has from slime and SGLang."""
     added = {name: Held(next(iter(pin.specifier)).version) for name, pin in pins("slime-image.txt").items()}
     python = make_environment(interpreter(version), tmp_path / "venv", SLIME.holds | added)
     planned = would_install(python, [str(wheel)], tmp_path / "r.json", index=True)

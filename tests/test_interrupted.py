@@ -36,7 +36,7 @@ def records(run_dir: Path) -> list[list[float]]:
 
 
 def reach(process: subprocess.Popen, run_dir: Path, steps: int) -> list[psutil.Process]:
-    """Wait for so many records; return the run's processes."""
+    """Wait for this number of records; return the run's processes."""
     deadline = time.monotonic() + 120
     while len(read_records(run_dir / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
@@ -62,7 +62,7 @@ def assert_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
 
 
 def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes of ranks, in order."""
+    """Return the processes of ranks, in order."""
     found = {}
     for process in processes:
         if "megatron_rlspec.cli" in process.cmdline() and "RANK" in process.environ():
@@ -167,7 +167,7 @@ def test_when_a_rank_is_killed_the_other_reports_it_in_one_line(start, tmp_path)
 
 
 def test_a_second_ctrl_c_ends_at_once():
-    """The first one is noted by a run in the middle of a step; an echo of it changes nothing."""
+    """A run in the middle of a step records the first one. A repeated delivery of it has no effect."""
     code = "import time; from megatron_rlspec.interruption import Interruption\n"
     code += "i = Interruption().install(); i.defer(); print('ready', flush=True)\n"
     code += "while True: time.sleep(0.1); print(i.reason, flush=True)"
@@ -195,7 +195,7 @@ def test_a_step_drawn_ahead_is_drawn_again(start, tmp_path):
 
 
 def limited(start: Path, run_dir: Path, most: int, **options: object) -> tuple[int, str]:
-    """A run none of whose files may grow beyond `most` bytes: what a full disk does, at a place that is chosen."""
+    """Start a run whose files may not grow beyond `most` bytes: the effect of a full disk at a chosen place."""
     process = train(start, run_dir, **{**OPTIONS, "train__save_every": 1, "train__steps": 3} | options)
     psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (most, most))
     output, _ = process.communicate(timeout=120)
@@ -227,7 +227,7 @@ def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(star
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Make a file system of so many bytes; needs the right to mount one."""
+    """Make a file system of this size in bytes; needs the right to mount one."""
     mounted = []
 
     def make(size: str) -> Path:

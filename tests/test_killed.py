@@ -20,7 +20,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def kill(start: Path, run_dir: Path, steps: int, seconds: float, **options: object) -> int:
-    """Start or resume, SIGKILL so long after so many more steps are on record; the steps that were done by then."""
+    """Start or resume a run; SIGKILL it some time after more steps are recorded; return the steps that were done."""
     (run_dir / "config.json").unlink(missing_ok=True)
     upto = len(read_records(run_dir / "metrics.jsonl")) + steps
     process = train(start, run_dir, train__resume="true", **options)
@@ -37,7 +37,7 @@ def kill(start: Path, run_dir: Path, steps: int, seconds: float, **options: obje
 
 
 def files(run_dir: Path, steps: int) -> dict[str, bytes]:
-    """Policy, drafter, both optimizers, generators; and what was exported."""
+    """Return the files of policy, drafter, both optimizers and generators, and the exported ones."""
     folders = (run_dir / f"checkpoints/step-{steps:06d}", run_dir / "hf")
     return {str(f.relative_to(run_dir)): f.read_bytes() for folder in folders for f in folder.glob("*.safetensors")}
 

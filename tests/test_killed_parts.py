@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Job:
-    """Ranks of one job, forked from a process that has imported the package."""
+    """The ranks of one job, forked from a process that has imported the package."""
 
     def __init__(self, start: Path, run_dir: Path, ranks: int, **options: object) -> None:
         self.run_dir = run_dir
@@ -42,7 +42,7 @@ class Job:
             process.start()
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many more steps are on record."""
+        """Wait until this number of further steps is recorded."""
         upto = len(read_records(self.run_dir / "metrics.jsonl")) + count
         self.await_(lambda: (self.run_dir / "config.json").exists())
         self.await_(lambda: len(read_records(self.run_dir / "metrics.jsonl")) >= upto)
@@ -76,7 +76,7 @@ class Job:
 
 
 def reward_processes(job: Job) -> list[psutil.Process]:
-    """Workers and their guards."""
+    """Return the workers and their guards."""
     found = []
     for process in job.all():
         with suppress(psutil.Error):  # a zombie, or gone
@@ -132,7 +132,7 @@ def test_killed_there_and_resumed_ends_with_the_same_bytes(start, tmp_path, plac
 
 
 def test_killed_reward_workers_are_replaced(start, tmp_path):
-    """Workers and their guards, between samples: no reward is lost, and the run need not be resumed."""
+    """Kill workers and their guards between samples: no reward is lost, and the run continues by itself."""
     whole, killed, before = tmp_path / "whole", tmp_path / "killed", left()
     run(start, whole, **OPTIONS)
     killed.mkdir()

@@ -1,4 +1,4 @@
-"""Engines that die or hang in the middle of a rollout: nothing is lost or doubled; or the run stops, to be resumed."""
+"""Engines that die or hang during a rollout: no sample is lost or doubled, or the run stops and can be resumed."""
 
 import signal
 import subprocess
@@ -18,12 +18,12 @@ NO_RESTARTS = {"rollout__restarts": 0}
 
 
 def drawn(run_dir: Path) -> list[list[float]]:
-    """What every step's samples were like: the same text gives the same numbers."""
+    """Return numbers about every step's samples, which are equal if the text is equal."""
     return [[record[name] for name in WATCHED] for record in read_records(run_dir / "metrics.jsonl")]
 
 
 def stopped(process: subprocess.Popen) -> str:
-    """The one line of a run that ended itself."""
+    """Return the one line of a run that stopped by itself."""
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
@@ -53,7 +53,7 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
 
 @pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_the_only_engine_is_restarted_and_the_run_continues(start, tmp_path, monkeypatch, ranks, staleness):
-    """It starts with the weights of model.path: what it draws shows that it was pushed to before."""
+    """A restarted engine has the weights of model.path, so its samples show that it received a push before."""
     options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
     run(start, tmp_path / "whole", **options)
     monkeypatch.setenv("BACK", "1")
@@ -100,7 +100,7 @@ def undisturbed(start, tmp_path_factory) -> Path:
     ("sign", "told"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "silent for 10 s")]
 )
 def test_the_other_engine_draws_the_samples_of_a_lost_one(start, undisturbed, tmp_path, sign, told):
-    """Position-keyed, so which engine drew a sample cannot be seen in it: every step is that of an undisturbed run."""
+    """Samples are position-keyed, so they do not depend on the engine: every step equals that of an undisturbed run."""
     process = train(start, tmp_path, rollout__engines=2, **SGLANG, **NO_RESTARTS)
     during_rollout(tmp_path, 1, process)
     engines(process)[0].send_signal(sign)

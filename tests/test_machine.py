@@ -1,4 +1,4 @@
-"""What `rlspec doctor` says about a GPU machine: decisions over made-up facts, and the facts of this machine."""
+"""What `rlspec doctor` reports about a GPU machine: decisions from invented facts, and the facts of this machine."""
 
 import json
 import subprocess
@@ -135,7 +135,7 @@ def test_what_stops_a_run_comes_first():
 
 
 def test_the_facts_of_this_machine_are_read(tmp_path):
-    """A CPU build of torch and no Transformer Engine: told, and an image built so would fail."""
+    """A CPU build of torch and no Transformer Engine are reported, and the build of such an image would fail."""
     command = [sys.executable, "-m", "megatron_rlspec.doctor", "--gpu", "mcore-contract", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     told = {row["name"]: row["seen"] for row in json.loads(done.stdout)}

@@ -1,4 +1,4 @@
-"""What `pip install` brings, and what commands say where a package that it leaves out is missing."""
+"""What `pip install` installs, and the error of commands that need a package that it leaves out."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path,
 
 
 def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
-    """Megatron gives its warnings once, at its import; they are given again under the filters of both machines."""
+    """Megatron warns once, at its import. Here its warnings are repeated under the filters of both machines."""
     code = (
         "import sys, warnings\n"
         "from megatron_rlspec import cli\n"

@@ -1,4 +1,4 @@
-"""`rlspec train` under torchrun, in the layouts of ranks that a configuration can name: what one rank learns, too."""
+"""`rlspec train` under torchrun learns the same as one rank, in the layouts of ranks that a configuration can name."""
 
 from pathlib import Path
 

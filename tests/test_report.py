@@ -28,7 +28,7 @@ addEventListener("load", () => { const answer = document.createElement("pre"); a
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """The records of a run of twelve steps, as `Recorder` writes them."""
+    """Write the records of a run of twelve steps with `Recorder`."""
     draw = np.random.default_rng(0)
     lines = []
     for step in range(12):
@@ -66,7 +66,7 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_shows_it(run_dir, tmp_path):
-    """Every picture is drawn, accepted drafts are coloured, nothing is reported wrong; the screenshot is not blank."""
+    """Every plot is drawn, accepted drafts are coloured, the browser reports no error, the screenshot is not blank."""
     report.main([str(run_dir)])
     page = run_dir / "report.html"
     page.write_text(PROBE + page.read_text())

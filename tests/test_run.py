@@ -48,7 +48,7 @@ def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path
 
 
 def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
-    """Same seeds, same verifier: the first rollout is the same text as SGLang's, so its reward is, too."""
+    """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
     embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}
     run(start, tmp_path / "chains", **embedded)
     run(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch")

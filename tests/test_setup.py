@@ -1,4 +1,4 @@
-"""`tools/setup_cpu.sh`: which lock it takes, and what it says where it cannot. Interpreters are stand-ins."""
+"""`tools/setup_cpu.sh`: the lock that it chooses, and its errors. Interpreters are stand-ins."""
 
 import re
 import shutil

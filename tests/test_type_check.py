@@ -1,4 +1,4 @@
-"""mypy accepts the package, and with it that both engines are `RolloutEngine`s."""
+"""mypy accepts the package; so both engines satisfy the protocol `RolloutEngine`."""
 
 import subprocess
 import sys

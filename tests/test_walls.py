@@ -1,4 +1,4 @@
-"""Which files may import which (docs/design.md, section 2), read from the sources and from a fresh interpreter."""
+"""Check which files import which (docs/design.md, section 2), in the sources and in a new interpreter."""
 
 import ast
 import graphlib
@@ -55,7 +55,7 @@ def test_imports_follow_the_allowed_arrows(path):
 
 
 def arrows(node_of) -> dict[str, dict[str, str]]:
-    """node -> the nodes that its files import, each with one such import; imports inside functions count."""
+    """Map each node to the nodes that its files import, each with one such import; imports inside functions count."""
     known = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
     known |= {name.removesuffix(".__init__"): path for name, path in known.items() if name.endswith(".__init__")}
     found: dict[str, dict[str, str]] = {}
@@ -97,7 +97,7 @@ def test_imports_have_no_cycle(node_of):
 
 
 def test_functions_stay_short():
-    """A function of more than 90 lines, docstring included, is two functions."""
+    """No function has more than 90 lines, docstring included."""
     long = {}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Bytes that are no groups are refused with msgspec's own error."""
+"""Groups are read back from bytes; other bytes are refused with msgspec's own error."""
 
 import msgspec
 import numpy as np

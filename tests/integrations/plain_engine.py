@@ -1,8 +1,8 @@
 """Start an SGLang server as slime does, on a CPU: `python plain_engine.py MODEL PORT`, with the plugin's variable set.
 
-With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` start it. Otherwise this file does what
-the latter does: `launch_server` in a spawned process. Every spawned process imports this file, so the CPU stand-ins for
-a GPU are installed in each.
+With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` start it. Otherwise this file does
+what the latter does: `launch_server` in a spawned process. Every spawned process imports this file, so the CPU
+stand-ins for a GPU are installed in each.
 """
 
 import json

@@ -51,7 +51,7 @@ def engine(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["tensor", "distributed", "delivered"])
 def test_slimes_update_is_checked_and_a_stale_drafter_is_reported(engine, way):
-    """Two train ranks push by slime's own updater: complete, a drafter tensor left out once, twice; a target's tensor."""
+    """Two train ranks push by slime's updater: complete; a drafter tensor left out once, then twice; a target's."""
     whole, healed, lasting, released, stopped = run("pushed", 2, way, engine.url.rpartition(":")[2])
     assert whole[0]["health/incidents"] == whole[0]["health/unchecked_engines"] == 0
     assert whole[0]["health/engines_by_delivery"] == (way == "delivered")

@@ -1,4 +1,4 @@
-"""SGLang in this process, with stand-ins for its compiled packages while a file's tests run."""
+"""Import SGLang in this process, with stand-ins for its compiled packages while a file's tests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def sglang_models() -> Iterator[ModuleType]:
-    """The module `sglang_models.py`, which imports SGLang's model classes."""
+    """Return the module `sglang_models.py`, which imports SGLang's model classes."""
     from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")  # or SGLang imports its 250 models

@@ -1,6 +1,6 @@
-"""SGLang's own server on a CPU, in whichever version is importable: `python plain_server.py MODEL PORT STEPS`.
+"""Start SGLang's own server on a CPU, in any version that is importable: `python plain_server.py MODEL PORT STEPS`.
 
-The plugin is in force where RLSPEC_SGLANG is set, as in a server that slime starts; nothing of `rlspec serve` runs.
+The plugin is active if RLSPEC_SGLANG is set, as in a server that slime starts. `rlspec serve` is not used.
 """
 
 import json

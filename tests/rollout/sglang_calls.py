@@ -1,4 +1,4 @@
-"""What our sources call in SGLang, and the signatures it has in both versions that we run in.
+"""List the calls of our sources into SGLang, and record its signatures in both supported versions.
 
     python tests/rollout/sglang_calls.py 0.5.15.post1=DIR 0.5.23=DIR
 
@@ -26,7 +26,7 @@ SOURCES = [file for file in sorted(ROOM.rglob("*.py")) if file.name not in ("pro
 
 
 def calls(version: str) -> list[Call]:
-    """Those of every version, and those that its adapter makes for itself or inherits."""
+    """Return the calls common to all versions, and those of this version's adapter, inherited ones included."""
     found = [call for file in SOURCES for call in calls_within(ast.parse(file.read_text()), file, "sglang.")]
     here = ROOM / "server" / "versions.py"
     classes = {node.name: node for node in ast.parse(here.read_text()).body if isinstance(node, ast.ClassDef)}

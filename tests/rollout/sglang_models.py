@@ -41,7 +41,7 @@ class Rank:
     drafter: nn.Module | None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give both loaders all tensors in one call, as an engine does with a bucket."""
+        """Pass all tensors to both loaders in one call, as an engine does with a bucket."""
         with runtime_context.use_context(self.context):
             for model in self.models():
                 model.load_weights(tensors.items())
@@ -148,7 +148,7 @@ def _no_gpu_to_wait_for() -> Iterator[None]:
 
 
 def fingerprints(ranks: list[Rank], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, int]:
-    """As `served_weights.fingerprints`, with the exchange between ranks in this process."""
+    """Compute `served_weights.fingerprints`, with the exchange between ranks in this process."""
     held = [rank.held() for rank in ranks]
     names = [[part.name for part in parts] for parts in held]
     assert all(row == names[0] for row in names), "ranks name their tensors in different orders"

@@ -27,7 +27,7 @@ def chosen(decider):
 
 
 def test_hold_twice_needs_one_release(decider):
-    """By a canary and by a push, say: the second must not take "off" for the rule that waits."""
+    """For example by a canary and by a push. The second hold must not store "off" as the rule to restore."""
     control._hold(SETTINGS, None, "canary")
     control._hold(SETTINGS, None, "push")
     assert chosen(decider) == OFF and control._held["reason"] == "push"
@@ -67,7 +67,7 @@ def test_a_malformed_request_is_refused_and_the_scheduler_continues(decider, bod
 
 
 def test_an_unknown_version_gets_no_part_of_the_plugin(monkeypatch):
-    """SGLang logs a plugin's error and continues, so a controller without its commands would not be noticed."""
+    """SGLang only logs a plugin's error and continues, so our controller could run without our commands."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def unknown():

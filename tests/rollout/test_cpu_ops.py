@@ -1,4 +1,4 @@
-"""Each plain torch operator against a slow one that loops over requests and tokens."""
+"""Each plain torch operator equals a slow one that loops over requests and tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cache:
         self.values = torch.randn(512, KV_HEADS, SIZE, dtype=dtype)
 
     def slow_attention(self, query: torch.Tensor, request: int, position: int) -> torch.Tensor:
-        """One token: query [HEADS, SIZE] at `position`, seeing positions 0..position. Float64."""
+        """Compute one token's attention: query [HEADS, SIZE] at `position` over positions 0..position, in float64."""
         rows = self.req_to_token[self.slots[request], : position + 1].long()
         out = torch.empty(HEADS, SIZE, dtype=torch.float64)
         for head in range(HEADS):
@@ -180,7 +180,7 @@ def test_rows_are_copied_in_every_layer() -> None:
 
 
 def slow_murmur(seed: int, position: int, column: int) -> int:
-    """MurmurHash3_x86_32 with its own seed 0 over four blocks, in Python integers."""
+    """Compute MurmurHash3_x86_32 with seed 0 over four blocks, in Python integers."""
 
     def u32(x: int) -> int:
         return ctypes.c_uint32(x).value
@@ -214,7 +214,7 @@ class Output:
 
 
 def test_the_next_pass_overwrites_the_outputs_of_an_emulated_graph() -> None:
-    """As a graph does, it reads its own inputs before: the drafter reads its last hidden states."""
+    """As in a graph, inputs are read before outputs are overwritten: the drafter reads its last hidden states."""
     buffers = emulation.GraphBuffers()
     batch = SimpleNamespace(spec_info=None)
     first = buffers.run(batch, lambda: SimpleNamespace(logits_output=Output(torch.ones(2, 3), torch.ones(2, 4))))

@@ -1,4 +1,4 @@
-"""What is kept for the drafter while it is off, without an engine: which rows come back, in which order."""
+"""The tokens that are stored while the drafter is off, without an engine: which rows it is fed, in which order."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from megatron_rlspec.types import OFF, SpecConfig
 
 
 class Feeding(DrafterGap):
-    """Notes what the drafter would be fed, `{request: [(position, token, hidden, next token)]}`; refuses holes."""
+    """Records what the drafter is fed, `{request: [(position, token, hidden, next token)]}`; refuses gaps."""
 
     def __init__(self, **options):
         super().__init__(worker=None, **options)
@@ -56,7 +56,7 @@ class Requests:
         return [1000 * ord(rid) + start + i for i in range(count)]
 
     def round(self, accepted=None, current=()):
-        """One round: off, or with accepted[request] of 3 tokens, which the drafters of the `current` requests read."""
+        """Run one round: off, or with accepted[request] of 3 tokens, read by the drafters of the `current` requests."""
         width = 1 if accepted is None else 3
         rows = [t for rid in self.length for t in self.tokens(rid, self.length[rid], width)]
         tokens = torch.tensor(rows)
@@ -74,7 +74,7 @@ class Requests:
         return SimpleNamespace(reqs=self.reqs(), seq_lens=ends, seq_lens_cpu=ends, spec_info=spec)
 
     def missed(self, *rids):
-        """What these should be fed, every position exactly once; they are up to date then."""
+        """Return what the drafters of these requests must be fed: every missed position exactly once."""
         expected = {}
         for rid in rids:
             span = range(self.seen[rid], self.length[rid])
@@ -107,7 +107,7 @@ def test_missed_tokens_of_each_request_are_read_in_order(every, most):
 
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_some_drafters_catch_up_first_and_the_others_later_in_full(every):
-    """A probe of the two least behind, which accepts several tokens a round; then off again; then everybody."""
+    """First a probe of the two least behind, which accepts several tokens a round; then off again; then all."""
     gap = Feeding(every=every)
     requests = Requests(gap, *"abc")
     for number in range(10):
@@ -142,7 +142,7 @@ def test_memory_is_bounded_by_the_running_requests():
 
 
 def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
-    """Rejection sampling is exact only by the distribution that a draft was drawn from; off leaves an older one."""
+    """Rejection sampling needs the distribution that a draft was drawn from. While off, only an older one is kept."""
     gap = Feeding()
     gap.samples_drafts = True
     requests = Requests(gap, *"abc")
@@ -163,7 +163,7 @@ def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
 
 
 def test_what_a_request_generates_while_behind_stays_out_of_the_prefix_tree():
-    """There a later turn would find those tokens without the drafter's part of the cache."""
+    """Otherwise a later turn would reuse those tokens, and the drafter's cache would lack them."""
     reqs = [
         SimpleNamespace(skip_radix_cache_insert=asked, is_retracted=False, finished=lambda: False)
         for asked in (False, False, True)

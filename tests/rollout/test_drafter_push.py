@@ -1,4 +1,4 @@
-"""Receive once, load twice, around a manager that updates the target only (as SGLang 0.5.15's does)."""
+"""The hook on a manager that updates the target only (as SGLang 0.5.15's): tensors are also loaded into the drafter."""
 
 from types import SimpleNamespace
 

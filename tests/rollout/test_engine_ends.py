@@ -1,4 +1,4 @@
-"""However an engine ends, nothing of it stays: processes, shared memory, files; and all that it listens on is local."""
+"""However an engine ends, no process, shared memory or file of it remains. It listens on local addresses only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def left(directory: Path) -> list[str]:
-    """Files, shared memory and processes of the engine with this directory."""
+    """List files, shared memory and processes of the engine with this directory."""
     found = [str(directory)] if directory.exists() else []
     found += map(str, Path("/dev/shm").glob(f"*{directory.name}*"))
     for process in psutil.process_iter():
@@ -79,7 +79,7 @@ def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(model: Pat
 
 
 def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Path]:
-    """A launcher as a process of its own, the server that it started, and the server's directory."""
+    """Start a launcher as a process; return it, the server that it started, and the server's directory."""
     command = [sys.executable, "-c", LAUNCHER, str(model), str(log), *SERVE]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid, directory = launcher.stdout.readline().split()

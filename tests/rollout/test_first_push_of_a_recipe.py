@@ -1,4 +1,4 @@
-"""The first push of examples/torchrun/glm-4.5-air.sh, at its real sizes and without its bytes.
+"""The first push of examples/torchrun/glm-4.5-air.sh, with its real shapes and without its data.
 
 The trainer's names and shapes are read from Megatron's modules, the engine's from SGLang's, each on the meta device.
 """
@@ -48,7 +48,7 @@ GLM = {
 
 
 def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what all pipeline stages export, after `shards.export_stage`."""
+    """Return names and shapes of the tensors that all pipeline stages export, as `shards.export_stage` does."""
     found: dict[str, tuple[int, ...]] = {}
     held = dry_run._held
 

@@ -1,4 +1,4 @@
-"""The pool over engines without a model: their text is a function of the request's seed."""
+"""The pool with engines without a model, whose text is a function of the request's seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLING = Sampling()
 
 
 class Engine:
-    """Finishes one sample at a time; `dies_after` samples it fails for good."""
+    """Finishes one sample at a time; fails permanently after `dies_after` samples."""
 
     def __init__(self, name: str, dies_after: int | None = None, pace: float = 0.0005) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""A push from a trainer that opens no session: SGLang gets one, and only then. (Its real manager: test_slime_path.)"""
+"""A session is opened for a trainer that opens none, and only then. (test_slime_path has SGLang's real manager.)"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a push leaves in SGLang's own target and drafter classes, for every family whose record says `pushed`.
+"""Compare SGLang's own target and drafter classes after a push, for every family whose record says `pushed`.
 
 A new record gets these tests by itself. If SGLang's class needs settings that no other family has, they go to `EXTRA`.
 """
@@ -85,7 +85,7 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str, Tensor]:
-    """The target as Transformers writes it, and the drafter: a decoder layer, norms and a projection [H, 2H]."""
+    """Return the target as Transformers writes it, and the drafter: a decoder layer, norms, a projection [H, 2H]."""
     plain = {key: value for key, value in config.items() if key != "torch_dtype"}
     tensors = saved(plain, folder)
     layer = f"model.layers.{config['num_hidden_layers'] - 1}."
@@ -127,7 +127,7 @@ WITH_SHARED = tuple(
 
 
 def pushed(sglang_models, architecture, folder, tp=2, ep=1, fused=0, seed=0, **changes):
-    """Ranks that were given a checkpoint, and the checkpoint."""
+    """Return ranks that have loaded a checkpoint, and the checkpoint."""
     config = config_of(architecture, **changes)
     tensors = checkpoint(config, folder / "checkpoint", seed)
     ranks = sglang_models.engine(config, folder / "engine", tp, ep, fused=fused)
@@ -225,7 +225,7 @@ def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, a
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
 def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, architecture, tmp_path, monkeypatch):
-    """SGLang's loader drops `q_a_proj` and `kv_a_proj_with_mqa` without a word if they come in two calls."""
+    """SGLang's loader silently drops `q_a_proj` and `kv_a_proj_with_mqa` if they come in two calls."""
     from megatron_rlspec.rollout.sglang.client import engine
 
     ranks, tensors = pushed(sglang_models, architecture, tmp_path)

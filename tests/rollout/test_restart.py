@@ -10,7 +10,7 @@ from megatron_rlspec.rollout.restart import Restarts
 
 
 def waited(restarts, name):
-    """What becomes of this engine, asked without blocking, as pushes do while others serve."""
+    """Poll for the restart of this engine without blocking, as pushes do while other engines serve."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if name in (found := restarts.back(block=False)):

@@ -1,7 +1,7 @@
 """A push of changed weights to a real engine, for every family whose record says `served`.
 
-Before and after the push the engine's log-probs are Transformers', its fingerprints the trainer's, and its accept
-length that of the drafter it was given.
+Before and after the push, the engine's log-probs equal Transformers', its fingerprints equal the trainer's, and its
+accept length is that of the drafter that it received.
 """
 
 from __future__ import annotations

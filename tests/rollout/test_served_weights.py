@@ -1,4 +1,4 @@
-"""Fingerprints of an engine whose ranks hold parts: sums over parts are the whole's, and a wrong part is named."""
+"""Fingerprints of an engine whose ranks hold parts of tensors: they sum to the whole's, and a wrong part is named."""
 
 import os
 
@@ -38,7 +38,7 @@ def test_fingerprints_of_parts_sum_to_that_of_the_tensor(dim, dtype):
 
 
 def test_replicas_on_several_ranks_must_agree():
-    """Norms on every rank; and key heads that two of four ranks share."""
+    """Test norms, which every rank holds, and key heads that two of four ranks share."""
     norm, keys = torch.randn(64), torch.randn(32, 64)
     copies = [TensorPart("norm", norm.clone(), (64,)) for _ in range(4)]
     shared = [held(keys, 0, rank // 2, 2) for rank in range(4)]

@@ -1,7 +1,7 @@
 """SGLang's real engine on the CPU, with a tiny random MiMo: three servers, started once.
 
 `adaptive` speculates under a schedule that tests replace, `plain` was launched without speculation, and `unkeyed`
-speculates with honest but not position-keyed sampling: the wrong sampler that the identity test must catch.
+speculates with correct sampling that is not position-keyed: the sampler that the identity test must detect.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
 
 
 def half_wrong_drafter() -> dict[str, torch.Tensor]:
-    """An agreeing drafter made half wrong, by its hidden states and by what it attends to."""
+    """Make an agreeing drafter half wrong, by its hidden states and by its attention."""
     drafter, layer = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]), "model.mtp_layers.0."
     drafter[f"{layer}input_proj.weight"][:, :64] = WEIGHTS[f"{layer}input_proj.weight"][:, :64]
     drafter[f"{layer}self_attn.o_proj.weight"] = 5 * WEIGHTS[f"{layer}self_attn.o_proj.weight"]
@@ -183,10 +183,10 @@ def half_wrong_drafter() -> dict[str, torch.Tensor]:
 
 
 def test_drafting_after_off_equals_drafting_after_step_0(engines: dict[str, SGLangEngine]) -> None:
-    """Drafting after a stretch of off is drafting after as long a stretch of step 0, which keeps the drafter current.
+    """After rounds without speculation, drafts equal those after as many rounds of step 0, which feed the drafter.
 
-    Both draw one token a round, so the rounds that follow start at the same tokens and must accept the same drafts.
-    The drafter attends to its cache, and the stretch is longer than what one catching up may leave open.
+    Both generate one token a round, so the rounds that follow start at the same tokens and must accept the same drafts.
+    The drafter attends to its cache, and the time off is longer than one catch-up pass can make up for.
     """
     engine = engines["adaptive"]
     prompts = [np.arange(10, 14), np.arange(20, 60), np.arange(5, 12)]
@@ -209,7 +209,7 @@ def test_drafting_after_off_equals_drafting_after_step_0(engines: dict[str, SGLa
 
 
 def rounds_of(sample: Sample) -> dict[int, int]:
-    """{place in the response at which a round starts: drafts that it accepted}, of the last 100 tokens."""
+    """Map the position in the response at which a round starts to its accepted drafts, for the last 100 tokens."""
     drafted, found, start = np.zeros(len(sample.response), bool), {}, 1
     for a, b in sample.accepted_spans:
         drafted[a:b] = True
@@ -221,10 +221,10 @@ def rounds_of(sample: Sample) -> dict[int, int]:
 
 
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict[str, SGLangEngine]) -> None:
-    """While off, 8 of 12 requests' drafters catch up now and then; the others draft at random in those rounds.
+    """While off, the drafters of 8 of 12 requests catch up in probes; the others draft at random in those rounds.
 
-    By this rule's costs drafting pays once contexts are long. From there on each round accepts what it accepts where
-    the drafter was never off, wherever both start a round at the same token: nothing is missing from its cache.
+    By this rule's costs, drafting is faster once contexts are long. From then on, a round accepts the same drafts as in
+    a run whose drafter was never off, if both start the round at the same token. So its cache lacks nothing.
     """
     engine = engines["adaptive"]
     asked, sampling = requests(12, "some"), Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
 
 
 def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGLangEngine]) -> None:
-    """Turn 1 without drafts, turn 2 with them: its prefix comes from SGLang's tree, and drafts as if never off."""
+    """Turn 1 runs without drafts. Turn 2 takes its prefix from SGLang's tree, and drafts as if never off."""
     engine = engines["adaptive"]
     sampling = Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True)
 
@@ -280,7 +280,7 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGL
 
 
 def test_a_table_without_step_0_never_chooses_step_0(engines: dict[str, SGLangEngine]) -> None:
-    """The engine could keep its drafter current while it drafts nothing; what is not priced is not chosen."""
+    """The engine could run step 0, which feeds the drafter without drafts. A step without a price is not chosen."""
     engine = engines["adaptive"]
     table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
     try:
@@ -394,7 +394,7 @@ def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine
 
 
 def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict[str, int]:
-    """A push that SGLang acknowledges as whole, although the tensor `left_out` did not reach the served model."""
+    """Push so that SGLang acknowledges all tensors, although `left_out` did not reach the served model."""
     tensors = {name: t + version * 2.0**-12 for name, t in WEIGHTS.items()}
     sent = tensors | ({left_out: WEIGHTS[left_out] + 1} if left_out else {})
     engine.update_weights(version, sent.items())
@@ -402,7 +402,7 @@ def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict
 
 
 def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[str, SGLangEngine]) -> None:
-    """The contract around slime's own pushes: found, pushed again, held off, and released by a push that is whole."""
+    """The contract around slime's pushes: found, pushed again, held, and released by a complete push."""
     engine, is_drafter = engines["adaptive"], (lambda name: "mtp_" in name)
     stale, other = "model.mtp_layers.0.input_proj.weight", "model.norm.weight"
     engine.set_schedule(k(2))
@@ -438,7 +438,7 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[
 
 
 def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict[str, SGLangEngine]) -> None:
-    """Pushed as the trainer has it, and wrong there: the halves of the input projection exchanged."""
+    """The engine holds what the trainer pushed, which is wrong: the halves of the input projection are exchanged."""
     engine = engines["adaptive"]
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
     name = "model.mtp_layers.0.input_proj.weight"
@@ -484,7 +484,7 @@ def test_an_engine_without_the_plugin_is_unchecked() -> None:
 
 
 def hundred_times_faster(path: Path) -> Path:
-    """A cost table that no CPU can match: one whose times happen to be this engine's would not be scaled."""
+    """Make a cost table that no CPU can match, so that the engine's times must scale it."""
     data = json.loads((Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json").read_text())
     for row in data["rounds"]:
         row["ms"] /= 100
@@ -493,7 +493,7 @@ def hundred_times_faster(path: Path) -> Path:
 
 
 def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngine], tmp_path: Path) -> None:
-    """A few rounds that accept everything and many that accept nothing: learnt as a ratio of sums, by all engines."""
+    """A few rounds accept everything, many accept nothing. Every engine's rule gets the ratio of sums."""
     few, many = engines["adaptive"], engines["unkeyed"]
     few.update_weights(60, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
     many.update_weights(60, WEIGHTS.items())
@@ -564,7 +564,7 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
 
 
 def test_engine_has_the_nccl_setting_that_train_ranks_take(engines: dict[str, SGLangEngine]) -> None:
-    """SGLang chose it: nothing sets it here. A rank that sets another is refused (`tests/test_environment.py`)."""
+    """The value is SGLang's own choice. A rank with another value is refused (`tests/test_environment.py`)."""
     engine = engines["plain"]
     assert engine.describe()["nccl_cumem_enable"] == environment.RANKS["NCCL_CUMEM_ENABLE"]
     assert environment.disagreement(engine.describe()["nccl_cumem_enable"], {}) == ""
@@ -588,7 +588,7 @@ def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGL
 
 
 def test_sglang_is_unchanged_unless_the_plugin_is_enabled() -> None:
-    """In a fresh process: SGLang loads our entry point, which registers nothing and imports none of our hooks."""
+    """In a new process, SGLang loads our entry point, which registers nothing and imports none of our hooks."""
     script = """
 from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 cpu_stand_ins.install()
@@ -604,7 +604,7 @@ assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
 
 
 def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
-    """Last: it ends one of the servers. The pool finishes the work on the other one, with the same text."""
+    """This test runs last, since it ends a server. The pool finishes the work on the other one, with the same text."""
     sampling = Sampling(max_new_tokens=150, ignore_eos=True)
     asked = requests(8, "lost")
     engines["adaptive"].set_schedule(k(3))

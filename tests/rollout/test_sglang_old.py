@@ -1,6 +1,6 @@
 """A real engine of SGLang 0.5.15.post1 on the CPU: its Triton backend, in Triton's interpreter. Minutes long.
 
-RLSPEC_SGLANG_OLD: where it is importable from, with the versions of transformers and others that it wants, by colons
+RLSPEC_SGLANG_OLD: directories, separated by colons, with this version and the transformers and others that it needs
 (`pip install --no-deps --target DIR sglang==0.5.15.post1 transformers==5.12.1 ...`).
 """
 
@@ -123,13 +123,13 @@ def test_the_pushed_drafter_is_the_one_that_drafts(engines):
 
 
 def rate(samples: list[Sample]) -> float:
-    """Accepted drafts of those that were proposed at three steps, the last round of a sample left out."""
+    """Return accepted drafts over proposed drafts at three steps, without the last round of each sample."""
     counts = np.sum([np.pad(s.accepted, (0, 4 - len(s.accepted))) for s in samples], axis=0)
     return float(counts @ np.arange(4)) / (3 * counts.sum())
 
 
 def test_samples_continue_under_new_weights(engines):
-    """Requests wait while the cache is flushed: SGLang would end over that."""
+    """Requests are waiting while the cache is flushed. Without our hook, SGLang would end."""
     engine, done = engines["adaptive"], []
     engine.set_schedule(k(1))
     thread = threading.Thread(target=lambda: done.extend(generate(engine, "across", n=2, tokens=24)))
@@ -158,7 +158,7 @@ def test_weights_arrive_through_a_group(engines, group):
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """The trainer's side of transport "group"."""
+    """Create the trainer's side of transport "group"."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -166,7 +166,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """SGLang's own `launch_server` with the plugin in force, as slime's engines are."""
+    """Start SGLang's own `launch_server` with the plugin active, as in slime's engines."""
     room = tmp_path_factory.mktemp("plain")
     model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), free_port(ENGINES)
     settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
@@ -195,7 +195,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEng
 
 
 def test_the_plugin_alone_in_sglangs_own_server(plain_server, group):
-    """Our controller, our routes, and both models' loaders, by the way that leaves SGLang's drafter stale."""
+    """Test our controller, our routes, and both models' loaders in an update that SGLang applies to the target only."""
     said = plain_server.describe()
     assert said["sglang"] == "0.5.15.post1" and said["controller"] == "ScheduleController"
     generate(plain_server, "first", temperature=0.0)

@@ -170,7 +170,7 @@ def test_prompts_enter_the_prefix_tree_while_off(engines: Engines) -> None:
 
 
 def test_each_token_is_drawn_under_the_weights_that_its_span_names(engines: Engines) -> None:
-    """A push while rounds are in flight: what follows it is what the new weights say after those tokens."""
+    """A push comes while rounds are in flight. The tokens after it must be those of the new weights."""
     engine = engines["adaptive"]
     other = {name: tensor * 1.1 for name, tensor in WEIGHTS.items()}
     sampling = Sampling(max_new_tokens=150, ignore_eos=True)

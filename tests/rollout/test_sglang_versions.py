@@ -1,4 +1,4 @@
-"""Every call into SGLang binds against 0.5.15.post1 and 0.5.23, and each is told from the other by its names."""
+"""Every call into SGLang binds against 0.5.15.post1 and 0.5.23, whose names also distinguish the two versions."""
 
 import importlib.metadata
 import json
@@ -21,7 +21,7 @@ def signatures(version):
 
 
 def missing(contract, known):
-    """Names and parameters of a contract that recorded signatures lack."""
+    """Return names and parameters of a contract that recorded signatures lack."""
     gone = [name for name in contract if known[name] is None]
     for name in set(contract) - set(gone):
         gone += [f"{name}({p})" for p in contract[name] if not known[name] or p not in known[name].parameters]
@@ -29,7 +29,7 @@ def missing(contract, known):
 
 
 def test_the_record_covers_the_known_versions():
-    """Else: python tests/rollout/sglang_calls.py 0.5.15.post1=DIR 0.5.23=DIR"""
+    """If it fails, run python tests/rollout/sglang_calls.py 0.5.15.post1=DIR 0.5.23=DIR"""
     assert sorted(RECORD) == VERSIONS == sorted(versions.CONTRACTS)
     assert all(sorted(RECORD[version]) == recorded_names() for version in VERSIONS)
 
@@ -51,7 +51,7 @@ def test_the_contract_is_kept_by_its_version_alone(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_renamed_argument_is_detected(version):
-    """Of every call that names its arguments, and of every contract."""
+    """Rename an argument of every call with keyword arguments, and of every contract."""
     known, renamed = signatures(version), 0
     for call in calls(version):
         for keyword in call.keywords if known[call.dotted] else ():

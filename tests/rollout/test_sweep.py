@@ -1,4 +1,4 @@
-"""The sweep on an engine that answers by a known cost; the real one is measured in test_profile.py."""
+"""The sweep on an engine with known costs; test_profile.py measures the real one."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ KINKED = Roofline(5.0, 0.1, 1e-6, 0.1)  # computing overtakes reading at 50 toke
 
 
 class Known:
-    """Rounds at a roofline's cost; every third draft depth is refused, first rounds after a switch cost 0.5 ms more."""
+    """An engine with a roofline's costs. It refuses every third depth; the round after a switch costs 0.5 ms more."""
 
     def __init__(self, cost, speculative=True, real_off=False, most_tokens=200_000, noise=0.02):
         self.cost, self.noise = cost, noise

@@ -1,4 +1,4 @@
-"""The same push by every transport, into a real SGLang process; and a push whose other side has ended."""
+"""The same push by every transport into a real SGLang process, and a push whose engine has ended."""
 
 import time
 

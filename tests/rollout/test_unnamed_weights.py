@@ -1,4 +1,4 @@
-"""A push to an engine whose weights have no known names: it is checked by what the loaders were given."""
+"""A push to an engine whose weights have no known names is checked by what the loaders were given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our sources call in megatron-core, and the signatures it has in the versions below.
+"""List the calls of our sources into megatron-core, and record its signatures in the versions below.
 
     python tests/train/megatron_calls.py MEGATRON_CHECKOUT
 
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def calls() -> list[Call]:
-    """Every call of a megatron name in our sources; a call of our subclass's constructor counts as one of its base."""
+    """Yield every call of a megatron name in our sources. A subclass's constructor counts as that of its base."""
     return [call for source in SOURCES for call in _calls(source)]
 
 
@@ -62,7 +62,7 @@ def _calls(source: Path) -> Iterator[Call]:
 
 
 def calls_within(tree: ast.AST, source: Path, package: str) -> Iterator[Call]:
-    """The calls of names that the tree imports from `package` ("sglang.", say)."""
+    """Yield the calls of names that the tree imports from `package`, such as "sglang."."""
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
@@ -92,7 +92,7 @@ def _call(dotted: str, node: ast.Call, source: Path, ours: set[str]) -> Call:
 
 
 def binds(call: Call, found: inspect.Signature) -> str | None:
-    """Why the call does not fit; None if it does."""
+    """Return why the call does not fit; None if it does."""
     try:
         (found.bind_partial if call.partial else found.bind)(*[...] * call.positional, **dict.fromkeys(call.keywords))
     except TypeError as error:
@@ -101,7 +101,7 @@ def binds(call: Call, found: inspect.Signature) -> str | None:
 
 
 def parse(text: str) -> inspect.Signature:
-    """A signature from how it is recorded."""
+    """Parse a recorded signature."""
     (function,) = ast.parse(f"def f{text}: ...").body
     return contracts.signature("m.f", {"m": ast.unparse(function)}.get)
 
@@ -130,7 +130,7 @@ def _released(version: str) -> contracts.Read:
 
 
 def _reader(content: Callable[[str], str | None]) -> contracts.Read:
-    """A reader of modules, from one of files."""
+    """Make a reader of modules from a reader of files."""
 
     @cache
     def read(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Packed attention against the textbook formula: one sequence and one row at a time, float64."""
+"""Packed attention equals the textbook formula, computed one sequence and one row at a time in float64."""
 
 import math
 
@@ -11,7 +11,7 @@ from megatron_rlspec.train.attention_plan import plan_attention
 
 
 def textbook(q, k, v, scale):
-    """Causal attention of one sequence, q [L, n, d], k and v [L, g, d]."""
+    """Compute causal attention of one sequence, q [L, n, d], k and v [L, g, d]."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.einsum("inc,jnc->nij", q, k) * scale

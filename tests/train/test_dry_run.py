@@ -1,4 +1,4 @@
-"""`--dry-run` against Megatron's own groups, a real trainer's tensors, and parameters counted by hand."""
+"""`--dry-run` agrees with Megatron's own groups, a real trainer's tensors, and parameters counted by hand."""
 
 import json
 import os
@@ -60,7 +60,7 @@ SCRIPTS = sorted(p.stem for p in RECIPES.glob("*.sh") if p.stem != "recipe")
 
 
 def counted(model):
-    """(policy, drafter) by the shapes in config.json, layer by layer."""
+    """Count the parameters of (policy, drafter) by the shapes in config.json, layer by layer."""
     width, heads, groups = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
     channels = model.get("head_dim", width // heads)
     qkv = (heads + 2 * groups) * channels
@@ -75,7 +75,7 @@ def counted(model):
 
 
 def arguments(recipe, folder, *extra):
-    """What the script hands to `rlspec` (to torchrun, without --dry-run)."""
+    """Return the arguments that the script gives to `rlspec`, or to torchrun without --dry-run."""
     for name in ("rlspec", "torchrun"):
         stub = folder / name
         stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@"\n')
@@ -91,7 +91,7 @@ def arguments(recipe, folder, *extra):
 
 
 def printed(*argv):
-    """What `rlspec train` prints; or the error's message."""
+    """Return what `rlspec train` prints, or the error's message."""
     lines: list[str] = []
     cli.print = lambda line: lines.append(line)
     try:
@@ -205,7 +205,7 @@ def cell(index):
 
 
 def held(index):
-    """Bytes of what a trainer has after a step: weights, gradients, optimizer."""
+    """Count the bytes that a trainer holds after a step: weights, gradients, optimizer."""
     cfg, hf = cell(index)
     trainer = Trainer(cfg, hf)
     cp = (ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())

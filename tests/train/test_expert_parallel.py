@@ -33,7 +33,7 @@ SPLIT = {
 
 
 def trained(weights, parallel, **sections):
-    """Three GRPO steps from these weights: metrics of each, what was exported, digests of this rank's shards."""
+    """Train three GRPO steps from these weights; return each step's metrics, the export, and digests of the shards."""
     trainer = build(parallel=parallel, **{"model": EXACT} | {k: dict(v) for k, v in CLIPPED.items()} | sections)
     trainer.load_hf(weights)
     loaded = {name: tensor.clone() for name, tensor in trainer.export()}
@@ -56,7 +56,7 @@ def parameters(trainer):
 
 
 def dense_bits(trainer):
-    """Digests of all that is no expert, of the ranks with the same tensor- and pipeline-parallel place."""
+    """Return digests of all tensors except experts, from the ranks of one tensor- and pipeline-parallel position."""
     mine = digest(parameter for _, parameter, is_expert in parameters(trainer) if not is_expert)
     group = ps.get_data_parallel_group(with_context_parallel=True)
     everyone = [None] * group.size()
@@ -65,12 +65,12 @@ def dense_bits(trainer):
 
 
 def whole_and_split(weights, names):
-    """For each layout the same with expert 1 and with its own `expert`."""
+    """Train each layout with expert 1 and with its own `expert`."""
     return {name: (trained(weights, SPLIT[name] | {"expert": 1}), trained(weights, SPLIT[name])) for name in names}
 
 
 def far(ours, theirs):
-    """Largest difference of two dictionaries of tensors, relative to the norm of each."""
+    """Return the largest difference of two dictionaries of tensors, relative to each tensor's norm."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[n] - t).double().norm() / t.double().norm().clamp(min=1e-30)) for n, t in theirs.items())
 
@@ -129,7 +129,7 @@ class OneExpert(MegatronModule):
 
 
 def by_hand(folder, tensor):
-    """Norms of three clipped steps, the dense weight, and the expert before and after save and load."""
+    """Return the norms of three clipped steps, the dense weight, and the expert before and after save and load."""
     runtime.init_distributed(ParallelConfig())
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(tensor, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
@@ -153,7 +153,7 @@ def by_hand(folder, tensor):
 
 @pytest.mark.parametrize("tensor", [1, 2], ids=["two replicas", "tensor-parallel ranks with whole experts"])
 def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
-    """The dense parameter has two replicas, or lies whole on both tensor-parallel ranks: its gradient is 2, or 1."""
+    """The dense gradient is 2 if the parameter has two replicas, 1 if both tensor-parallel ranks hold all of it."""
     first, second = on_ranks(2, by_hand, tmp_path, tensor)
     whole = math.sqrt(16 * (2 / tensor) ** 2 + 16 * 0.01**2 + 16 * 5**2)
     assert first[0] == second[0] == pytest.approx([whole] * 3, rel=1e-6)
@@ -167,7 +167,7 @@ def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
 
 
 def states(trainer):
-    """Digest of all that this rank's next step depends on."""
+    """Return the digest of all that this rank's next step depends on."""
     found = []
     for learner in trainer._learners().values():
         for part in learner.parts:
@@ -214,7 +214,7 @@ def test_resume_gives_every_rank_its_own_experts(tmp_path, distributed):
 
 
 def isolated():
-    """The policy with and without a drafter, per kind of optimizer: digests after five steps."""
+    """Train the policy with and without a drafter, per kind of optimizer; return digests after five steps."""
     found = {}
     for distributed in (False, True):
         for drafter in ({"clip_grad": 0.02}, False):
@@ -235,7 +235,7 @@ def test_policy_is_the_same_with_and_without_drafter():
 
 
 def continued(weights, parallel, saved):
-    """The drafter's step from a file of moments, which another layout may have written."""
+    """Run the drafter's step from a file of moments, which another layout may have written."""
     trainer = build(model=EXACT, parallel=parallel, **{k: dict(v) for k, v in CLIPPED.items()})
     trainer.load_hf(weights)
     trainer.take_drafter_moments(saved)

@@ -1,4 +1,4 @@
-"""GLM4-MoE in the trainer: Transformers' function, a policy that no drafter's router reaches, every layout alike."""
+"""GLM4-MoE in the trainer: it equals Transformers, its drafter does not change the policy, and all layouts agree."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def data_of(trainer, seed=0, budget=400):
 
 
 def unpadded(chosen):
-    """Cut to lengths that no layout pads: padding is routed, too, and counts for the balance."""
+    """Cut samples to lengths that no layout pads, because padding is routed, too, and counts in the balancing loss."""
     ends = [len(sample.tokens) // 4 * 4 for sample in chosen]
     fields = ("tokens", "loss_mask", "behaviour_logprobs")
     return [
@@ -56,7 +56,7 @@ def unpadded(chosen):
 
 
 def against_transformers(hf, folder):
-    """Largest difference of policy and drafter (depth 1) logits over a few sequences; does export give all back."""
+    """Return the largest difference of policy and drafter logits (depth 1), and whether export returns all tensors."""
     tensors = checkpoint(hf, folder)
     trainer = build(hf, model={})
     trainer.load_hf(tensors)
@@ -87,7 +87,7 @@ def test_policy_and_drafter_equal_transformers(hf, tmp_path):
 
 
 def state(trainer):
-    """All that a policy's next step depends on, and Megatron's record of balancing losses."""
+    """Return all that a policy's next step depends on, and Megatron's record of balancing losses."""
     inner = moments(trainer.learner.optimizer.optimizer)
     tracker = [entry["values"] for _, entry in sorted(get_moe_layer_wise_logging_tracker().items())]
     return digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values(), *inner, *tracker])

@@ -1,6 +1,6 @@
-"""Policy parameters, gradients and optimizer state, bit for bit, with and without a drafter, on three ranks.
+"""Policy parameters, gradients and optimizer state are bit-identical with and without a drafter, on three ranks.
 
-Two ranks could not fail: a + b = b + a. The controls are what other packages do, and they must differ.
+On two ranks the test could not fail: a + b = b + a. The controls do what other packages do, and they must differ.
 """
 
 import math
@@ -22,7 +22,7 @@ def five_steps(trainer, objective="sft"):
 
 
 def isolation():
-    """Digests of several variants of one run, in one job."""
+    """Return digests of several variants of one run, in one job."""
     out = {}
     for name, cell in {"plain": CELL, "distributed": CELL | {"distributed": True}}.items():
         for drafter in (True, False):
@@ -89,7 +89,7 @@ def test_a_shared_buffer_changes_the_policy(three):
 
 
 def broken_batch(drafter):
-    """A step whose policy loss is infinite, between two good ones."""
+    """Train a step whose policy loss is infinite, between two good ones."""
     trainer = build(CELL | {"objective": "grpo"}, drafter=drafter)
     data = own_batches(trainer)
     trainer.train_step(data, objective="grpo")
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_skips_the_policys_step_only():
 
 
 def samples_of_another_model():
-    """Whose log-probs differ from the policy's by more than is allowed."""
+    """Train on samples whose log-probs differ from the policy's by more than is allowed."""
     trainer = build(CELL | {"objective": "grpo"})
     data, before = own_batches(trainer), digest(trainer.policy.parameters())
     gap = "policy/train_rollout_logprob_abs_diff"
@@ -131,7 +131,7 @@ def test_samples_of_another_model_are_not_trained_on():
 
 
 def modes():
-    """Which side each mode moves, and what reaches the policy."""
+    """Return which parameters each mode changes, and the gradients that reach the policy."""
     out = {}
     for name, how in {"both": {}, "drafter": {"train_policy": False}}.items():
         trainer = build(CELL)

@@ -1,4 +1,4 @@
-"""Hand-written backwards against autograd through the textbook formulas."""
+"""Hand-written backward passes equal autograd through the textbook formulas."""
 
 from types import SimpleNamespace
 

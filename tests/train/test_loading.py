@@ -1,4 +1,4 @@
-"""What a trainer takes from a checkpoint and from its configuration, and what it refuses."""
+"""What a trainer loads from a checkpoint and reads from its configuration, and what it refuses."""
 
 import os
 
@@ -40,7 +40,7 @@ def test_load_names_the_missing_tensor():
 
 
 def initialisations():
-    """Policy and drafter as they come out of a constructor, and the random state that it leaves."""
+    """Return policy and drafter as constructed, and the random state after that."""
     out = {}
     for name, how in {"with": {}, "without": {"drafter": False}}.items():
         trainer = build(CELL, **how)
@@ -121,7 +121,7 @@ def test_one_process_needs_no_torchrun():
 
 
 def nothing_trained():
-    """A step whose samples train no token, in part and on the whole."""
+    """Train steps in which some, or all, micro-batches have no trained token."""
     trainer = build(CELL)
     batches = own_batches(trainer)
     for field in ("loss_mask", "policy_weight"):

@@ -29,7 +29,7 @@ def test_the_record_covers_the_named_versions():
 
 @pytest.mark.parametrize("version", RECORD)
 def test_every_called_name_is_recorded(version):
-    """Else: python tests/train/megatron_calls.py MEGATRON_CHECKOUT"""
+    """If it fails, run python tests/train/megatron_calls.py MEGATRON_CHECKOUT"""
     assert sorted(RECORD[version]["signatures"]) == recorded_names()
 
 
@@ -46,9 +46,9 @@ def test_every_call_binds(version):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", list(filter(None, os.environ.get("RLSPEC_MEGATRON", "").split(os.pathsep))))
 def test_training_runs_on_another_version(folder):
-    """RLSPEC_MEGATRON: checkouts of Megatron-LM, by colons. Policy, drafter and isolation run on each.
+    """Test policy, drafter and isolation on each checkout of Megatron-LM in RLSPEC_MEGATRON, separated by colons.
 
-    Experts run on slime's pin; main's dispatcher is not given the groups that it wants, yet.
+    Experts run on slime's pin. On main they do not run yet: its dispatcher needs more process groups.
     """
     here = Path(__file__).parent
     files = [str(here / f"test_{name}.py") for name in ("model_parity", "isolation")]

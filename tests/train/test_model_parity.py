@@ -1,4 +1,4 @@
-"""Policy and drafter against other people's code and against an engine simulated one token at a time."""
+"""Policy and drafter equal Transformers' classes, and an engine that is simulated one token at a time."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megatron_rlspec.train.step import Trainer
 
 
 def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
-    """A trainer after two steps, so that no parameter is at its initial value, and its batches."""
+    """Return a trainer after two steps, so that no parameter has its initial value, and its batches."""
     options = config(model={"dtype": dtype}, drafter={"depth": depth})
     trainer = Trainer(options, hf)
     data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
@@ -27,7 +27,7 @@ CASES = {
 
 
 def policy_against_transformers(architecture):
-    """Largest difference of a label's log-probability."""
+    """Return the largest difference of a label's log-probability."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = HF_CONFIG | {"num_hidden_layers": 2, "architectures": [architecture]} | CASES[architecture]
@@ -77,7 +77,7 @@ class Engine:
         return x * angle.cos().to(x) + turned * angle.sin().to(x)
 
     def step(self, hidden, token, position):
-        """Append one position to the cache; the drafter's output hidden state and logits."""
+        """Append one position to the cache; return the drafter's output hidden state and logits."""
         embedded = torch.zeros_like(hidden) if position == 0 else self.embedding[token]
         both = torch.cat([self.norm(hidden, "hidden_layernorm"), self.norm(embedded, "token_layernorm")])
         x = self.w["input_proj.weight"] @ both
@@ -98,7 +98,7 @@ class Engine:
         return x, self.head @ x
 
     def draft(self, hidden, token, position, following):
-        """Logits of a whole draft from `position`; the chain's entries leave the cache again, as after a verify."""
+        """Return the logits of a whole draft from `position`; remove the chain's entries from the cache afterwards."""
         state, logits = self.step(hidden, token, position)
         out, kept = [logits], len(self.keys)
         for offset, token in enumerate(following, 1):
@@ -109,7 +109,7 @@ class Engine:
 
 
 def drafter_logits(trainer, batch):
-    """The policy's hidden states `[T, H]`, and the drafter's logits per depth `[T, V]`."""
+    """Return the policy's hidden states `[T, H]`, and the drafter's logits per depth `[T, V]`."""
     seen = {}
 
     def look(batch, packed, hidden):
@@ -122,7 +122,7 @@ def drafter_logits(trainer, batch):
 
 
 def against_engine(hf, recompute):
-    """Largest difference per depth, ours to the engine's, over all positions from which so deep a draft exists."""
+    """Return our largest difference from the engine per depth, over all positions that have a draft of that depth."""
     trainer, data = trained("float64", hf)
     trainer.drafter.recompute = recompute
     worst = [0.0] * 3
@@ -148,7 +148,7 @@ def test_unrolling_equals_an_engines_drafting(tied):
 
 
 def other_unrolling(hf):
-    """Megatron's unrolling of the same weights, and no zero at position 0: how far from ours at each depth."""
+    """Return how far Megatron's unrolling, without the zero at position 0, is from ours at each depth."""
     trainer, data = trained("float64", hf)
     _, ours = drafter_logits(trainer, data[0])
     drafter = trainer.drafter
@@ -168,7 +168,7 @@ def test_engine_comparison_can_fail():
 
 
 def directional(hf, depth, kind, recompute):
-    """The drafter's loss along a random direction: by its gradient, and by central difference."""
+    """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
     options = config(
         drafter={"depth": depth, "loss": kind, "repeated_layer": depth < 4}, parallel={"recompute": recompute}
     )

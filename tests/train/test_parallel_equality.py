@@ -1,4 +1,4 @@
-"""The same step under every layout: losses, gradients, and a policy that never notices the drafter.
+"""The same step gives the same losses and gradients in every layout, and the drafter never changes the policy.
 
 Cells run several to a job of four ranks; the reference of each is one rank with the same weights and samples.
 """
@@ -36,7 +36,7 @@ def possible(cell):
 
 
 def pairwise():
-    """Cells in which every possible pair of values of two dimensions occurs."""
+    """Choose cells so that every possible pair of values of two dimensions occurs."""
     names, every = (
         list(DIMENSIONS),
         [dict(zip(DIMENSIONS, v, strict=True)) for v in itertools.product(*DIMENSIONS.values())],
@@ -58,12 +58,12 @@ PLAIN = {key: values[0] for key, values in DIMENSIONS.items()}
 
 
 def single(cell):
-    """The same cell on one rank, everything that may not matter switched off."""
+    """Return the same cell on one rank, with every option off that must not change the result."""
     return PLAIN | {key: cell[key] for key in MODEL}
 
 
 def build(cell, weights=None, *, drafter=True, clip=0.0):
-    """A trainer of this layout in the running job."""
+    """Build a trainer of this layout in the running job."""
     sizes = {
         "tensor": ps.get_tensor_model_parallel_world_size,
         "pipeline": ps.get_pipeline_model_parallel_world_size,
@@ -99,7 +99,7 @@ def own_batches(trainer, seed=0, budget=120):
 
 
 def make_weights(cells):
-    """Weights of each model, random in every tensor."""
+    """Make weights of each model, random in every tensor."""
     out = {}
     for tied, separate in {(cell["tied"], cell["unrolling"] == "separate") for cell in cells}:
         trainer = build(PLAIN | {"dtype": "float64", "tied": tied, "unrolling": "separate" if separate else 3})
@@ -110,7 +110,7 @@ def make_weights(cells):
 
 
 def measure(cell, weights):
-    """Everything a layout is judged by."""
+    """Measure everything that is compared between layouts."""
     weights = weights[cell["tied"], cell["unrolling"] == "separate"]
     trainer = build(cell, weights)
     exported = dict(trainer.export())
@@ -136,7 +136,7 @@ def measure(cell, weights):
 
 
 def keep_gradients(trainer):
-    """Filled with every parameter's gradient of the first step."""
+    """Return a dictionary that the first step fills with every parameter's gradient."""
     kept = {}
 
     def listen(learner):
@@ -155,7 +155,7 @@ def keep_gradients(trainer):
 
 
 def state(trainer):
-    """Digest of this rank's policy parameters, gradients and optimizer state."""
+    """Return a digest of this rank's policy parameters, gradients and optimizer state."""
     policy, inner = list(trainer.policy.parameters()), trainer.learner.optimizer.optimizer
     gradients = [] if trainer.learner.adam.distributed else [p.main_grad for p in policy]
     return digest([*policy, *gradients, *moments(inner)])

@@ -1,6 +1,6 @@
 """Each probe tells the defective function from a fixed one: the megatron-core installed, then repaired in place.
 
-Where the installed version has repaired the defect itself, its own repair is what the probe must see.
+If the installed version has repaired the defect itself, the probe must find it absent.
 """
 
 import copy
@@ -165,7 +165,7 @@ def test_shared_step(monkeypatch):
 
 
 def error_by_global_count(environment, answer):
-    """The probe's rank, with a roll that counts over all ranks."""
+    """Run the probe's rank with a roll that counts over all ranks."""
     os.environ.update(environment)
     roll = LOSS.roll_tensor
 
@@ -180,7 +180,7 @@ def error_by_global_count(environment, answer):
 
 
 class ForkedRank:
-    """In place of the probe's Popen: `error_by_global_count`."""
+    """A replacement for the probe's Popen that runs `error_by_global_count`."""
 
     def __init__(self, command, *, env, **_):
         context = forked.context()

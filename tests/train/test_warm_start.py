@@ -1,4 +1,4 @@
-"""A drafter that was warmed up keeps what it learnt when the next run begins: warm-up of its rate, Adam's moments."""
+"""A warmed-up drafter does not get worse when the next run begins, thanks to Adam's moments and rate warm-up."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ RATE = 2e-2
 
 
 def texts(seed, count=4, length=40):
-    """Of a Markov chain: each token is followed by one of two, so that there is something to learn."""
+    """Draw texts of a Markov chain: each token is followed by one of two, so that there is something to learn."""
     draw = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -53,7 +53,7 @@ def step(trainer, seed, **how):
 
 
 def warmed(folder, steps):
-    """Weights of policy and drafter after `steps`, and the file with the drafter's moments."""
+    """Train `steps`; return the weights of policy and drafter, and the file with the drafter's moments."""
     trainer = trainer_of()
     for seed in range(steps):
         step(trainer, seed)
@@ -76,7 +76,7 @@ def opened(trainer, folder, weights):
 
 
 def held_out_loss(trainer):
-    """Cross-entropy of depth 1 on texts that are not trained on; nothing learns."""
+    """Compute the cross-entropy of depth 1 on texts that are not trained on, without an update."""
     learner, share = (
         trainer.drafter_learner,
         batches(texts(9999, 32), trainer.config, dp=(0, 1), cp=(0, 1), budget=2000),
@@ -89,7 +89,7 @@ def held_out_loss(trainer):
 
 
 def continued(folder):
-    """Held-out loss before and after the drafter's first steps of the next run, by the way it starts."""
+    """Return the held-out loss before and after the drafter's first steps of the next run, for each way to start."""
     weights = warmed(folder, 30)
     found = {}
     for name, warmup in {"cold": 0, "warm-up": 20, "moments": 20}.items():
@@ -114,7 +114,7 @@ def test_the_first_steps_of_the_next_run_do_not_harm_the_drafter(tmp_path):
 
 
 def moments_of(folder, weights, steps, take_from=None, **sections):
-    """Moments after `steps` steps, and after being written and read back where `take_from` names a folder."""
+    """Return the moments after `steps` steps; if `take_from` names a folder, after they are written and read back."""
     trainer = trainer_of(**sections)
     trainer.load_hf(weights)
     if take_from:
@@ -125,7 +125,7 @@ def moments_of(folder, weights, steps, take_from=None, **sections):
 
 
 def in_two_layouts(folder, weights):
-    """Written by tensor-parallel ranks, and read and written again by data-parallel ranks with ZeRO-1."""
+    """Write moments on tensor-parallel ranks; read and write them again on data-parallel ranks with ZeRO-1."""
     tensor = {"parallel": {"tensor": 2, "sequence": True}, "model": {"dtype": "float64"}}
     moments_of(f"{folder}/tensor", weights, 3, **tensor)
     moments_of(f"{folder}/again", weights, 0, f"{folder}/tensor", **tensor)
@@ -156,7 +156,7 @@ def test_moments_do_not_depend_on_the_layout_of_ranks(tmp_path):
 
 
 def resumed(folder):
-    """A run that took moments up, saved, and went on; and one that resumed from what was saved."""
+    """Run once from loaded moments, with a save in between; and once resumed from that save."""
     weights = warmed(folder, 2)
     first = trainer_of(20)
     first.load_hf(weights)
@@ -180,7 +180,7 @@ def test_a_run_that_loaded_moments_resumes_bit_for_bit(tmp_path):
 
 
 def damages(folder):
-    """What `find` says of files that do not fit."""
+    """Return the messages of `find` for files that do not fit."""
     weights = warmed(folder, 1)
     trainer = trainer_of()
     shapes = {n: tuple(t.shape) for n, t in weights.items()}

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, and what the tests of this room train on."""
+"""Run a function on several gloo ranks; configurations and samples for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HF_CONFIG = {
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """What `function(*args)` returns on each of `size` ranks; its traceback as AssertionError if one fails."""
+    """Return what `function(*args)` returns on each of `size` ranks. Raises AssertionError with a rank's traceback."""
     port = ports.free_port(ports.JOBS)
     context = forked.context()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
@@ -67,7 +67,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
 
 
 def _pack(x: Any) -> bytes:
-    """Tensors included, without shared memory."""
+    """Pickle a value, tensors included, without shared memory."""
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return buffer.getvalue()
@@ -89,7 +89,7 @@ def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., An
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    """Float64, learning fast, clipping off unless a test asks."""
+    """Return a configuration in float64 with high learning rates, without clipping unless a test sets it."""
     defaults: dict[str, dict[str, Any]] = {
         "model": {"dtype": "float64"},
         "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
@@ -99,7 +99,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, vocab: int = 64) -> list[Sample]:
-    """Random samples with holes in their masks, one-token responses and prompt-only ones among them."""
+    """Make random samples: masks with gaps, some responses of one token, some samples without a response."""
     draw = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -115,7 +115,7 @@ def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, voc
 def batches(
     chosen: list[Sample], config: Config, *, dp: tuple[int, int], cp: tuple[int, int], budget: int = 160
 ) -> list[PackedBatch]:
-    """The share of data- and context-parallel rank (rank, size)."""
+    """Return the batches of one data- and context-parallel rank (rank, size)."""
     parallel = config.parallel
     draw = np.random.default_rng(7)
     return pack(
@@ -133,13 +133,13 @@ def batches(
 
 
 def moments(optimizer: Any) -> list[torch.Tensor]:
-    """All state of a torch optimizer: torch's AdamW counts updates per parameter, fused ones in the group."""
+    """Return all state of an optimizer: torch's AdamW counts updates per parameter, fused ones in the group."""
     steps = [torch.tensor(group.get("step", 0)) for group in optimizer.param_groups if group["params"]]
     return [tensor for state in optimizer.state.values() for _, tensor in sorted(state.items())] + steps
 
 
 def digest(tensors: Any) -> str:
-    """Of the bits of tensors, in order."""
+    """Hash the bits of tensors, in order."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

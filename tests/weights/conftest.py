@@ -1,4 +1,4 @@
-"""The table of faults and of the detectors that fired, printed after the tests."""
+"""Print the table of faults and of the detectors that fired, after the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def table(config: pytest.Config) -> Fired:
 
 @pytest.fixture
 def fired(request) -> dict[str, list[str]]:
-    """Fault -> detectors that fired, in order; one table per test module."""
+    """Map faults to the detectors that fired, in order; one table per test module."""
     return table(request.config).setdefault(request.module.__name__, {})
 
 

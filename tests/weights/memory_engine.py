@@ -2,8 +2,8 @@
 
 It behaves as `RolloutEngine` says: tensors are replaced one by one as they arrive, so a session that breaks leaves a
 mixture, and the engine then refuses to generate until a later session succeeds. Its drafts are accepted at `acceptance`
-per depth while its drafter's bits are those of `good_drafter` (name -> fingerprint; empty: always), else never: the
-shape of what a real drafter does, so that decisions can be tested without one.
+per depth while its drafter's bits are those of `good_drafter` (name -> fingerprint; empty: always), else never. So
+decisions can be tested without a real drafter.
 """
 
 from __future__ import annotations

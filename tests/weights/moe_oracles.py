@@ -89,7 +89,7 @@ OPTIONS = {
 
 
 def saved(config: dict[str, Any], directory: Path) -> dict[str, Tensor]:
-    """The tensors that Transformers itself writes for this config, by its names on disk."""
+    """Return the tensors that Transformers itself writes for this config, by its names on disk."""
     known = {k: v for k, v in config.items() if k != "architectures"}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**known))
     model.save_pretrained(directory)
@@ -97,7 +97,7 @@ def saved(config: dict[str, Any], directory: Path) -> dict[str, Tensor]:
 
 
 def checkpoint(config: dict[str, Any], directory: Path, seed: int = 0) -> dict[str, Tensor]:
-    """All tensors, the drafter's after SGLang's deepseek_nextn.py: a decoder layer more, and what stands around it."""
+    """Return all tensors. The drafter's follow SGLang's deepseek_nextn.py: a decoder layer, norms, projection."""
     tensors = saved(config, directory / "names")
     last, h = config["num_hidden_layers"], config["hidden_size"]
     block = f"model.layers.{last - 1}."
@@ -117,7 +117,7 @@ def checkpoint(config: dict[str, Any], directory: Path, seed: int = 0) -> dict[s
 
 @torch.no_grad()
 def logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, directory: Path) -> tuple[Tensor, Tensor]:
-    """Target logits [B, L, V], draft logits [B, L - 1, V] by Transformers, each from a checkpoint it loads itself."""
+    """Compute target logits [B, L, V] and draft logits [B, L - 1, V] in Transformers, from checkpoints it loads."""
     prefix = f"model.layers.{config['num_hidden_layers']}."
     target = _load(config, {n: t for n, t in tensors.items() if not n.startswith(prefix)}, directory / "target")
     hidden = target.model(ids).last_hidden_state

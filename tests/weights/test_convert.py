@@ -98,7 +98,7 @@ def test_another_source_starts_again(tmp_path):
 
 
 def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
-    """Qwen2 becomes a MiMo whose target is untouched."""
+    """Qwen2 becomes a MiMo with the same target."""
     config, tensors = mimo_checkpoint(architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
     write_hf(tmp_path / "hf", config, tensors)
     convert(plan(tmp_path / "hf", tmp_path / "out", add_mtp=True, to="hf"))
@@ -141,7 +141,7 @@ def test_a_fresh_drafter_with_experts_takes_the_first_layer_that_has_them(tmp_pa
 
 
 def run(*arguments):
-    """Exit status of the command, and what it printed."""
+    """Run the command; return its exit status and what it printed."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = main(arguments)
@@ -149,7 +149,7 @@ def run(*arguments):
 
 
 def without_swap(*arguments):
-    """`run` with a table whose `eh_proj` keeps its halves, both ways; patched here, since a rank inherits no patch."""
+    """Run with a table that does not swap the halves of `eh_proj`. It is patched here: ranks inherit no patch."""
     real = module.name_table
 
     def wrong(*args, **kwargs):

@@ -82,7 +82,7 @@ def test_policy_and_drafter_logits_equal_transformers(model, tmp_path):
 
 
 def with_drafter(config, tmp_path):
-    """Tensors of any family, all drawn anew; the drafter's block is one of the target's full-attention layers."""
+    """Make random tensors of any family. The drafter's block has the shapes of a full-attention layer of the target."""
     if config["architectures"][0] not in OWN:
         return pushed_checkpoint(config, tmp_path)
     if config["model_type"] in ("glm4_moe", "deepseek_v3"):
@@ -140,7 +140,7 @@ def test_transformer_engine_keeps_some_norms_apart():
 
 @pytest.mark.parametrize("model", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
 def test_delta_net_projection_is_megatrons_split_of_transformers_values(model):
-    """Megatron cuts its in_proj output into q|k|v, gate, beta, alpha; Transformers' module says what those are."""
+    """Megatron splits its in_proj output into q|k|v, gate, beta, alpha; each must equal Transformers' value."""
     config = FAMILIES[model]
     known = {k: v for k, v in config.items() if k != "architectures"}
     layer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**known)).model.layers[0]
@@ -163,7 +163,7 @@ def test_delta_net_projection_is_megatrons_split_of_transformers_values(model):
 
 
 def test_gated_attention_is_megatrons_split_of_transformers_values():
-    """Per group Megatron takes queries, gates, key, value; Transformers' q_proj holds (query, gate) per head."""
+    """Megatron has queries, gates, key and value per group; Transformers' q_proj has (query, gate) per head."""
     known = {k: v for k, v in QWEN3_NEXT.items() if k != "architectures"}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**known))
     module = model.model.layers[3].self_attn
@@ -216,7 +216,7 @@ def test_an_external_drafters_round_trip_is_exact(config):
 
 @pytest.mark.parametrize("model", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_mbridge_gives_the_same_names(model):
-    """A second opinion on names, where mbridge installs. It does not know MiMo's half-swap; the logits do."""
+    """Compare names with mbridge, if it is installed. It lacks MiMo's half-swap, which the logits test."""
     pytest.importorskip("mbridge", reason="mbridge is not installed")
     from mbridge.models.deepseek_v3 import DeepseekV3Bridge
     from mbridge.models.glm4moe import GLM4MoEBridge

@@ -32,7 +32,7 @@ def speculate(engine) -> None:
 
 
 class Engine(EmbeddedEngine):
-    """The embedded engine with places to hurt it."""
+    """The embedded engine with places to inject faults."""
 
     def __init__(self, config, tensors):
         self.wire = lambda name, tensor: tensor
@@ -98,7 +98,7 @@ def swap(tensor, dim):
 
 
 def at_exporter(change):
-    """`change(room)` -> {name: tensor} that the exporter gives instead of the right ones."""
+    """Make a fault: the exporter yields the tensors of `change(room)`, {name: tensor}, instead of the right ones."""
 
     def fault(room):
         wrong = change(room)
@@ -110,7 +110,7 @@ def at_exporter(change):
 
 
 def on_the_wire(change):
-    """What engine b receives instead."""
+    """Make a fault: engine b receives other tensors."""
 
     def fault(room):
         room.engines["b"].wire = lambda name, tensor: change(room, name, tensor)
@@ -120,7 +120,7 @@ def on_the_wire(change):
 
 
 def in_memory(change):
-    """What happens inside engine b after a good push, unseen until somebody looks."""
+    """Make a fault inside engine b after a good push, which only a later comparison can detect."""
 
     def fault(room):
         room.push()
@@ -271,7 +271,7 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
 
 @pytest.mark.slow
 def test_no_false_alarm_in_a_thousand_healthy_pushes():
-    """Weights wander as in training; canary, stamps, log-probs and drift all stay silent."""
+    """Weights change as in training; canary, stamps, log-probs and drift raise no alarm."""
     room = Room()
     for version in range(1, 1001):
         room.new = echo_checkpoint(version % 40)[1]

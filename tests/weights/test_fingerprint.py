@@ -9,7 +9,7 @@ ROW = 1 << 16  # words of 8 bytes
 
 
 def slow(tensor: torch.Tensor) -> int:
-    """The definition, in Python's integers."""
+    """Compute the definition in Python's integers."""
 
     def mix(x: int) -> int:
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
@@ -66,7 +66,7 @@ def test_every_small_change_changes_the_fingerprint():
 
 
 def test_flipped_signs_do_not_cancel():
-    """Topmost bits of words, in pairs: a plain sum of products would not see them."""
+    """A plain sum of products would miss changes of the topmost bits of two words."""
     tensor = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     whole = fingerprint(tensor)
     for i in range(0, 400, 2):

@@ -1,4 +1,4 @@
-"""Rollouts that are shorter than the wait for a probe, each after a push, in a run with the embedded engine."""
+"""In a run with the embedded engine: rollouts after a push each, shorter than the wait for a probe."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def run(tmp_path):
 
 
 def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
-    """The defect: each push restarted the wait for a probe, so no probe came, in spite of the trainer's forecast."""
+    """Earlier, each push restarted the wait for a probe. So no probe ever ran, in spite of the trainer's forecast."""
     share_off = []
     for version in range(1, 17):
         run.push(version)

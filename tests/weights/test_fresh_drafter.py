@@ -1,4 +1,4 @@
-"""The first loss of a fresh drafter, on a model that was trained: below that of a uniform guess."""
+"""The first loss of a fresh drafter on a trained model is below that of a uniform guess."""
 
 import math
 
@@ -27,7 +27,7 @@ HF = MIMO | {
 
 
 def texts(seed, count):
-    """`[count, LENGTH]` of a Markov chain in which one of two tokens follows each token."""
+    """Draw `[count, LENGTH]` tokens of a Markov chain in which one of two tokens follows each token."""
     draw = np.random.default_rng(seed)
     rows = [draw.integers(VOCABULARY, size=count)]
     for _ in range(LENGTH - 1):
@@ -37,7 +37,7 @@ def texts(seed, count):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A tied model with small embeddings and a large final norm, as small public models have them."""
+    """Train a tied model with small embeddings and a large final norm, as small public models have them."""
     torch.manual_seed(0)
     model = qwen2_model(HF).train()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
 
 
 def losses(folder, steps):
-    """Cross-entropy of depth 1 before each of `steps` updates of the drafter."""
+    """Return the cross-entropy of depth 1 before each of `steps` updates of the drafter."""
     from megatron_rlspec.train.step import Trainer
 
     hf_config, tensors = read_hf(folder)

@@ -51,7 +51,7 @@ def healthy(engines, **settings) -> Health:
 
 
 def good_for(engines, version: int) -> None:
-    """The memory engines draft well with the drafter of this version, and with no other bits."""
+    """Make the memory engines draft well with the drafter of this version only."""
     for engine in engines.values():
         engine.good_drafter = {n: fingerprint(t) for n, t in weights(version).items() if is_drafter(n)}
 
@@ -101,7 +101,7 @@ def test_logprob_gap():
 
 
 def rounds(probabilities, n: int, seed: int, stretch: int = 1) -> RoundStats:
-    """n rounds; each outcome is repeated `stretch` times, as within one request's easy and hard stretches."""
+    """Draw n rounds. Each outcome is repeated `stretch` times, as in easy and hard parts of one request."""
     random = np.random.default_rng(seed)
     counts = random.multinomial(max(1, n // stretch), probabilities) * stretch
     return RoundStats(CHAIN, 4, 100, int(counts.sum()), 1.0, tuple(int(c) for c in counts))

@@ -1,4 +1,4 @@
-"""The health contract as a run keeps it: rank 0's side with the embedded engine, at the default canary."""
+"""The health contract in a run: rank 0's side with the embedded engine and the default canary."""
 
 import json
 import math

@@ -35,7 +35,7 @@ def sharded(network):
 
 
 def in_layout(config, tensors, expected, source: Path, target: Path | None, tensor: int, pipeline: int, expert: int):
-    """This rank's part: load by megatron, compare with our shards and with Transformers' logits, save by megatron."""
+    """Run one rank: load by megatron, compare with our shards and with Transformers' logits, save by megatron."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -105,7 +105,7 @@ def test_mimo_on_four_ranks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CONFIGS)
 def test_every_layout(model, tmp_path):
-    """TP 1 and 2 × PP 1 and 2, and EP 2 where there are experts; and what megatron saves there is read again."""
+    """Test TP 1 and 2 × PP 1 and 2, and EP 2 with experts. What megatron saves in each layout is read again."""
     # megatron-core 0.16.1 cannot describe a tied head beside an MTP layer on a later pipeline stage (it asserts).
     pipelines = (1,) if model == "tied" else (1, 2)
     layouts = [(tensor, pipeline, 1) for tensor in (1, 2) for pipeline in pipelines]

@@ -1,4 +1,4 @@
-"""Names against Transformers' classes and SGLang's drafter rule, by logits; round trips; shards."""
+"""Name tables agree with Transformers' classes and SGLang's drafter, by logits, round trips and shards."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_policy_and_drafter_logits_equal_transformers(tied):
 
 
 def test_a_wrong_half_swap_changes_the_draft_logits_only():
-    """The comparison above can fail: this is the mistake that no round trip sees."""
+    """The comparison above can fail: a round trip does not detect this mistake."""
     config, tensors = mimo_checkpoint()
     name = "model.mtp_layers.0.input_proj.weight"
     swapped = {**tensors, name: tensors[name].roll(config["hidden_size"], dims=1)}
@@ -72,7 +72,7 @@ def test_transformer_engine_spelling():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_equal_megatrons(size):
-    """Rank r's key/value groups, gate and up rows, and vocabulary rows: by shape and by putting together again."""
+    """Compare rank r's key/value groups, gate and up rows, and vocabulary rows by shape, and after joining shards."""
     config, tensors = mimo_checkpoint()
     family = name_table(config)
     for name, full in family.to_megatron(tensors):

@@ -1,4 +1,4 @@
-"""A push reaches every engine whole, or the engine that it did not reach is named and serves nothing."""
+"""After a push every engine holds all of it, or the report names the engine, which then serves nothing."""
 
 import random
 import threading

@@ -1,7 +1,7 @@
 """Faults against two real SGLang processes on the CPU, healthy pushes without alarm, and a pusher killed at random.
 
-The engines load a checkpoint that went through Megatron's format and back. What damages their memory is SGLang's own
-loader, called behind the pusher's back.
+The engines load a checkpoint that went through Megatron's format and back. To damage their memory, tests call SGLang's
+own loader without the pusher.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def pusher_process(url, version, tensors, slowly):
 
 
 def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
-    """What an engine answers with afterwards is one version; one that holds a mixture is silent until the next push."""
+    """Afterwards an engine answers with one version. An engine that holds a mixture serves nothing until a push."""
     room = Room(urls)
     chance = random.Random(0)
     marks = [{n: fingerprint(t) for n, t in echo_checkpoint(v)[1].items()} for v in (0, 1)]
@@ -305,7 +305,7 @@ def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls,
 
 
 def test_engine_logprobs_equal_those_of_the_trainers_model(urls):
-    """SGLang's log-probs of its samples are Transformers', from a checkpoint that went through Megatron's format."""
+    """SGLang's log-probs equal Transformers', from a checkpoint that went through Megatron's format."""
     room = Room(urls)
     room.new = room.old
     room.rollout("a", version=0)

@@ -1,7 +1,7 @@
 """Tiny models in Transformers' own classes, their drafters written after SGLang's, and the same in megatron-core.
 
-Nothing here reads the name tables: Transformers loads a checkpoint by its own rules, and each drafter below places its
-tensors by hand, after the SGLang class that is named beside it.
+Nothing here reads the name tables. Transformers loads a checkpoint by its own rules. Each drafter below places its
+tensors by hand, after the SGLang class that its docstring names.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def qwen2_model(config: dict[str, Any], layers: int | None = None) -> torch.nn.M
 
 
 def spelling() -> str:
-    """The layer specs that `megatron_model` has."""
+    """Return the kind of layer specs that `megatron_model` has."""
     return "te" if runtime.has_transformer_engine() else "local"
 
 
 def mtp_block() -> str:
-    """The name in memory of the layer inside Megatron's MTP layer; 0.17 renamed it."""
+    """Return the name in memory of the layer inside Megatron's MTP layer; 0.17 renamed it."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
     known = MultiTokenPredictionLayerSubmodules.__annotations__
@@ -56,7 +56,7 @@ def mtp_block() -> str:
 
 
 def random_(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Every tensor redrawn, norms around 1: nothing may be left at a value that hides a mistake."""
+    """Redraw every tensor, norms around 1, so that no initial value hides a mistake."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         noise = torch.randn(tensor.shape, generator=generator) * 0.2
@@ -65,7 +65,7 @@ def random_(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def mimo_checkpoint(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of a tiny MiMo; the block's tensors are Transformers', the drafter's SGLang's names."""
+    """Return config.json and tensors of a tiny MiMo: the block has Transformers' names, the drafter SGLang's."""
     config = {**MIMO, **changes}
     tensors = dict(qwen2_model(config).state_dict())
     if config["tie_word_embeddings"]:
@@ -82,7 +82,7 @@ def mimo_checkpoint(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict
 
 @torch.no_grad()
 def mimo_logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Target logits [B, L, V]; draft logits [B, L - 1, V] of the pairs (h_t, x_{t+1}), after SGLang's mimo_mtp.py."""
+    """Compute target logits [B, L, V], and draft logits [B, L - 1, V] of (h_t, x_{t+1}) after SGLang's mimo_mtp.py."""
     target = qwen2_model(config)
     own = {name: t for name, t in tensors.items() if "mtp_layers" not in name}
     if config["tie_word_embeddings"]:
@@ -112,7 +112,7 @@ def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = None, **options: Any) -> torch.nn.Module:
-    """A plain megatron-core GPTModel with its MTP block, of this rank: Transformer Engine's specs if it is there."""
+    """Build this rank's plain megatron-core GPTModel with its MTP block; Transformer Engine's specs if installed."""
     parallel = parallel or ParallelConfig()
     runtime.init_distributed(parallel)
     engine = runtime.has_transformer_engine()
@@ -184,11 +184,11 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
 
 
 def _latent_core_attention() -> type:
-    """megatron's plain attention does not take latent attention's key and value widths; given those it computes it."""
+    """Return megatron's plain attention class, but with arguments for latent attention's key and value widths."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    multi_latent_attention.HAVE_TE = False  # 0.16.1 believes that it is there, and then has no class of it
+    multi_latent_attention.HAVE_TE = False  # 0.16.1 sets it without Transformer Engine, and then lacks its class
 
     class LatentCoreAttention(DotProductAttention):
         def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
@@ -199,9 +199,9 @@ def _latent_core_attention() -> type:
 
 @torch.no_grad()
 def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tuple[Tensor, Tensor] | None:
-    """Target logits [B, L, V], and draft logits [B, L - 1, V] of megatron's MTP layer 0; None but on the last stage.
+    """Compute target logits [B, L, V] and draft logits [B, L - 1, V] of MTP layer 0; None before the last stage.
 
-    `zero_first`: MiMo's rule, which megatron does not know, that the first embedding a drafter sees is 0.
+    `zero_first`: MiMo's rule that the first embedding a drafter reads is 0. megatron does not have it.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -238,7 +238,7 @@ def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tu
 
 
 def one_rank(function: Any, *args: Any) -> Any:
-    """What a function that uses megatron returns, from a process of its own: a job leaves traces in its process."""
+    """Call a function that uses megatron in a process of its own, since a job changes its process."""
     from train_ranks import on_ranks
 
     (result,) = on_ranks(1, function, *args)
@@ -246,7 +246,7 @@ def one_rank(function: Any, *args: Any) -> Any:
 
 
 def echo_checkpoint(version: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A one-layer MiMo whose drafter repeats its layer, and therefore drafts almost what the target says.
+    """Make a one-layer MiMo whose drafter repeats the target's layer, and so drafts almost what the target generates.
 
     The drafter reads the embedding half of its input only, and embeddings have unit RMS, so that its norm changes
     nothing: it computes the target's function of every token but the first. Attention, MLP and head all matter, hence a
