@@ -10,8 +10,8 @@ from short_run import run, train
 
 from megatron_rlspec.metrics import read_records
 
-# The embedded engine, since its start costs nothing. What was drafted changes no token, but the last bits of the
-# engine's log-probs, which weigh a gradient unless tis_clip=0; and an adaptive policy that was killed starts over.
+# The embedded engine, because it starts fast. Drafts change no token, but the last bits of the engine's log-probs,
+# which weigh a gradient unless tis_clip=0. An adaptive rule starts over after a kill.
 OPTIONS = {"rollout__engine": "embedded", "train__eval_prompts": 1}
 FIXED = {"spec__mode": "fixed", "rollout__staleness": 0}
 AHEAD = {"spec__mode": "fixed", "rollout__staleness": 1, "algorithm__kl_coef": 0.1}

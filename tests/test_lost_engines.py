@@ -44,7 +44,7 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
     run(start, tmp_path / "lost", train__resume="true", **options)
     if not staleness:  # else the third step is drawn anew, by weights that are not older
         assert drawn(tmp_path / "lost") == drawn(tmp_path / "whole")
-    # The step that was training when the last engine was lost has its record, but for the push that never was.
+    # The step that was training when the last engine was lost has its record, without the push that did not happen.
     records = read_records(tmp_path / "lost/metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert [record["rollout/samples"] for record in records] == [16.0] * 4

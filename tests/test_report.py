@@ -15,7 +15,7 @@ from megatron_rlspec.types import Prompt, Sample
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PNG = re.compile(r'alt="([^"]+)" src="data:image/png;base64,([^"]+)"')
-# Asks the page itself, once everything is laid out, and leaves the answers where --dump-dom shows them.
+# Checks the page after layout, and writes the answers into it, where --dump-dom prints them.
 PROBE = """<script>
 window.wrong = []; addEventListener("error", event => wrong.push(String(event.message || event.target.src)), true);
 addEventListener("load", () => { const answer = document.createElement("pre"); answer.id = "answer";

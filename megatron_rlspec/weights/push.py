@@ -196,7 +196,8 @@ def exporting(export: Source) -> Iterator[Source | None]:
         return
     device = broadcast_device()
     order = torch.zeros((), dtype=torch.int64, device=device)
-    done, failed = len(scopes), len(scopes) + 1
+    done = len(scopes)
+    failed = len(scopes) + 1
     if dist.get_rank() == 0:
 
         def source(scope: Scope) -> Iterator[Named]:

@@ -53,7 +53,7 @@ def by_slime():
     from megatron_rlspec.integrations.slime import cpu as slime_cpu
 
     accelerator.set_accelerator(slime_cpu.CpuAccelerator())
-    # From SGLang 0.5.23 on, its arguments are no dataclass, which slime takes them for.
+    # slime expects SGLang's arguments as a dataclass. From SGLang 0.5.23 on, they are none.
     sglang_engine.dataclasses = SimpleNamespace(fields=arg_utils.record_fields)
     args = SimpleNamespace(
         hf_checkpoint=MODEL,

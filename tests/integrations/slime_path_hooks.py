@@ -51,11 +51,11 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
     told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
-    for url in engines:  # until the next rollout, before which ours sets its policy again
+    for url in engines:  # until the next rollout, before which our hook sets its rule again
         ask(url, "rlspec/control/set_schedule", schedule=SpecSchedule.fixed(SpecConfig(3)).to_json())
     answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
     for url in engines:
-        ask(url, "rlspec/control/stats")  # these rounds were no rollout's
+        ask(url, "rlspec/control/stats")  # these rounds do not belong to a rollout
     row = {
         "rollout": rollout_id,
         "seconds": seconds,

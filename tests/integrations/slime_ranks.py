@@ -53,8 +53,8 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
  {DRAFTER} --lr 1e-3 --n-samples-per-prompt 2 --num-rollout 1 --load none --advantage-estimator grpo --prompt-data none
  --use-cpu-initialization --cp-comm-type all_gather --data-pad-size-multiplier 8"""
 EXPERTS = 4  # in cases with `--num-experts`
-WORDS = VOCABULARY  # that samples are made of, and that the head knows
-# Two groups of two samples. One is multi-turn, with a hole in its mask; one is short, so that some rank has no token.
+WORDS = VOCABULARY  # vocabulary of the samples and of the head
+# Two groups of two samples. One is multi-turn, with a gap in its mask; one is short, so that some rank has no token.
 LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
 
 
@@ -409,7 +409,9 @@ def pushed(folder, ranks, way, port):
 
     hf_weight_iterator_direct.convert_to_hf = update_weight_from_distributed.convert_to_hf = renamed
     hf_weight_iterator_direct.monkey_patch_torch_reductions = lambda: None  # renumbers CUDA devices
-    torch.multiprocessing.set_sharing_strategy("file_system")  # what CUDA's handles need not: a name
+    torch.multiprocessing.set_sharing_strategy(
+        "file_system"
+    )  # CPU tensors are shared under a file name, unlike CUDA's handles
     left_out = []
 
     def without(send, at):

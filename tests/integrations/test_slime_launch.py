@@ -247,5 +247,7 @@ def test_yaml_holds_every_flag(capsys):
     assert settings["rlspec_lr"] == 3e-4 and settings["sglang_speculative_num_steps"] == 3
     assert settings["enable_mtp_training"] is True
     assert '# set in the environment of all Ray workers: RLSPEC_SGLANG={"verifier": "target_only"' in out
-    assert settings["rlspec_folder"] == str(Path("rlspec-slime").absolute())  # Ray workers stand elsewhere
+    assert settings["rlspec_folder"] == str(
+        Path("rlspec-slime").absolute()
+    )  # Ray workers have another working directory
     assert settings["rlspec_candidate_steps"] == [0, 1, 2, 3, 5]

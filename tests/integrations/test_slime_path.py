@@ -79,7 +79,7 @@ def version_of(rollout, options):
 def exported(folder, version):
     """Return the checkpoint of this version, as slime's own conversion wrote it."""
     through_disk = folder / "weights" / f"weight_v{version:06d}"
-    trained = folder / "exported" / str(version - 2)  # version 2 is what rollout 0 trained
+    trained = folder / "exported" / str(version - 2)  # version 2 was trained on rollout 0
     return read_hf(through_disk if through_disk.exists() else trained if version > 1 else folder / "model")
 
 

@@ -40,7 +40,7 @@ class Engine:
         pass
 
     def set_schedule(self, schedule):
-        raise AssertionError("a canary of weights that nobody pushed")
+        raise AssertionError("a canary before the first push")
 
 
 def rounds(*accepted):

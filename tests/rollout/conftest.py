@@ -15,7 +15,7 @@ def sglang_models() -> Iterator[ModuleType]:
     """Return the module `sglang_models.py`, which imports SGLang's model classes."""
     from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")  # or SGLang imports its 250 models
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")  # otherwise SGLang imports its 250 models
     before = sys.meta_path[:]
     names = stand_ins.install()
     import sglang_models

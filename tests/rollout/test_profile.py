@@ -61,7 +61,7 @@ def test_the_real_engine_is_measured_resumed_and_validated(tmp_path, capsys, mon
     assert len(measured.rounds) == 16 and not measured.provenance.simulated
     for batch in (1, 4):
         plain, step_0, deep = (measured.ms(c, batch, batch * 90) for c in (OFF, SpecConfig(0), SpecConfig(3)))
-        assert plain < step_0 < deep  # off is real: it pays no drafter pass
+        assert plain < step_0 < deep  # speculation is really off: no drafter pass runs
     rows = measured.to_json()
     rows["rounds"] = [row for row in rows["rounds"] if row["batch"] == 1]
     out.with_name("table.json.part").write_text(json.dumps(rows))

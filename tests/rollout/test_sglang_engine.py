@@ -422,7 +422,7 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[
     lasting = pushed(52, stale, stale)
     assert lasting.actions == {engine.url: "plain"} and lasting.metrics()["health/plain_engines"] == 1
     assert stale in engine.describe()["held"]
-    engine.set_schedule(k(2))  # whoever sets one meanwhile, speculation waits
+    engine.set_schedule(k(2))  # during a hold, a new schedule does not enable speculation
     engine.stats()
     engine.generate(requests(2), Sampling(max_new_tokens=6, ignore_eos=True))
     assert {s.config for s in engine.stats()} == {OFF}
@@ -457,7 +457,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
 
     found = pushed(70, agreeing)
     assert found["health/canary_failures"] == 0 and found["health/canary_accept_length"] > 3
-    assert engine.stats() == [], "a canary's rounds are nobody's"
+    assert engine.stats() == [], "a canary's rounds must not be counted"
     assert speculation.canary([engine.url], prompts, greedy) == {}, "it was heard under these weights"
     failed = pushed(71, swapped)
     assert failed["health/canary_failures"] == 1 and failed["health/canary_accept_length"] < 2
@@ -513,7 +513,7 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
         report = engine.spec_rule_report()
         assert report["acceptance"][:3] == learnt[:3] and not report["rounds"]
         engine.generate(requests(2), Sampling(max_new_tokens=4, ignore_eos=True))
-        assert "predicted_ms" in engine.spec_rule_report()  # it decides by costs now, and not by a schedule
+        assert "predicted_ms" in engine.spec_rule_report()  # it decides by costs, not by a schedule
     # By a cost table: its times are scaled by what rounds took, and what it did not measure is no candidate.
     costs = hundred_times_faster(tmp_path / "costs.json")
     by_table = Speculation(
@@ -538,7 +538,7 @@ def test_refusals_are_one_line(engines: dict[str, SGLangEngine]) -> None:
     with pytest.raises(EngineError, match="cannot run k1; it was launched with off$"):
         engines["plain"].set_schedule(k(1))
     with pytest.raises(EngineError, match="cannot run k5, k7; it was launched with off, k0, k1, k2, k3$"):
-        engines["adaptive"].set_spec_rule({"stock": True})  # SGLang's built-in rule wants both
+        engines["adaptive"].set_spec_rule({"stock": True})  # SGLang's built-in rule needs both
     engines["plain"].set_schedule(SpecSchedule.fixed(OFF))
     with pytest.raises(EngineError, match="request r-000.: .*4096"):
         engines["plain"].generate([Request("r-000.", Prompt(0, np.full(5000, 7)), 1)], SAMPLINGS["T=1"])

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_rlspec import contracts
 
 VERSIONS = {
-    "2.9": "v2.9",  # the oldest that megatron-core 0.16.1 asks for
+    "2.9": "v2.9",  # the oldest that megatron-core 0.16.1 supports
     "2.11": "v2.11",  # the newest that it allows; the stand-in's
     "2.16.1": "v2.16.1",  # slime's
 }

@@ -10,7 +10,7 @@ from megatron_rlspec import contracts
 
 RECORD = json.loads(te_signatures.RECORD.read_text())
 OURS = contracts.installed([str(te_signatures.STAND_IN)])
-VERSION = "2.11"  # whose imports the stand-in answers like the real one
+VERSION = "2.11"  # the version whose names the stand-in has
 # What megatron-core imports, the real one has and the stand-in lacks, by what would use it. Each is imported in a
 # `try` or inside a function, and none of our options leads there.
 LEFT_OUT = {

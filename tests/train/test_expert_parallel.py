@@ -20,7 +20,7 @@ from megatron_rlspec.weights.checkpoint import CheckpointError
 # Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
 # it clips, carries that rounding of 6e-8 on.
 CLOSE = 1e-6
-# Clips that act, so a wrong norm moves every weight.
+# Clipping takes effect, so a wrong norm changes every weight.
 CLIPPED = {"optimizer": {"lr": 1e-2, "clip_grad": 0.05}, "drafter": {"lr": 1e-2, "clip_grad": 0.02}}
 EXACT = {"dtype": "float64"} | BALANCED
 SPLIT = {

@@ -50,7 +50,7 @@ def isolation():
     trainer.train_step(own_batches(trainer), objective="sft")
     out["own clip"] = state(trainer)
 
-    # Control 2: the drafter's parameters in the policy's gradient buffer. They get no gradient; lying there is enough.
+    # Control 2: the drafter's parameters are in the policy's gradient buffer. They get no gradient there.
     original = model.Policy.__init__
 
     def crowded(self, *args):

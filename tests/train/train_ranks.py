@@ -85,7 +85,7 @@ def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., An
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
-        os._exit(0)  # the groups of a job that ended, or failed, are not worth taking down
+        os._exit(0)  # skip the shutdown of process groups: the job has ended or failed
 
 
 def config(**sections: dict[str, Any]) -> Config:

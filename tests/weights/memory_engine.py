@@ -22,11 +22,11 @@ class MemoryEngine:
         self.tensors: dict[str, torch.Tensor] = {}
         self.version, self.serving = -1, False
         self.good_drafter: dict[str, int] = {}
-        self.waiting = SpecSchedule.fixed(OFF)  # the schedule that holds, or waits while speculation is held
+        self.waiting = SpecSchedule.fixed(OFF)  # the schedule to use; stored while speculation is held
         self.held = ""
         self.schedules: list[str] = []
         self.sessions: list[tuple[int, str, int]] = []  # version, scope, tensors received
-        self.fail_at: int | None = None  # raise after so many tensors of a session
+        self.fail_at: int | None = None  # raise after this number of tensors of a session
         self.wire = lambda name, tensor: (name, tensor)  # what happens to a tensor on its way in
         self.after_update = lambda engine: None
         self._random = np.random.default_rng(seed)

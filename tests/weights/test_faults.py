@@ -139,7 +139,7 @@ def old_version(room):
 
 def restarted(room):
     room.push()
-    room.engines["b"].update_weights(0, room.old.items())  # behind the pusher's back, as a supervisor would
+    room.engines["b"].update_weights(0, room.old.items())  # without the pusher, as a supervisor might do
     room.rollout()
 
 

@@ -16,8 +16,10 @@ def run(tmp_path):
     options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3", "health__canary_prompts": "0"}
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
     learning = made.rollouts.learning
-    learning.adapter.cost = {"roofline": Roofline.of_layers(8).to_json()}  # the model's one layer would never pay
-    learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # a drafter that was bad
+    learning.adapter.cost = {
+        "roofline": Roofline.of_layers(8).to_json()
+    }  # with the model's one layer, drafting would never be faster
+    learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # the drafter was bad before
     made.engine.set_spec_rule(learning.rule())
     yield made
     made.rollouts.close()

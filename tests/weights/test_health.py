@@ -186,7 +186,7 @@ def test_an_exporter_bug_that_fingerprints_miss_ends_in_plain_decoding():
     assert report.serving == ("a",) and report.plain == ("a",)
     assert "canary: accept length 1.00" in report.records[0]["after_second_push"][0]
     assert engines["a"].schedule == SpecSchedule.fixed(OFF)
-    assert push(health, 2).plain == ()  # and the next good push brings speculation back
+    assert push(health, 2).plain == ()  # the next good push enables speculation again
     assert engines["a"].schedule == SCHEDULE
 
 
@@ -214,7 +214,7 @@ def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
         if report.plain:
             break
     assert report.plain == ("a",)
-    report = push(health, version + 1)  # at once, and yet with a canary: the engine is in doubt
+    report = push(health, version + 1)  # without a pause, but with a canary, since the engine had a finding
     assert "health/canary_accept_length" in report.metrics() and not report.plain
 
 

@@ -54,7 +54,7 @@ def test_an_engine_that_breaks_is_named_and_serves_nothing():
     assert holds(engines["good"], weights(1))
     with pytest.raises(EngineError):
         engines["bad"].generate([], None)
-    # It comes back by a push that sends it everything, even if only the drafter was asked for.
+    # The next push restores it. It sends all tensors, even with scope "drafter".
     engines["bad"].fail_at = None
     new = {n: t if "mtp" not in n else t + 1 for n, t in weights(1).items()}
     report = pusher.push(2, source_of(new), scope="drafter")
@@ -174,7 +174,7 @@ def test_the_exporter_runs_ahead_by_feed_bytes_at_most():
             yield pair
 
     assert not Pusher({"e": Slow()}, feed_bytes=4 * 512).push(0, source).failed
-    assert max(ahead) <= 6  # four in the feed, one in the engine's hands, one in the exporter's
+    assert max(ahead) <= 6  # four in the feed, one in the engine, one in the exporter
 
 
 def test_verify_finds_what_changed_since():

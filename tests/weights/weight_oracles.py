@@ -158,7 +158,7 @@ def megatron_model(config: dict[str, Any], parallel: ParallelConfig | None = Non
     if transformer.num_moe_experts:
         from megatron.core.transformer.moe import moe_utils
 
-        moe_utils.te_general_gemm = None  # 0.16.1 forgets to say so where Transformer Engine is missing
+        moe_utils.te_general_gemm = None  # 0.16.1 does not define it without Transformer Engine
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=engine, normalization="RMSNorm")
     elif engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)

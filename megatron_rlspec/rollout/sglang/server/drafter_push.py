@@ -35,8 +35,10 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
     drafter = drafter_model(manager.draft_worker)
     if drafter is None:
         return original(manager, request)
-    target, received = manager.tp_worker.model_runner.model, []
-    load, own = target.load_weights, vars(target).get("load_weights")
+    target = manager.tp_worker.model_runner.model
+    received: list[Any] = []
+    load = target.load_weights
+    own = vars(target).get("load_weights")
 
     def keep(weights: Any) -> Any:
         weights = list(weights)
