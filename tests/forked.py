@@ -49,7 +49,8 @@ def run_module(
 
     The exit code is the first one that is not 0. Raises TimeoutError after `timeout` seconds.
     """
-    given, port = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, ports.free_port(ports.JOBS)
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    port = ports.free_port(ports.JOBS)
     with tempfile.TemporaryDirectory() as logs:
         outputs = [(f"{logs}/{rank}.out", f"{logs}/{rank}.err") for rank in range(ranks)]
         processes = []

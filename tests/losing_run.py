@@ -11,7 +11,8 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout import open as opening
 from megatron_rlspec.rollout import restart
 
-draw, losses = rollouts.Rollouts._draw, []
+draw = rollouts.Rollouts._draw
+losses = []
 
 
 def draw_and_lose(self, step):

@@ -47,7 +47,8 @@ def test_the_sample_is_what_the_generator_writes(rows):
 class Characters:
     """A stand-in tokenizer. The rows do not depend on it, and no trained tokenizer is small enough to ship."""
 
-    name_or_path, chat_template = "characters", "template"
+    name_or_path = "characters"
+    chat_template = "template"
 
     def __call__(self, texts, add_special_tokens):
         return {"input_ids": [[ord(c) for c in text] for text in texts]}

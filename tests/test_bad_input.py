@@ -40,7 +40,8 @@ class Place:
     """`here`: an empty directory of this row alone; `tokenizer_path`: one token per character."""
 
     def __init__(self, here: Path, tokenizer: Path) -> None:
-        self.here, self.tokenizer_path = here, tokenizer
+        self.here = here
+        self.tokenizer_path = tokenizer
 
     def file(self, name: str, content: str | bytes) -> Path:
         (self.here / name).write_bytes(content.encode() if isinstance(content, str) else content)

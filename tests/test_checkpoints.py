@@ -134,7 +134,8 @@ def rewrite(pattern: str, edit: Callable[[dict, dict], None]) -> Callable[[Path]
     def act(folder: Path) -> None:
         path = next(folder.glob(pattern))
         with safe_open(path, "pt") as file:
-            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = dict(file.metadata())
         edit(tensors, metadata)
         save_file(tensors, path, metadata)
 
@@ -158,7 +159,9 @@ def text(content: str) -> Callable[[Path], None]:
 
 
 NAME = "parameter.decoder.final_layernorm.weight"
-POLICY, DRAFTER, RANDOM = "*/policy-*", "*/drafter-*", "*/generators*"
+POLICY = "*/policy-*"
+DRAFTER = "*/drafter-*"
+RANDOM = "*/generators*"
 DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "bit of the policy": (flip_in(POLICY, 0.3), ("policy-tensor0", "checksum differs", "to go on with")),
     "bit of its moments": (flip_in(POLICY, 0.9), ("policy-tensor0", "checksum differs")),

@@ -28,7 +28,8 @@ def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
 
 @pytest.mark.parametrize(("most", "staleness"), [(1, 0), (2, 1)])
 def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_path, most, staleness):
-    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    whole = tmp_path / "whole"
+    failed = tmp_path / "failed"
     options = OPTIONS | {"rollout__staleness": staleness}
     output = run(start, failed, code=1, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
     assert "Traceback" not in output, output[-3000:]

@@ -59,7 +59,8 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     ]
     assert max(reached) > 0 and reached[-1] < steps, reached
     run(start, tmp_path / "killed", train__resume="true", **options)
-    expected, found = files(tmp_path / "whole", steps), files(tmp_path / "killed", steps)
+    expected = files(tmp_path / "whole", steps)
+    found = files(tmp_path / "killed", steps)
     assert len(expected) >= 4 and found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []
     records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]

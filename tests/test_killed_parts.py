@@ -96,7 +96,8 @@ def left() -> set[str]:
 
 def ends_as(whole: Path, killed: Path, start: Path, ranks: int, **options: object) -> None:
     run(start, killed, ranks=ranks, **OPTIONS, train__resume="true", **options)
-    expected, found = result(whole), result(killed)
+    expected = result(whole)
+    found = result(killed)
     assert len(expected) >= 4 and found == expected
     assert [r["step"] for r in read_records(killed / "metrics.jsonl")] == list(range(OPTIONS["train__steps"]))
     assert [p for p in killed.rglob("*") if "partial" in p.name] == []
@@ -114,7 +115,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_there_and_resumed_ends_with_the_same_bytes(start, tmp_path, place):
     ranks, victim, pattern = PLACES[place]
-    whole, killed, before = tmp_path / "whole", tmp_path / "killed", left()
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    before = left()
     run(start, whole, ranks=ranks, **OPTIONS)
     killed.mkdir()
     moments = random.Random(place)
@@ -133,7 +136,9 @@ def test_killed_there_and_resumed_ends_with_the_same_bytes(start, tmp_path, plac
 
 def test_killed_reward_workers_are_replaced(start, tmp_path):
     """Kill workers and their guards between samples: no reward is lost, and the run continues by itself."""
-    whole, killed, before = tmp_path / "whole", tmp_path / "killed", left()
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    before = left()
     run(start, whole, **OPTIONS)
     killed.mkdir()
     job = Job(start, killed, 1)
@@ -158,7 +163,8 @@ def test_killed_reward_workers_are_replaced(start, tmp_path):
 @pytest.mark.parametrize("part", ["reward worker", "rank 1"])
 def test_stopped_for_a_minute_and_continued(start, tmp_path, part):
     ranks = 2 if part == "rank 1" else 1
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     run(start, whole, ranks=ranks, **OPTIONS)
     stopped.mkdir()
     job = Job(start, stopped, ranks)

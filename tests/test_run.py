@@ -33,7 +33,8 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
     assert [event["name"] for event in evaluations] == ["first", "last"]
     assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3
-    before, after = read_hf(start / "model")[1], read_hf(whole / "hf")[1]
+    before = read_hf(start / "model")[1]
+    after = read_hf(whole / "hf")[1]
     assert before.keys() == after.keys()
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)

@@ -71,7 +71,8 @@ def machine(tmp_path):
 
 
 def test_locks_differ_only_where_stated():
-    old, new = lock("cpu.txt"), lock("cpu-py312.txt")
+    old = lock("cpu.txt")
+    new = lock("cpu-py312.txt")
     assert {n: (old.get(n), new.get(n)) for n in old | new if old.get(n) != new.get(n)} == DIFFERENT
     libraries = lock("cuda-libraries.txt")
     assert libraries and not libraries.keys() & new.keys()

@@ -65,7 +65,8 @@ def arrows(node_of) -> dict[str, dict[str, str]]:
             if isinstance(node, ast.ImportFrom):
                 names = [name if (name := f"{node.module}.{alias}") in known else str(node.module) for alias in names]
             for name in names:
-                here, there = node_of(path), node_of(known.get(name, path))
+                here = node_of(path)
+                there = node_of(known.get(name, path))
                 if here != there:
                     found.setdefault(here, {})[there] = f"{path.relative_to(PACKAGE)} imports {name}"
     return found

@@ -24,7 +24,8 @@ ARRAY = {"dtype": "<i8", "shape": [2], "data": bytes(16)}
 
 def groups():
     prompt = Prompt(3, np.array([1, 2]), "label", "text", {"a": 1})
-    tokens, zeros = np.array([1, 2, 3]), np.zeros(3, np.float32)
+    tokens = np.array([1, 2, 3])
+    zeros = np.zeros(3, np.float32)
     return [Group(prompt, [Sample("r.", prompt, tokens, zeros, zeros)])]
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 def record(folder, root):
     """Record from now on, in this process. Lines are written at once, since Ray's workers are killed at the end."""
-    seen, prefix = set(), f"{root}/"
+    seen = set()
+    prefix = f"{root}/"
     path = Path(folder, f"{os.getpid()}.json")
 
     def line(frame, event, _):
@@ -97,7 +98,9 @@ def table(root, folders):
         x for f in folders for path in Path(f, "lines").glob("*.json") for x in json.loads(path.read_text())
     ):
         ran.setdefault(file, set()).add(number)
-    rows, untouched, total = [], [], [0, 0, 0, 0]
+    rows = []
+    untouched = []
+    total = [0, 0, 0, 0]
     for path in sorted([root / "train.py", root / "train_async.py", *(root / "slime").rglob("*.py")]):
         found = [(name, body) for name, body in functions(path) if body]
         if not found:

@@ -26,7 +26,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PINNED = "0.5.15.post1"  # by slime
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
-HIDDEN, LAYERS, HEADS, GROUPS, FFN = 64, 2, 4, 2, 128
+HIDDEN = 64
+LAYERS = 2
+HEADS = 4
+GROUPS = 2
+FFN = 128
 BOXED = [f"\\boxed{{{digit}}}" for digit in range(10)]
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"=+-", *"0123456789", *BOXED, *(f"<spare{i}>" for i in range(6))]
 
@@ -104,7 +108,8 @@ def write_cost_table(path):
 
 def command(folder, slime, driver, train, context, rollouts, extra=()):
     """Return a recipe's command line for this small size."""
-    model, data = folder / "model", folder / "train.jsonl"
+    model = folder / "model"
+    data = folder / "train.jsonl"
     text = f"""{slime}/{driver} --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
  --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} --kv-channels {HIDDEN // HEADS}
  --max-position-embeddings 512 --seq-length 128 --vocab-size {len(VOCABULARY)} --make-vocab-size-divisible-by 1

@@ -37,7 +37,8 @@ def packed_for_cpu(get_batch, args):
 
     def wrapped(*rest, **kwargs):
         batch = get_batch(*rest, **kwargs)
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        size = ps.get_context_parallel_world_size()
+        rank = ps.get_context_parallel_rank()
         here = drafter_fields(batch, 1, rank, size)
         packed = packed_sequences(here.cu_seqlens_padded, args.num_query_groups, size, rank, torch.device("cpu"))
         batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, float(args.rotary_base))

@@ -23,7 +23,11 @@ from megatron_rlspec.weights.contract import HealthError
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
-LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 32, 4, 2, 64
+LAYERS = 2
+HIDDEN = 32
+HEADS = 4
+GROUPS = 2
+VOCABULARY = 64
 HF_CONFIG = {
     "architectures": ["MiMoForCausalLM"],
     "model_type": "qwen2",
@@ -55,7 +59,8 @@ COMMAND = f"""train.py --debug-train-only --actor-num-nodes 1 --num-layers {LAYE
 EXPERTS = 4  # in cases with `--num-experts`
 WORDS = VOCABULARY  # vocabulary of the samples and of the head
 # Two groups of two samples. One is multi-turn, with a gap in its mask; one is short, so that some rank has no token.
-LENGTHS, RESPONSES = (23, 14, 17, 9), (15, 6, 3, 4)
+LENGTHS = (23, 14, 17, 9)
+RESPONSES = (15, 6, 3, 4)
 
 
 def arguments(folder, cp, extra="", drafter=True):
@@ -169,7 +174,8 @@ def packed_for_cpu(get_batch):
 
     def wrapped(*args, **kwargs):
         batch = get_batch(*args, **kwargs)
-        size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        size = ps.get_context_parallel_world_size()
+        rank = ps.get_context_parallel_rank()
         here = drafter_fields(batch, 1, rank, size)
         groups = GROUPS // ps.get_tensor_model_parallel_world_size()
         packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
@@ -190,7 +196,8 @@ def train_step(args, model, optimizer, scheduler):
     config = get_model_config(model[0])
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     model[0].train()
-    data, samples = rollout_data(), 4 * ps.get_data_parallel_world_size()
+    data = rollout_data()
+    samples = 4 * ps.get_data_parallel_world_size()
     return slime_model.train_one_step(
         args, 0, 0, get_data_iterator(data), model, optimizer, scheduler, len(data["micro_batch_indices"]), samples
     )
@@ -265,7 +272,8 @@ def resumed(folder, cp, *extra):
 
     from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
-    saved, load = Path(folder, "saved"), slime_model.load_checkpoint
+    saved = Path(folder, "saved")
+    load = slime_model.load_checkpoint
     tracker = saved / "latest_checkpointed_iteration.txt"
 
     def load_if_saved(model, optimizer, *rest, **kwargs):
@@ -320,13 +328,15 @@ def own_loop(folder, _, objective="sft"):
     sections = {"model": {"dtype": "float32"}, "drafter": {"depth": 3}, "train": {"tokens_per_micro_batch": 64}}
     trainer = Trainer(Config.model_validate(sections), HF_CONFIG)
     fill([*trainer.policy.named_parameters(), *trainer.drafter.named_parameters()])
-    data, samples = rollout_data(), []
+    data = rollout_data()
+    samples = []
     for i, tokens in enumerate(data["tokens"]):
         mask = torch.zeros(len(tokens))
         mask[-RESPONSES[i] :] = data["loss_masks"][i].float()
         prompt = Prompt(i, tokens[: -RESPONSES[i]].numpy())
         samples.append(Sample(f"s{i}", prompt, tokens.numpy(), mask.numpy(), torch.zeros(len(tokens)).numpy()))
-    gradients, step = {}, trainer.drafter_learner.step
+    gradients = {}
+    step = trainer.drafter_learner.step
 
     def capture_step(*args, **kwargs):
         gradients.update({n: p.main_grad.clone() for n, p in trainer.drafter.named_parameters()})
@@ -344,7 +354,8 @@ def own_loop(folder, _, objective="sft"):
 def empty_rank(folder, cp, *extra):
     """Train one step on a sample whose few response tokens are all on one of the context-parallel ranks."""
     global LENGTHS, RESPONSES
-    LENGTHS, RESPONSES = (64, 64, 64, 64), (12, 12, 12, 12)
+    LENGTHS = (64, 64, 64, 64)
+    RESPONSES = (12, 12, 12, 12)
     one_step(folder, cp, *extra)
 
 
@@ -471,7 +482,8 @@ def pushed(folder, ranks, way, port):
         slime_push._push = original
         found.append((updater.pop_metrics(), error, updater.weight_version))
 
-    stale, norm = "model.mtp_layers.0.input_proj.weight", "model.norm.weight"
+    stale = "model.mtp_layers.0.input_proj.weight"
+    norm = "model.norm.weight"
     for missing in ([""], [stale, ""], [stale, stale], [""], [norm, norm]):
         push(*missing)
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))

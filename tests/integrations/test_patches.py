@@ -16,7 +16,8 @@ SHIPPED = sorted((Path(__file__).parents[2] / "patches").glob("*/*/*.patch"))
 @pytest.fixture
 def tree(tmp_path):
     """Make a project with two files, and two patches by git; the second changes both files."""
-    root, folder = tmp_path / "project", tmp_path / "patches"
+    root = tmp_path / "project"
+    folder = tmp_path / "patches"
     root.mkdir()
     folder.mkdir()
     git = ["git", "-c", "user.email=a@b", "-c", "user.name=a"]

@@ -15,7 +15,8 @@ from megatron_rlspec.rollout import profile
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})
-SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+SLIME = os.environ.get("RLSPEC_SLIME")
+MEGATRON = os.environ.get("RLSPEC_SLIME_MEGATRON")
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+SLIME = os.environ.get("RLSPEC_SLIME")
+MEGATRON = os.environ.get("RLSPEC_SLIME_MEGATRON")
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
@@ -98,7 +99,8 @@ def worst(a, b):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_policy_is_updated_as_without_a_drafter(cp):
     """Compare with slime whose model has no MTP layer; slime's clipping is on."""
-    without, ours = run("no_drafter", cp), run("one_step", cp, *OURS)
+    without = run("no_drafter", cp)
+    ours = run("one_step", cp, *OURS)
     assert not drafter(without["parameters"])
     changed = [n for n, v in without["parameters"].items() if not torch.equal(v, ours["parameters"][n])]
     assert not changed
@@ -107,7 +109,8 @@ def test_policy_is_updated_as_without_a_drafter(cp):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_policy_is_updated_as_by_slime_alone(cp):
-    alone, ours = run("one_step", cp, *UNCLIPPED), run("one_step", cp, *OURS, *UNCLIPPED)
+    alone = run("one_step", cp, *UNCLIPPED)
+    ours = run("one_step", cp, *OURS, *UNCLIPPED)
     changed = [
         name
         for name, value in policy(alone["parameters"]).items()
@@ -132,7 +135,8 @@ def test_policy_is_updated_as_without_a_drafter_on_three_replicas():
 
 def test_slimes_joint_clip_changes_the_policy():
     """The control: under slime's own clipping, the drafter's gradient is part of the policy's norm."""
-    alone, ours = run("one_step", 1), run("one_step", 1, *OURS)
+    alone = run("one_step", 1)
+    ours = run("one_step", 1, *OURS)
     assert alone["norm"] > 1.01 * ours["norm"]
     assert any(not torch.equal(v, policy(ours["parameters"])[n]) for n, v in policy(alone["parameters"]).items())
 

@@ -7,7 +7,10 @@ import torch
 
 from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
 
-LENGTHS, RESPONSES, DEPTH, PAD = (23, 14, 17, 9), (15, 6, 3, 9), 3, 8
+LENGTHS = (23, 14, 17, 9)
+RESPONSES = (15, 6, 3, 9)
+DEPTH = 3
+PAD = 8
 
 
 def samples():
@@ -35,7 +38,8 @@ def positions(widths, rank, cp, layout):
         return list(range(total))
     if layout == "contiguous":
         return list(range(rank * total // cp, (rank + 1) * total // cp))
-    out, start = [], 0
+    out = []
+    start = 0
     for width in widths:
         chunk = width // (2 * cp)
         for part in (rank, 2 * cp - 1 - rank):

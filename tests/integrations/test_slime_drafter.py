@@ -85,7 +85,8 @@ def own_and_slimes(loss, temperature):
     inside = {n: p.main_grad.clone() for n, p in model.named_parameters() if n.startswith("mtp.")}
     metrics = slimes.step()
 
-    gradients, step = {}, trainer.drafter_learner.step
+    gradients = {}
+    step = trainer.drafter_learner.step
 
     def capture(*given, **named):
         gradients.update({n: p.main_grad.clone() for n, p in trainer.drafter.named_parameters()})

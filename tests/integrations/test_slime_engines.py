@@ -23,7 +23,8 @@ def engine(tmp_path_factory):
     room = tmp_path_factory.mktemp("engine")
     config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)
     model = tiny_mimo.write(room / "model", config, tiny_mimo.weights(config))
-    port, plugin = free_port(ENGINES), {"verifier": "target_only", "deliveries": True}
+    port = free_port(ENGINES)
+    plugin = {"verifier": "target_only", "deliveries": True}
     with open(room / "log", "w+") as log:
         process = subprocess.Popen(
             [PYTHON, "-W", "ignore", str(HERE / "plain_engine.py"), str(model), str(port)],
@@ -32,7 +33,8 @@ def engine(tmp_path_factory):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        found, deadline = SlimeEngine(f"http://127.0.0.1:{port}"), time.monotonic() + 240
+        found = SlimeEngine(f"http://127.0.0.1:{port}")
+        deadline = time.monotonic() + 240
         try:
             while True:
                 try:

@@ -20,7 +20,8 @@ from megatron_rlspec.integrations.slime import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SLIME, MEGATRON = os.environ.get("RLSPEC_SLIME"), os.environ.get("RLSPEC_SLIME_MEGATRON")
+SLIME = os.environ.get("RLSPEC_SLIME")
+MEGATRON = os.environ.get("RLSPEC_SLIME_MEGATRON")
 OLD = os.environ.get("RLSPEC_SGLANG_OLD")
 PYTHON = os.environ.get("RLSPEC_SLIME_PYTHON", sys.executable)
 pytestmark = [
@@ -66,10 +67,12 @@ def completed(arguments, environment, monkeypatch):
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Return jobs by name: slime's recipes unchanged (`alone/…`) and with `rlspec slime`, and ours."""
-    folder, found = tmp_path_factory.mktemp("recipes"), {}
+    folder = tmp_path_factory.mktemp("recipes")
+    found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in THEIRS:
-            script, box = Path(SLIME, name), folder / Path(name).stem
+            script = Path(SLIME, name)
+            box = folder / Path(name).stem
             command, seen = recorded_recipes.run(script, box, BASE_DIR=str(box), BASE_FOLDER=str(box))
             command = ["ray", *command]
             found[f"alone/{script.stem}"] = recorded_recipes.job(command, seen)

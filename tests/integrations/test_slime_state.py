@@ -17,7 +17,8 @@ def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
 
 
 def test_the_learnt_state_is_saved_and_restored(tmp_path):
-    run, saved = tmp_path / "run", tmp_path / "iter_0000001/rlspec-drafter"
+    run = tmp_path / "run"
+    saved = tmp_path / "iter_0000001/rlspec-drafter"
     slime_state.write_rollouts(run, {"learnt": 1})
     slime_state.hand_on(run, saved)
     slime_state.write_rollouts(run, {"learnt": 2})

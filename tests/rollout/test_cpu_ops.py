@@ -13,7 +13,9 @@ from megatron_rlspec.rollout.sglang.cpu import attention as cpu_attention
 from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
-HEADS, KV_HEADS, SIZE = 4, 2, 8
+HEADS = 4
+KV_HEADS = 2
+SIZE = 8
 SCALE = SIZE**-0.5
 NONE_OF_THESE = (0.0, False, 0, None, None)  # logit_cap, is_cross_attention, sliding_window, encoder_lens, sinks
 
@@ -74,7 +76,8 @@ def extend(cache: Cache, new: list[int], query: torch.Tensor) -> torch.Tensor:
 
 
 def slow_extend(cache: Cache, new: list[int], query: torch.Tensor) -> torch.Tensor:
-    out, at = [], 0
+    out = []
+    at = 0
     for request, (length, count) in enumerate(zip(cache.lengths.tolist(), new, strict=True)):
         for position in range(length - count, length):
             out.append(cache.slow_attention(query[at], request, position))
@@ -91,7 +94,8 @@ def test_extend_attention(new: list[int]) -> None:
 
 def test_extend_attention_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "_MAX_PADDED_PAIRS", 1)
-    cache, new = Cache([9, 14, 30]), [9, 2, 11]
+    cache = Cache([9, 14, 30])
+    new = [9, 2, 11]
     query = torch.randn(sum(new), HEADS, SIZE)
     torch.testing.assert_close(extend(cache, new, query).double(), slow_extend(cache, new, query), atol=1e-5, rtol=1e-5)
 
@@ -121,7 +125,9 @@ def test_attention_refuses_what_it_cannot_do() -> None:
 
 
 def test_cache_rows_of_ragged_ranges() -> None:
-    slots, start, end = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([4, 5])
+    slots = torch.tensor([2, 0])
+    start = torch.tensor([1, 3])
+    end = torch.tensor([4, 5])
     table = torch.arange(60, dtype=torch.int32).view(3, 20)
     out = torch.empty(5, dtype=torch.int64)
     cpu_ops.assign_extend_cache_locs_cpu(slots, table, start, end, out, 20)
@@ -137,7 +143,8 @@ def test_cache_rows_of_ragged_ranges() -> None:
 
 def test_chain_tree_and_greedy_verification() -> None:
     torch.manual_seed(0)
-    batch, nodes = 50, 4
+    batch = 50
+    nodes = 4
     positions = torch.empty(batch * nodes, dtype=torch.int64)
     index, following, sibling = torch.full((3, batch, nodes), -7)
     lengths = torch.randint(1, 30, (batch,))
@@ -152,7 +159,8 @@ def test_chain_tree_and_greedy_verification() -> None:
     bonus = torch.empty(batch, dtype=torch.int32)
     cpu_ops.fill_bonus_tokens_cpu(predicts[accept.long()], counts + 1, bonus, nodes)
     for i in range(batch):
-        node, walked = 0, [i * nodes]
+        node = 0
+        walked = [i * nodes]
         while following[i, node] >= 0 and candidates[i, following[i, node]] == targets[i, node]:
             node = int(following[i, node])
             walked.append(int(index[i, node]))
@@ -198,7 +206,9 @@ def slow_murmur(seed: int, position: int, column: int) -> int:
 
 
 def test_murmur_hash() -> None:
-    seeds, positions, columns = [0, 42, 2**63 + 12345, 2**40 - 1], [0, 1, 77, 4095], [0, 1, 159, 151_000]
+    seeds = [0, 42, 2**63 + 12345, 2**40 - 1]
+    positions = [0, 1, 77, 4095]
+    columns = [0, 1, 159, 151_000]
     hashed = cpu_ops.murmur_hash32_cpu(
         torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
     )

@@ -16,7 +16,8 @@ class Feeding(DrafterGap):
 
     def __init__(self, **options):
         super().__init__(worker=None, **options)
-        self.fed, self.passes = {}, []
+        self.fed = {}
+        self.passes = []
         self.samples_drafts = False
 
     def _samples_drafts(self):
@@ -40,7 +41,9 @@ class Requests:
     """Running requests whose token at position p is 1000 * request + p; a hidden state is half its token."""
 
     def __init__(self, gap, *rids):
-        self.gap, self.length, self.seen = gap, {}, {}
+        self.gap = gap
+        self.length = {}
+        self.seen = {}
         self.prefill(*rids)
 
     def prefill(self, *rids, length=5):

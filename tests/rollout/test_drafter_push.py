@@ -40,7 +40,8 @@ PUSH = [[("layer", torch.ones(2)), ("mtp", torch.full((2,), 2.0))], [("head", to
 def test_drafter_loads_what_the_target_received():
     here = manager()
     assert load_twice(target_only, here, PUSH).success
-    target, drafter = here.tp_worker.model_runner.model, here.draft_worker._draft_worker.draft_runner.model
+    target = here.tp_worker.model_runner.model
+    drafter = here.draft_worker._draft_worker.draft_runner.model
     assert target.weights["layer"][0] == 1 and target.weights["head"][0] == 3
     assert drafter.weights["mtp"][0] == 2 and drafter.weights["head"][0] == 3
     assert "load_weights" not in vars(target), "the target's loader must be its own again"

@@ -92,14 +92,16 @@ def test_order_groups_and_balance(in_flight: int) -> None:
 
 
 def test_a_fast_engine_gets_more_requests() -> None:
-    slow, fast = Engine("slow", pace=0.03), Engine("fast", pace=0.0005)
+    slow = Engine("slow", pace=0.03)
+    fast = Engine("fast", pace=0.0005)
     EnginePool([slow, fast], in_flight=4).generate(requests(20), SAMPLING)
     assert len(fast.drawn) > len(slow.drawn) > 0
 
 
 @pytest.mark.parametrize("in_flight", [0, 8])
 def test_no_sample_is_lost_or_doubled_when_an_engine_dies(in_flight: int) -> None:
-    dying, healthy = Engine("dying", dies_after=7), Engine("healthy")
+    dying = Engine("dying", dies_after=7)
+    healthy = Engine("healthy")
     pool = EnginePool([dying, healthy], in_flight)
     seen: Counter[str] = Counter()
     asked = requests(12)

@@ -7,7 +7,8 @@ from megatron_rlspec.rollout.sglang.server.push_session import PushSession
 
 class Manager:
     def __init__(self):
-        self._session, self.log = None, []
+        self._session = None
+        self.log = []
 
     def begin_weight_update(self, request):
         self._session = request
@@ -27,20 +28,23 @@ def pushed(ours, manager, buckets):
 
 
 def test_one_session_over_all_buckets_of_every_push():
-    ours, manager = PushSession("begin", "end"), Manager()
+    ours = PushSession("begin", "end")
+    manager = Manager()
     pushed(ours, manager, 3)
     pushed(ours, manager, 1)
     assert manager.log == ["begin", 0, 1, 2, "end", "begin", 0, "end"]
 
 
 def test_a_session_that_the_trainer_opened_is_not_touched():
-    ours, manager = PushSession("begin", "end"), Manager()
+    ours = PushSession("begin", "end")
+    manager = Manager()
     manager._session = "his"
     pushed(ours, manager, 2)
     assert manager.log == [0, 1] and manager._session == "his"
 
 
 def test_continuing_without_a_push_closes_no_session():
-    ours, manager = PushSession("begin", "end"), Manager()
+    ours = PushSession("begin", "end")
+    manager = Manager()
     pushed(ours, manager, 0)
     assert manager.log == []

@@ -191,7 +191,8 @@ def test_a_malformed_bucket_is_refused(data, told):
 
 
 def test_a_scope_names_its_own_tensors_only():
-    drafter, target = save({"mtp": torch.zeros(2)}), save({"b": torch.zeros(4)})
+    drafter = save({"mtp": torch.zeros(2)})
+    target = save({"b": torch.zeros(4)})
     assert [e.name for e in read(drafter, "drafter")] == ["mtp"] and [e.name for e in read(target, "target")] == ["b"]
     assert "mtp is the drafter's; scope is target" in refused(lambda: read(drafter, "target"))
     assert "b is the target's; scope is drafter" in refused(lambda: read(target, "drafter"))

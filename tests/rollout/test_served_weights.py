@@ -39,7 +39,8 @@ def test_fingerprints_of_parts_sum_to_that_of_the_tensor(dim, dtype):
 
 def test_replicas_on_several_ranks_must_agree():
     """Test norms, which every rank holds, and key heads that two of four ranks share."""
-    norm, keys = torch.randn(64), torch.randn(32, 64)
+    norm = torch.randn(64)
+    keys = torch.randn(32, 64)
     copies = [TensorPart("norm", norm.clone(), (64,)) for _ in range(4)]
     shared = [held(keys, 0, rank // 2, 2) for rank in range(4)]
     assert mark(copies) == fingerprint(norm) and mark(shared) == fingerprint(keys)
@@ -61,7 +62,8 @@ def test_a_tensor_parallel_engine_is_pushed_to_and_proven(tmp_path):
 
     c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)
     write(tmp_path / "model", c, weights(c))
-    old, new = weights(c), weights(c, seed=1)
+    old = weights(c)
+    new = weights(c, seed=1)
     cores = "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 2)
     options = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--tp", "2"]
     environment = {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}

@@ -105,7 +105,8 @@ SAMPLINGS = {
 @pytest.mark.lossless
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], name: str) -> None:
-    asked, sampling = requests(16), SAMPLINGS[name]
+    asked = requests(16)
+    sampling = SAMPLINGS[name]
     plain = engines["plain"].generate(asked, sampling)
     assert len({tuple(t) for t in texts(plain)}) > 10
     for schedule in (k(1), k(3), SWITCHING) if name == "T=1" else (SWITCHING,):
@@ -147,7 +148,8 @@ def test_logprobs_are_those_of_an_independent_model(engines: dict[str, SGLangEng
 
 
 def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngine]) -> None:
-    engine, asked = engines["adaptive"], requests(8)
+    engine = engines["adaptive"]
+    asked = requests(8)
     sampling = Sampling(temperature=0.3, max_new_tokens=48, ignore_eos=True)
     engine.set_schedule(k(3))
     good = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
@@ -157,7 +159,8 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
         for sample in engine.generate(asked, sampling):
             rounds[: len(sample.accepted)] += sample.accepted
             spans = sample.accepted_spans
-            runs, drafts = [b - a for a, b in spans], sum(i * n for i, n in enumerate(sample.accepted))
+            runs = [b - a for a, b in spans]
+            drafts = sum(i * n for i, n in enumerate(sample.accepted))
             assert len(runs) == sum(sample.accepted[1:]) and drafts - 3 <= sum(runs) <= drafts  # the last may be cut
             assert all(1 <= run <= 3 for run in runs) and all(a > b for (_, b), (a, _) in itertools.pairwise(spans))
         return 1 + float(rounds @ np.arange(4) / rounds.sum())
@@ -176,7 +179,8 @@ def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngin
 
 def half_wrong_drafter() -> dict[str, torch.Tensor]:
     """Make an agreeing drafter half wrong, by its hidden states and by its attention."""
-    drafter, layer = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]), "model.mtp_layers.0."
+    drafter = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
+    layer = "model.mtp_layers.0."
     drafter[f"{layer}input_proj.weight"][:, :64] = WEIGHTS[f"{layer}input_proj.weight"][:, :64]
     drafter[f"{layer}self_attn.o_proj.weight"] = 5 * WEIGHTS[f"{layer}self_attn.o_proj.weight"]
     return drafter
@@ -210,7 +214,9 @@ def test_drafting_after_off_equals_drafting_after_step_0(engines: dict[str, SGLa
 
 def rounds_of(sample: Sample) -> dict[int, int]:
     """Map the position in the response at which a round starts to its accepted drafts, for the last 100 tokens."""
-    drafted, found, start = np.zeros(len(sample.response), bool), {}, 1
+    drafted = np.zeros(len(sample.response), bool)
+    found = {}
+    start = 1
     for a, b in sample.accepted_spans:
         drafted[a:b] = True
     for place in np.flatnonzero(~drafted).tolist():
@@ -227,7 +233,8 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
     a run whose drafter was never off, if both start the round at the same token. So its cache lacks nothing.
     """
     engine = engines["adaptive"]
-    asked, sampling = requests(12, "some"), Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
+    asked = requests(12, "some")
+    sampling = Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
     computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 1000, drafter=0.1)
     rule = {"candidates": [[0, 0, 0], [3, 1, 4]], "start": [0, 0, 0], "roofline": computing.to_json()}
     try:
@@ -237,7 +244,8 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
         engine.set_spec_rule(rule | {"probe_share": 0.2})
         engine.stats()
         sometimes = list(engine.generate(asked, sampling))
-        stats, report = engine.stats(), engine.spec_rule_report()
+        stats = engine.stats()
+        report = engine.spec_rule_report()
     finally:
         engine.set_schedule(k(3))
         engine.update_weights(0, WEIGHTS.items())
@@ -270,7 +278,8 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGL
         return [*done, list(engine.generate(later, sampling))]
 
     try:
-        always, again = turns(80, k(3)), turns(81, SpecSchedule.fixed(OFF))
+        always = turns(80, k(3))
+        again = turns(81, SpecSchedule.fixed(OFF))
     finally:
         engine.set_schedule(k(3))
         engine.update_weights(0, WEIGHTS.items())
@@ -306,7 +315,9 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
 
 
 def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
-    engine, started, done = engines["adaptive"], time.monotonic(), []
+    engine = engines["adaptive"]
+    started = time.monotonic()
+    done = []
     sampling = Sampling(max_new_tokens=150, ignore_eos=True)
     thread = threading.Thread(target=lambda: done.extend(engine.generate(requests(2, "long"), sampling)))
     thread.start()
@@ -321,7 +332,8 @@ def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) ->
 
 
 def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, SGLangEngine]) -> None:
-    engine, name = engines["unkeyed"], "model.layers.0.self_attn.o_proj.weight"
+    engine = engines["unkeyed"]
+    name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(EngineError, match=rf"{name} is \[3, 3\], but the engine's is \[64, 64\]$"):
         engine.update_weights(1, [*WEIGHTS.items(), (name, torch.zeros(3, 3))])
     with pytest.raises(EngineError, match=r"no tensor model.norm.weigth; did you mean model.norm.weight\?$"):
@@ -356,7 +368,9 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
 
 
 def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
-    engine, asked, sampling = engines["adaptive"], requests(4, "p"), Sampling(max_new_tokens=80, ignore_eos=True)
+    engine = engines["adaptive"]
+    asked = requests(4, "p")
+    sampling = Sampling(max_new_tokens=80, ignore_eos=True)
     whole = engine.generate(asked, sampling)
     done: list[Sample] = []
     thread = threading.Thread(target=lambda: done.extend(engine.generate(asked, sampling)))
@@ -379,7 +393,8 @@ def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine
     samples = engine.generate(requests(6), Sampling(max_new_tokens=30, ignore_eos=True))
     stats = engine.stats()
     assert {s.config for s in stats} == {SpecConfig(2)}
-    by_round, by_sample = np.zeros(3), np.zeros(3)
+    by_round = np.zeros(3)
+    by_sample = np.zeros(3)
     for s in stats:
         by_round[: len(s.accepted)] += s.accepted
     for sample in samples:
@@ -403,9 +418,13 @@ def slime_pushes(engine: SGLangEngine, version: int, left_out: str = "") -> dict
 
 def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines: dict[str, SGLangEngine]) -> None:
     """The contract around slime's pushes: found, pushed again, held, and released by a complete push."""
-    engine, is_drafter = engines["adaptive"], (lambda name: "mtp_" in name)
-    stale, other = "model.mtp_layers.0.input_proj.weight", "model.norm.weight"
+    engine = engines["adaptive"]
+    stale = "model.mtp_layers.0.input_proj.weight"
+    other = "model.norm.weight"
     engine.set_schedule(k(2))
+
+    def is_drafter(name: str) -> bool:
+        return "mtp_" in name
 
     def pushed(version: int, *left_out: str) -> PushHealth:
         pushes = iter(left_out)
@@ -448,7 +467,8 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
     adapter = Adapter([0, 1, 2, 3], "", CONFIG["num_hidden_layers"], 64.0, 0.01, 0.01)
     speculation = Speculation(Learning(adapter), configs, settings)
-    prompts, greedy = [r.prompt.tokens.tolist() for r in requests(6)], Sampling(temperature=0, ignore_eos=True)
+    prompts = [r.prompt.tokens.tolist() for r in requests(6)]
+    greedy = Sampling(temperature=0, ignore_eos=True)
 
     def pushed(version: int, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
         engine.update_weights(version, tensors.items())
@@ -494,7 +514,8 @@ def hundred_times_faster(path: Path) -> Path:
 
 def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngine], tmp_path: Path) -> None:
     """A few rounds accept everything, many accept nothing. Every engine's rule gets the ratio of sums."""
-    few, many = engines["adaptive"], engines["unkeyed"]
+    few = engines["adaptive"]
+    many = engines["unkeyed"]
     few.update_weights(60, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
     many.update_weights(60, WEIGHTS.items())
     few.set_schedule(k(3))

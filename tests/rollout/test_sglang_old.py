@@ -130,7 +130,8 @@ def rate(samples: list[Sample]) -> float:
 
 def test_samples_continue_under_new_weights(engines):
     """Requests are waiting while the cache is flushed. Without our hook, SGLang would end."""
-    engine, done = engines["adaptive"], []
+    engine = engines["adaptive"]
+    done = []
     engine.set_schedule(k(1))
     thread = threading.Thread(target=lambda: done.extend(generate(engine, "across", n=2, tokens=24)))
     thread.start()
@@ -168,7 +169,8 @@ def group() -> Iterator[None]:
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """Start SGLang's own `launch_server` with the plugin active, as in slime's engines."""
     room = tmp_path_factory.mktemp("plain")
-    model, port = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS), free_port(ENGINES)
+    model = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS)
+    port = free_port(ENGINES)
     settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
     environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(room), "RLSPEC_SGLANG": json.dumps(settings)}
     here = Path(__file__).parent
@@ -178,7 +180,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEng
         process = subprocess.Popen(
             command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        found, deadline = SGLangEngine(f"http://127.0.0.1:{port}", timeout=600), time.monotonic() + 300
+        found = SGLangEngine(f"http://127.0.0.1:{port}", timeout=600)
+        deadline = time.monotonic() + 300
         try:
             while True:
                 try:

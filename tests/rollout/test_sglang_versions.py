@@ -52,7 +52,8 @@ def test_the_contract_is_kept_by_its_version_alone(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_renamed_argument_is_detected(version):
     """Rename an argument of every call with keyword arguments, and of every contract."""
-    known, renamed = signatures(version), 0
+    known = signatures(version)
+    renamed = 0
     for call in calls(version):
         for keyword in call.keywords if known[call.dotted] else ():
             if keyword in known[call.dotted].parameters:
@@ -71,7 +72,8 @@ def test_installed_signatures_equal_the_record():
     version = importlib.metadata.version("sglang")
     if version not in RECORD:
         pytest.skip(f"SGLang {version} is not one of {', '.join(VERSIONS)}")
-    read, found = contracts.installed(), {}
+    read = contracts.installed()
+    found = {}
     for name in recorded_names():
         try:
             signature = contracts.signature(name, read)

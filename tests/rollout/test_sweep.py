@@ -19,12 +19,15 @@ class Known:
     """An engine with a roofline's costs. It refuses every third depth; the round after a switch costs 0.5 ms more."""
 
     def __init__(self, cost, speculative=True, real_off=False, most_tokens=200_000, noise=0.02):
-        self.cost, self.noise = cost, noise
+        self.cost = cost
+        self.noise = noise
         self.said = {"speculative": speculative, "max_total_tokens": most_tokens, "max_running_requests": 256}
         runs = [OFF] * real_off + list(STEPS)
         self.said["configs"] = [[c.num_steps, c.topk, c.num_draft_tokens] for c in runs] if speculative else []
         self.schedule = SpecSchedule.fixed(OFF if not speculative else SpecConfig(1))
-        self.rng, self.rounds, self.points = np.random.default_rng(0), [], []
+        self.rng = np.random.default_rng(0)
+        self.rounds = []
+        self.points = []
 
     def describe(self):
         return self.said
@@ -34,7 +37,9 @@ class Known:
         self.schedule = schedule
 
     def generate(self, requests, sampling):
-        batch, length, done = len(requests), len(requests[0].prompt.tokens), 0
+        batch = len(requests)
+        length = len(requests[0].prompt.tokens)
+        done = 0
         if sampling.max_new_tokens > 8:
             self.points.append((batch, length))
         previous = None
@@ -91,7 +96,8 @@ def test_points_are_added_where_the_cost_bends():
     coarse, _ = swept(KINKED, batches=(1, 16, 256), lengths=(64,))
 
     def worst(run):
-        table, batch = run.table(), np.arange(1, 200)
+        table = run.table()
+        batch = np.arange(1, 200)
         own, true = (cost.grid([SpecConfig(3)], batch, batch * 130) for cost in (table, KINKED))
         return np.max(np.abs(own / true - 1))
 
@@ -100,7 +106,8 @@ def test_points_are_added_where_the_cost_bends():
 
 def test_an_interrupted_sweep_continues_where_it_stopped(tmp_path):
     run = Sweep(benches(SMOOTH), PROVENANCE)
-    path, seen = tmp_path / "t.part", []
+    path = tmp_path / "t.part"
+    seen = []
 
     def keep(table):
         table.save(path)

@@ -38,7 +38,8 @@ def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
         process.wait()
         for number, transport in enumerate((Http(), Files(tmp_path), GroupBroadcast())):
             pusher = Pusher({"e": SGLangEngine.of(process, timeout=60, transport=transport)})
-            first, second = weights(c, seed=2 * number), weights(c, seed=2 * number + 1)
+            first = weights(c, seed=2 * number)
+            second = weights(c, seed=2 * number + 1)
             assert not pusher.push(2 * number, source_of(first)).failed
             mixed = {name: second[name] if ".mtp" in name else tensor for name, tensor in first.items()}
             report = pusher.push(2 * number + 1, source_of(mixed), "drafter")

@@ -28,9 +28,12 @@ def random(*shape, seed):
 def test_packed_attention_equals_the_textbook_formula(cp_size, plain, monkeypatch):
     if plain:  # what runs on devices without the CPU kernel
         monkeypatch.setattr(attention, "_has_cpu_kernel", lambda q: False)
-    lengths, scale = [8, 24, 16, 0, 24, 8, 16], 0.37
+    lengths = [8, 24, 16, 0, 24, 8, 16]
+    scale = 0.37
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, v = random(96, 6, 8, seed=1), random(96, 2, 8, seed=2), random(96, 2, 8, seed=3)
+    q = random(96, 6, 8, seed=1)
+    k = random(96, 2, 8, seed=2)
+    v = random(96, 2, 8, seed=3)
     expected = torch.cat([textbook(*x, scale) for x in zip(*(y.split(lengths) for y in (q, k, v)), strict=True)])
     weight = random(96, 6, 8, seed=4).detach()
     grads = torch.autograd.grad((expected * weight).sum(), (q, k, v))
@@ -47,8 +50,14 @@ def test_packed_attention_equals_the_textbook_formula(cp_size, plain, monkeypatc
 
 
 def test_links_are_further_keys_of_one_row():
-    t, n, g, d, scale = 12, 4, 2, 6, 0.5
-    q, k, v = random(t, n, d, seed=1), random(t, g, d, seed=2), random(t, g, d, seed=3)
+    t = 12
+    n = 4
+    g = 2
+    d = 6
+    scale = 0.5
+    q = random(t, n, d, seed=1)
+    k = random(t, g, d, seed=2)
+    v = random(t, g, d, seed=3)
     links = [random(t, g, d, seed=4 + i) for i in range(4)]
     rows = []
     for i in range(t):
@@ -69,7 +78,8 @@ def test_links_are_further_keys_of_one_row():
 def test_rotation_follows_transformers_convention():
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-    x, positions = random(5, 3, 8, seed=1), torch.tensor([0, 1, 7, 3, 1000])
+    x = random(5, 3, 8, seed=1)
+    positions = torch.tensor([0, 1, 7, 3, 1000])
     cos, sin = attention.rotary_factors(positions, 8, 10000.0, torch.float64)
     full_cos, full_sin = (torch.cat([y, y], -1)[None, :, 0] for y in (cos, sin))
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], full_cos, full_sin)

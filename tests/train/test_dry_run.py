@@ -61,11 +61,14 @@ SCRIPTS = sorted(p.stem for p in RECIPES.glob("*.sh") if p.stem != "recipe")
 
 def counted(model):
     """Count the parameters of (policy, drafter) by the shapes in config.json, layer by layer."""
-    width, heads, groups = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
+    width = model["hidden_size"]
+    heads = model["num_attention_heads"]
+    groups = model["num_key_value_heads"]
     channels = model.get("head_dim", width // heads)
     qkv = (heads + 2 * groups) * channels
     attention = qkv * width + qkv + heads * channels * width
-    dense, experts = 3 * width * model["intermediate_size"], model.get("n_routed_experts", 0)
+    dense = 3 * width * model["intermediate_size"]
+    experts = model.get("n_routed_experts", 0)
     routed = experts * width + (experts + 1) * 3 * width * model.get("moe_intermediate_size", 0)
     block = attention + 2 * width
     first = model["first_k_dense_replace"] if experts else model["num_hidden_layers"]
@@ -167,7 +170,8 @@ def test_shards_sum_to_the_model_under_every_layout():
 
 
 def places(layout):
-    cfg, found = config(parallel=layout), []
+    cfg = config(parallel=layout)
+    found = []
     for rank in range(16):
         with dry_run._alone(cfg, 16, rank):
             found.append(

@@ -143,7 +143,8 @@ def by_hand(folder, tensor):
         learner.ddp(torch.ones(4, 4)).backward()
         learner.finalize()
         norms.append(learner.step()[0])
-    dense, before = module.dense.detach().clone(), module.expert.detach().clone()
+    dense = module.dense.detach().clone()
+    before = module.expert.detach().clone()
     checkpoint.save(folder / "saved", {"drafter": learner}, {"expert": 2}, generators=False)
     with torch.no_grad():
         module.expert.zero_()

@@ -60,7 +60,8 @@ def against_transformers(hf, folder):
     tensors = checkpoint(hf, folder)
     trainer = build(hf, model={})
     trainer.load_hf(tensors)
-    worst, count = [0.0, 0.0], 0
+    worst = [0.0, 0.0]
+    count = 0
     for batch in data_of(trainer):
         hidden, drafted = drafter_logits(trainer, batch)
         ours = hidden @ trainer.policy.head_weight().T
@@ -179,7 +180,8 @@ def test_layouts_agree():
         biases = found[0][name][2]
         assert len(biases) == 2
         assert all(torch.equal(biases[n], t) for n, t in alone["balanced"][2].items()), name
-    balanced, plain = alone["balanced"][0]["policy/grad_norm"], alone["plain"][0]["policy/grad_norm"]
+    balanced = alone["balanced"][0]["policy/grad_norm"]
+    plain = alone["plain"][0]["policy/grad_norm"]
     assert not math.isclose(balanced, plain, rel_tol=1e-3), "the balancing loss must act for this test to mean anything"
 
 
@@ -196,7 +198,8 @@ def run(folder):
     again.load(folder / "checkpoint")
     again.train_step(data, objective="grpo")
     out = {"resumed": digest(again.policy.parameters()) == digest(trainer.policy.parameters())}
-    resumed, kept = experts.biases(again.policy), experts.biases(trainer.policy)
+    resumed = experts.biases(again.policy)
+    kept = experts.biases(trainer.policy)
     out["biases"] = all(torch.equal(resumed[n], b) for n, b in kept.items())
     data[0].advantages.fill_(float("inf"))
     before = digest(experts.biases(again.policy).values())

@@ -35,7 +35,8 @@ def isolation():
 
     # Control 1: one clip for both.
     trainer = build(CELL, clip=0.3)
-    policy, drafter = trainer.learner.optimizer, trainer.drafter_learner
+    policy = trainer.learner.optimizer
+    drafter = trainer.drafter_learner
 
     def joint_norm(own=policy.get_grad_norm):
         drafter.finalize()
@@ -117,7 +118,8 @@ def test_a_loss_that_is_not_finite_skips_the_policys_step_only():
 def samples_of_another_model():
     """Train on samples whose log-probs differ from the policy's by more than is allowed."""
     trainer = build(CELL | {"objective": "grpo"})
-    data, before = own_batches(trainer), digest(trainer.policy.parameters())
+    data = own_batches(trainer)
+    before = digest(trainer.policy.parameters())
     gap = "policy/train_rollout_logprob_abs_diff"
     refused = trainer.train_step(data, objective="grpo", logprob_gap=0.01)
     assert refused["policy/skipped"] == 1 and refused["drafter/skipped"] == 0 and refused[gap] > 0.01

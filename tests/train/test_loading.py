@@ -17,7 +17,8 @@ CELL = PLAIN | {"dtype": "float32"}
 
 def loading():
     trainer = build(CELL)
-    weights, seen = dict(trainer.export()), {}
+    weights = dict(trainer.export())
+    seen = {}
     target = {name: tensor for name, tensor in weights.items() if "mtp" not in name}
     assert set(target) == set(dict(trainer.export("target")))
     assert set(weights) - set(target) == set(dict(trainer.export("drafter")))

@@ -63,9 +63,13 @@ class Engine:
         self.w = {k.removeprefix("model.mtp_layers.0."): v for k, v in weights.items() if "mtp_layers.0." in k}
         self.embedding = weights["model.embed_tokens.weight"]
         self.head = self.embedding if hf["tie_word_embeddings"] else weights["lm_head.weight"]
-        self.heads, self.groups, self.d = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
-        self.theta, self.eps = hf["rope_theta"], hf["rms_norm_eps"]
-        self.keys, self.values = [], []
+        self.heads = hf["num_attention_heads"]
+        self.groups = hf["num_key_value_heads"]
+        self.d = hf["head_dim"]
+        self.theta = hf["rope_theta"]
+        self.eps = hf["rms_norm_eps"]
+        self.keys = []
+        self.values = []
 
     def norm(self, x, name):
         return F.rms_norm(x, x.shape, self.w[name + ".weight"], self.eps)
@@ -100,7 +104,8 @@ class Engine:
     def draft(self, hidden, token, position, following):
         """Return the logits of a whole draft from `position`; remove the chain's entries from the cache afterwards."""
         state, logits = self.step(hidden, token, position)
-        out, kept = [logits], len(self.keys)
+        out = [logits]
+        kept = len(self.keys)
         for offset, token in enumerate(following, 1):
             state, logits = self.step(state, token, position + offset)
             out.append(logits)
@@ -132,7 +137,8 @@ def against_engine(hf, recompute):
         for first, last in zip(
             batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist(), strict=True
         ):
-            engine, tokens = Engine(weights, hf), batch.tokens[first:last].tolist()
+            engine = Engine(weights, hf)
+            tokens = batch.tokens[first:last].tolist()
             for t in range(len(tokens) - 1):
                 drafts = engine.draft(hidden[first + t], tokens[t + 1], t, tokens[t + 2 : t + 4])
                 for depth, theirs in enumerate(drafts):
@@ -174,7 +180,8 @@ def directional(hf, depth, kind, recompute):
     )
     trainer = Trainer(options, hf)
     data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
-    learner, kept = trainer.drafter_learner, {}
+    learner = trainer.drafter_learner
+    kept = {}
     learner.step = lambda: kept.update({p: p.main_grad.clone() for p in trainer.drafter.parameters()}) or (0.0, True)
 
     def loss():
@@ -184,7 +191,8 @@ def directional(hf, depth, kind, recompute):
     torch.manual_seed(0)
     direction = {p: torch.randn_like(p) for p in kept}
     slope = sum(float((direction[p] * kept[p]).sum()) for p in list(kept))
-    values, step = [], 1e-6
+    values = []
+    step = 1e-6
     for sign in (1, -2):  # forward, then back past the start
         for p, d in direction.items():
             p.data.add_(d, alpha=sign * step)

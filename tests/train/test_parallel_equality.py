@@ -46,7 +46,8 @@ def pairwise():
     def pairs(cell):
         return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations(names, 2)}
 
-    chosen, left = [], set().union(*map(pairs, every))
+    chosen = []
+    left = set().union(*map(pairs, every))
     while left:
         best = max(every, key=lambda cell: len(pairs(cell) & left))
         chosen.append(best)
@@ -156,7 +157,8 @@ def keep_gradients(trainer):
 
 def state(trainer):
     """Return a digest of this rank's policy parameters, gradients and optimizer state."""
-    policy, inner = list(trainer.policy.parameters()), trainer.learner.optimizer.optimizer
+    policy = list(trainer.policy.parameters())
+    inner = trainer.learner.optimizer.optimizer
     gradients = [] if trainer.learner.adam.distributed else [p.main_grad for p in policy]
     return digest([*policy, *gradients, *moments(inner)])
 

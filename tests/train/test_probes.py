@@ -78,7 +78,8 @@ def test_moves_policy(monkeypatch):
     if repaired("mcore-mtp-moves-policy"):
         return
     assert "output_layer" in probes.moves_policy()
-    block, linear = mtp.MultiTokenPredictionBlock.forward, ColumnParallelLinear.forward
+    block = mtp.MultiTokenPredictionBlock.forward
+    linear = ColumnParallelLinear.forward
     postprocess = gpt_model.GPTModel._postprocess
 
     def detached_block(self, hidden_states, embedding, **kwargs):
@@ -97,7 +98,8 @@ def test_moves_policy(monkeypatch):
         calls.clear()
         return postprocess(self, *args, **kwargs)
 
-    head, calls = None, []
+    head = None
+    calls = []
     monkeypatch.setattr(mtp.MultiTokenPredictionBlock, "forward", detached_block)
     monkeypatch.setattr(ColumnParallelLinear, "forward", detached_head)
     monkeypatch.setattr(gpt_model.GPTModel, "_postprocess", remember)

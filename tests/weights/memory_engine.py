@@ -18,9 +18,11 @@ from megatron_rlspec.weights.fingerprint import fingerprint
 
 class MemoryEngine:
     def __init__(self, name: str = "memory", acceptance: float = 0.8, seed: int = 0) -> None:
-        self.name, self.acceptance = name, acceptance
+        self.name = name
+        self.acceptance = acceptance
         self.tensors: dict[str, torch.Tensor] = {}
-        self.version, self.serving = -1, False
+        self.version = -1
+        self.serving = False
         self.good_drafter: dict[str, int] = {}
         self.waiting = SpecSchedule.fixed(OFF)  # the schedule to use; stored while speculation is held
         self.held = ""
@@ -42,7 +44,8 @@ class MemoryEngine:
             if arrived is not None:
                 self.tensors[arrived[0]] = arrived[1].clone()
         self.sessions.append((version, scope, received))
-        self.version, self.serving = version, True
+        self.version = version
+        self.serving = True
         self.after_update(self)
 
     def fingerprints(self):
@@ -70,7 +73,8 @@ class MemoryEngine:
         good = all(fingerprint(self.tensors[n]) == mark for n, mark in self.good_drafter.items())
         samples = []
         for request in requests:
-            accepted, produced = [0] * (steps + 1), 0
+            accepted = [0] * (steps + 1)
+            produced = 0
             while produced < sampling.max_new_tokens:
                 run = 0
                 while run < steps and good and self._random.random() < self.acceptance:

@@ -99,7 +99,8 @@ def saved(config: dict[str, Any], directory: Path) -> dict[str, Tensor]:
 def checkpoint(config: dict[str, Any], directory: Path, seed: int = 0) -> dict[str, Tensor]:
     """Return all tensors. The drafter's follow SGLang's deepseek_nextn.py: a decoder layer, norms, projection."""
     tensors = saved(config, directory / "names")
-    last, h = config["num_hidden_layers"], config["hidden_size"]
+    last = config["num_hidden_layers"]
+    h = config["hidden_size"]
     block = f"model.layers.{last - 1}."
     prefix = f"model.layers.{last}."
     tensors |= {prefix + n.removeprefix(block): t.clone() for n, t in tensors.items() if n.startswith(block)}

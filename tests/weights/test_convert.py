@@ -114,7 +114,8 @@ def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
     rms = tensors["model.embed_tokens.weight"].square().mean().sqrt()
     torch.testing.assert_close(mtp["token_layernorm.weight"], rms.expand(64))
     torch.testing.assert_close(mtp["hidden_layernorm.weight"], rms.expand(64))
-    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"]
+    norm = tensors["model.norm.weight"]
+    head = tensors["lm_head.weight"]
     deviation = (head * norm).square().sum(1).mean().sqrt()
     assert deviation > 1
     torch.testing.assert_close(mtp["final_layernorm.weight"], norm / deviation)

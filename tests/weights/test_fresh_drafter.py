@@ -12,7 +12,9 @@ from megatron_rlspec.types import Prompt, Sample
 from megatron_rlspec.weights.checkpoint import read_hf, write_hf
 from megatron_rlspec.weights.convert import convert, plan
 
-RMS, VOCABULARY, LENGTH = 0.13, 128, 32
+RMS = 0.13
+VOCABULARY = 128
+LENGTH = 32
 HF = MIMO | {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 128,

@@ -80,7 +80,9 @@ def test_stamps():
 
 
 def test_canary_floor():
-    good, weak, dead = (60, 40, 30, 70), (150, 30, 10, 2), (200, 0, 0, 0)
+    good = (60, 40, 30, 70)
+    weak = (150, 30, 10, 2)
+    dead = (200, 0, 0, 0)
     assert canary_finding(good, 2.6, 0.5, 4) is None
     assert "accept length 1.29 over 192 rounds, expected at least 1.80" in canary_finding(weak, 2.6, 0.5, 4).message
     assert canary_finding(dead, 2.6, 0.5, 4) is not None
@@ -140,7 +142,8 @@ def test_drift_ignores_what_it_cannot_judge():
 
 
 def test_decisions():
-    drafter, target = Finding("canary", "", target=False), Finding("session", "", target=True)
+    drafter = Finding("canary", "", target=False)
+    target = Finding("session", "", target=True)
     assert decide([], None) == "speculate"
     assert decide([drafter], None) == decide([target], None) == "push_again"
     assert decide([target], []) == "speculate"

@@ -132,7 +132,8 @@ def gone(*_):
 @pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
 @pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
 def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
-    rollouts, other = run.rollouts, opening._embedded(run.rollouts.config)
+    rollouts = run.rollouts
+    other = opening._embedded(run.rollouts.config)
     rollouts.engines.add(other)
     rollouts.health.join("other", other)
     if when == "told what to start from":

@@ -152,7 +152,8 @@ def test_the_exporter_is_read_to_its_end_even_if_every_engine_fails():
 
 
 def test_the_exporter_runs_ahead_by_feed_bytes_at_most():
-    ahead, sent = [], 0
+    ahead = []
+    sent = 0
     lock = threading.Lock()
 
     class Slow(MemoryEngine):
@@ -231,7 +232,8 @@ def collective_export(scope):
 
 def pushes_twice(fail: bool):
     dist.init_process_group("gloo")
-    engine, outcome = MemoryEngine(), "served"
+    engine = MemoryEngine()
+    outcome = "served"
     pusher = Pusher({"e": engine})
     try:
         with exporting(collective_export) as source:
@@ -250,7 +252,8 @@ def pushes_twice(fail: bool):
 @pytest.mark.parametrize("fail", [False, True])
 def test_other_ranks_follow_as_often_as_rank_0_pushes(fail):
     (outcome, held), (followed, nothing) = on_ranks(2, pushes_twice, fail)
-    first, second = weights(0), weights(1)
+    first = weights(0)
+    second = weights(1)
     assert nothing == {} and all(torch.equal(held[name], first[name] + second[name]) for name in first)
     if fail:
         assert outcome == "RuntimeError: rank 0 has had enough"

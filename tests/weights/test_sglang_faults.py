@@ -155,7 +155,8 @@ def not_a_number(room):
 
 
 def old_version(room):
-    engine, update = room.engines["b"], room.engines["b"].update_weights
+    engine = room.engines["b"]
+    update = room.engines["b"].update_weights
     engine.update_weights = lambda version, tensors, scope: deque(tensors, maxlen=0)
     room.push()
     engine.update_weights = update
@@ -263,7 +264,8 @@ def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         time.sleep(0.3)  # what it had sent arrives
-        fresh, answered = SGLangEngine(urls[0], timeout=5.0), True
+        fresh = SGLangEngine(urls[0], timeout=5.0)
+        answered = True
         try:
             sample = fresh.generate([Request(f"probe-{trial:02d}.", PROMPTS[0], seed=trial)], SAMPLING)[0]
         except EngineError:

@@ -70,7 +70,8 @@ def mimo_checkpoint(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict
     tensors = dict(qwen2_model(config).state_dict())
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    prefix, h = "model.mtp_layers.0.", config["hidden_size"]
+    prefix = "model.mtp_layers.0."
+    h = config["hidden_size"]
     if config["num_nextn_predict_layers"]:
         block = qwen2_model(config, 1).model.layers[0].state_dict()
         tensors |= {prefix + name: tensor for name, tensor in block.items()}
@@ -208,12 +209,15 @@ def megatron_logits(model: torch.nn.Module, ids: Tensor, zero_first: bool) -> tu
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
-    config, group = model.config, parallel_state.get_pipeline_model_parallel_group()
+    config = model.config
+    group = parallel_state.get_pipeline_model_parallel_group()
     if not parallel_state.is_pipeline_first_stage():
         arrived = torch.empty(ids.shape[1], ids.shape[0], config.hidden_size)
         dist.recv(arrived, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
         model.set_input_tensor(arrived)
-    last, mtp, depth = model.post_process, model.mtp_process, config.mtp_num_layers
+    last = model.post_process
+    mtp = model.mtp_process
+    depth = config.mtp_num_layers
     model.post_process, model.mtp_process, config.mtp_num_layers = False, False, None
     hidden = model(ids, position_ids, None)
     model.post_process, model.mtp_process, config.mtp_num_layers = last, mtp, depth
@@ -261,7 +265,9 @@ def echo_checkpoint(version: int = 0, **changes: Any) -> tuple[dict[str, Any], d
     generator = torch.Generator().manual_seed(1000 + version)
     for name, tensor in tensors.items():
         tensors[name] = tensor + 0.002 * version * _normal(tensor.shape, generator)
-    embedding, prefix, h = tensors["model.embed_tokens.weight"], "model.mtp_layers.0.", config["hidden_size"]
+    embedding = tensors["model.embed_tokens.weight"]
+    prefix = "model.mtp_layers.0."
+    h = config["hidden_size"]
     tensors["model.embed_tokens.weight"] = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
     for name in [name for name in tensors if name.startswith("model.layers.0.")]:
         tensors[prefix + name.removeprefix("model.layers.0.")] = tensors[name].clone()
