@@ -82,7 +82,7 @@ class Decider:
             self.stock = None
 
     def _priced(self, table: str | Mapping[str, Any] | None) -> list[SpecConfig]:
-        """All candidates, but step 0 only if its cost is known: `OFF` emits the same tokens for less."""
+        """Return all candidates, but step 0 only if its cost is known: `OFF` emits the same tokens for less."""
         if table is None:
             return self.candidates
         measured = CostTable.load(table) if isinstance(table, str) else CostTable.from_json(table)

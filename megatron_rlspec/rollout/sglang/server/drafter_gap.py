@@ -62,7 +62,7 @@ class DrafterGap:
 
     @property
     def open(self) -> bool:
-        """Whether any round was recorded since the last complete catching up."""
+        """Return whether any round was recorded since the last complete catch-up."""
         return self._total > 0
 
     def record(

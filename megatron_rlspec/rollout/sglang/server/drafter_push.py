@@ -58,7 +58,7 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
 
 
 def drafter_model(worker: Any) -> Any:
-    """The model of a speculative worker of SGLang 0.5.15, or None if there is none."""
+    """Return the model of a speculative worker of SGLang 0.5.15, or None if there is none."""
     for holder in (worker, getattr(worker, "_draft_worker", None)):
         for name in ("draft_model_runner", "draft_runner"):
             runner = getattr(holder, name, None)

@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _add_routes() -> None:
-    """In the process that serves HTTP: where SGLang runs as a program, or one that was started to run its server."""
+    """Add our routes in the HTTP process: SGLang's main program, or a process started to run its server."""
     name = "sglang.srt.entrypoints.http_server"
     if name not in sys.modules and multiprocessing.parent_process() is not None:
         return

@@ -52,7 +52,7 @@ def _control(command: str, schema: type[schemas.Strict]) -> Handler:
 
 
 async def generate(request: Request) -> StreamingResponse:
-    """{"requests": [{"id", "input_ids", "sampling"}]} -> lines {"id", "output_ids", "logprobs", "finish", ...}.
+    """Turn {"requests": [{"id", "input_ids", "sampling"}]} into lines {"id", "output_ids", "logprobs", "finish", ...}.
 
     A sample that fails is a line {"id", "error"}; a defect of the server ends the stream with a line {"error"}.
     """
