@@ -101,7 +101,7 @@ def test_a_complete_machine_lacks_nothing():
             "export PYTHONPATH",
         ),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value)[:40],
 )
 def test_what_is_missing_is_reported_in_one_line(changed, name, stops, words):
     (lack,) = machine.lacks(replace(COMPLETE, **changed))
