@@ -386,12 +386,22 @@ def get(calls):
     return [call.result() for call in calls] if isinstance(calls, list) else calls.result()
 
 
+def _under_transformer_engine_names(convert):
+    """Wrap slime's converter, which knows the layer norms by Transformer Engine's names; our layers have others."""
+
+    def renamed(args, model_name, name, *rest, **options):
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        return convert(args, model_name, name, *rest, **options)
+
+    return renamed
+
+
 def pushed(folder, ranks, way, port):
     """Run slime's own weight update into a live engine; then with a drafter tensor left out once, and twice.
 
     way: `tensor` (colocated), `distributed` (NCCL, here gloo), or `delivered`: as `tensor`, but declared as quantised,
-    so that only what loaders were given can be compared. Layer norms in our layers have other names than those of
-    Transformer Engine, which slime's converter knows.
+    so that only what loaders were given can be compared.
     """
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
@@ -411,18 +421,12 @@ def pushed(folder, ranks, way, port):
     address = SimpleNamespace(services=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
     for module in (slime_push, update_weight_from_distributed, update_weight_from_tensor):
         module.ray = SimpleNamespace(get=get, _private=address)
-    convert = hf_weight_iterator_direct.convert_to_hf
-
-    def renamed(args, model_name, name, *rest, **options):
-        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
-        return convert(args, model_name, name, *rest, **options)
-
-    hf_weight_iterator_direct.convert_to_hf = update_weight_from_distributed.convert_to_hf = renamed
+    convert = _under_transformer_engine_names(hf_weight_iterator_direct.convert_to_hf)
+    hf_weight_iterator_direct.convert_to_hf = convert
+    update_weight_from_distributed.convert_to_hf = convert
     hf_weight_iterator_direct.monkey_patch_torch_reductions = lambda: None  # renumbers CUDA devices
-    torch.multiprocessing.set_sharing_strategy(
-        "file_system"
-    )  # CPU tensors are shared under a file name, unlike CUDA's handles
+    # CPU tensors are shared under a file name, unlike CUDA's handles.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     left_out = []
 
     def without(send, at):
