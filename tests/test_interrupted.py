@@ -149,6 +149,7 @@ def test_a_signal_under_torchrun(start, whole_on_two, tmp_path, target):
     resumes_as_if_uninterrupted(start, tmp_path, whole_on_two, ranks=2)
 
 
+@pytest.mark.slow
 def test_when_torchrun_is_killed_its_ranks_end_with_a_checkpoint(start, tmp_path):
     process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=100000)
     processes = reach(process, tmp_path, 3)

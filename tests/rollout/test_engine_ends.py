@@ -86,7 +86,9 @@ def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Pat
     return launcher, psutil.Process(int(pid)), Path(directory)
 
 
-@pytest.mark.parametrize("victim", ["launcher", "server", "scheduler", "all"])
+@pytest.mark.parametrize(
+    "victim", ["launcher", "all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("server", "scheduler"))]
+)
 def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
     launcher, server, directory = start(model, tmp_path / "log")
     try:
@@ -112,7 +114,10 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
     assert not ended(process.directory, 5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)],
+)
 def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
