@@ -4,10 +4,11 @@
 ARG IMAGE=slimerl/slime:latest
 FROM ${IMAGE}
 
-# The commit of slime that the hooks were checked against (megatron_rlspec/contracts.py). The image installs slime
-# from this checkout, and Megatron-LM from the one beside it.
+# The commit of slime that the hooks were checked against (megatron_rlspec/contracts.py). The image installs slime and
+# Megatron-LM from checkouts, which are found by what Python would import.
 ARG SLIME_COMMIT=624b824a8
-RUN git -C /root/slime fetch --quiet origin && git -C /root/slime checkout --quiet ${SLIME_COMMIT}
+RUN cd "$(python3 -c 'import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec("slime").origin).parents[1])')" \
+    && git fetch --quiet origin && git checkout --quiet ${SLIME_COMMIT}
 
 WORKDIR /opt/megatron_rlspec
 COPY requirements/slime-image.txt requirements/
@@ -18,6 +19,8 @@ COPY patches patches
 COPY examples examples
 RUN pip install --no-cache-dir --no-deps .
 
-# Megatron-LM's training package is not part of the distribution megatron-core.
-ENV PYTHONPATH=/root/Megatron-LM
-RUN rlspec doctor --gpu --path /root/Megatron-LM --path /root/slime
+# Megatron-LM's training package is not part of the distribution megatron-core: its checkout joins the import path.
+RUN python3 -c 'import importlib.util as u, pathlib, site; \
+pathlib.Path(site.getsitepackages()[0], "megatron-lm.pth").write_text( \
+str(pathlib.Path(u.find_spec("megatron.core").origin).parents[2]))'
+RUN rlspec doctor --gpu
