@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-import traceback
 from types import SimpleNamespace
 
 import torch
@@ -150,8 +149,7 @@ def answered(arguments, environment):
             return answer(arguments, environment)
     except SystemExit:
         return {"error": errors.getvalue().strip().splitlines()[-1]}
-    except Exception as error:  # of whatever kind: it is the answer
-        traceback.print_exc()
+    except (AssertionError, ValueError) as error:  # how Megatron and SGLang refuse arguments; any other is a failure
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -166,8 +164,11 @@ def main():
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading) as told:
-            answers[name] = json.loads(told.read() or '{"error": "the process ended"}')
+            text = told.read()
         os.waitpid(child, 0)
+        if not text:
+            raise RuntimeError(f"{name}: the process ended without an answer")
+        answers[name] = json.loads(text)
     print("\n" + json.dumps(answers))
 
 

@@ -117,7 +117,8 @@ def decode_attention_cpu(
         sliding_window=sliding_window > 0,
         sinks=sinks is not None,
     )
-    if key is not None and value is not None:
+    if key is not None:
+        assert value is not None, "keys come with values"
         key_buffer.index_copy_(0, loc, key.view(-1, *key_buffer.shape[1:]))
         value_buffer.index_copy_(0, loc, value.view(-1, *value_buffer.shape[1:]))
 

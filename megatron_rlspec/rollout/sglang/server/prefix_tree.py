@@ -33,6 +33,6 @@ def follow(requests: Sequence[Any], behind: Container[int]) -> None:
 
 
 def _keep_out(request: Any) -> None:
-    if not getattr(request, "skip_radix_cache_insert", False):
+    if not request.skip_radix_cache_insert:
         request.skip_radix_cache_insert = True
         setattr(request, _OURS, True)
