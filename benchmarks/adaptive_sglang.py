@@ -46,6 +46,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import write_hf
@@ -103,7 +104,7 @@ class Contestants:
     def __init__(self, spec: SGLangEngine, plain: SGLangEngine, table: Path, layers: int) -> None:
         self.spec = spec
         self.plain = plain
-        self.adapter = Adapter(STEPS, str(table), layers, 0.0, margin=0.01, probe_share=0.01)
+        self.adapter = Adapter(STEPS, str(table), Roofline.of_layers(layers), margin=0.01, probe_share=0.01)
         self.rounds: dict[str, list[RoundStats]] = {}
 
     def run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:

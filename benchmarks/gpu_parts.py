@@ -166,13 +166,15 @@ def _compete(plan: Plan, folder: Path, figures: Figures, speculating: Any, plain
 
     from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
     from megatron_rlspec.speculation.adapt import Adapter
+    from megatron_rlspec.speculation.roofline import Roofline
     from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
     spec = SGLangEngine.of(speculating, timeout=120)
     engines = {"plain": SGLangEngine.of(plain, timeout=120)}
     fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
     names = ("plain", *fixed, "adaptive")
-    adapter = Adapter(plan.steps, _cost_table(plan, folder, figures, spec), plan.shape.layers, RIDGE, 0.01, 0.01)
+    cost = Roofline.of_layers(plan.shape.layers, ridge_tokens=RIDGE)
+    adapter = Adapter(plan.steps, _cost_table(plan, folder, figures, spec), cost, 0.01, 0.01, learn=False)
     for batch in plan.batches:
         seconds: dict[str, list[float]] = {name: [] for name in names}
         rounds: dict[str, list[Any]] = {name: [] for name in names}

@@ -31,6 +31,7 @@ from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import (
     Group,
     Prompt,
@@ -77,11 +78,11 @@ class StartingRollouts:
         adapter = Adapter(
             spec.candidate_steps,
             spec.cost_table,
-            hf_config["num_hidden_layers"],
-            ridge_tokens=spec.ridge_tokens,
+            Roofline.of_model(hf_config, spec.ridge_tokens),
             margin=spec.switching_margin,
             probe_share=spec.probe_share,
             catch_up_share=spec.catch_up_share,
+            learn=spec.learn_costs,
         )
         self.learning = Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
         self.scorer = rewards.Scorer(config.reward)
@@ -338,7 +339,7 @@ class Rollouts:
             raise
         for name in set(report.pushes[0].engines) - set(report.serving):
             self.engines.drop(self.health.pusher.engines[name], EngineError("its weights stayed wrong"))
-        if self.learning.forecasts:
+        if self.learning.renews:
             for name in set(report.serving) - set(report.plain):
                 self._speculate(self.health.pusher.engines[name])
         self.engines.stats()  # drop the canary's rounds, which are not part of a rollout

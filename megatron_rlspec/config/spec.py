@@ -38,7 +38,14 @@ class SpecSection(Section):
         description="position_keyed: the text depends on seed, prompt and weights only, not on the drafts; "
         "target_only: the same rule with ordinary random numbers; rejection: rejection sampling, on GPUs only",
     )
-    cost_table: Text = Field("", description="JSON file of `rlspec profile` to choose by; empty: a rule of thumb")
+    cost_table: Text = Field(
+        "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"
+    )
+    learn_costs: bool = Field(
+        True,
+        description="without a cost table: learn the costs of rounds from their durations; false: choices depend on "
+        "ridge_tokens, the model's sizes and the drafts accepted, and not on a clock",
+    )
     ridge_tokens: float = Field(
         128.0,
         gt=0,

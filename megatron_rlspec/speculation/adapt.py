@@ -9,19 +9,21 @@ from typing import Any
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import RoundStats, SpecConfig
 
+WEIGHT = 4  # timings that the mean of a rollout's rounds counts for, at most
 LEAST_DRAWS = 100  # drafts of a depth that must be observed before its rate is used as an expectation
 
 
 class Adapter:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
-    cost_table     path; empty: use `Roofline.of_layers`, in which every layer costs the same
-    target_layers  layers of the model, for `of_layers`
-    ridge_tokens   of the machine, for `of_layers`
+    cost_table  path; empty: use `cost`
+    cost        of the model, before rounds were measured
+    learn       without a table: learn costs from the engines' rounds
 
     Raises CostTableError.
     """
@@ -30,19 +32,17 @@ class Adapter:
         self,
         candidate_steps: Sequence[int],
         cost_table: str,
-        target_layers: int,
-        ridge_tokens: float,
+        cost: Roofline,
         margin: float,
         probe_share: float,
         catch_up_share: float = 0.0,
+        *,
+        learn: bool = True,
     ) -> None:
         if cost_table:
             CostTable.load(Path(cost_table))  # raises CostTableError before any engine starts
-        self.cost = (
-            {"table": cost_table}
-            if cost_table
-            else {"roofline": Roofline.of_layers(target_layers, ridge_tokens=ridge_tokens).to_json()}
-        )
+        self.cost: dict[str, Any] = {"table": cost_table} if cost_table else {"roofline": cost.to_json()}
+        self.learnt = LearntCost(cost) if learn and not cost_table else None
         self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.acceptance = Acceptance(max(*candidate_steps, 1))
         self.prior = Prior()
@@ -53,7 +53,8 @@ class Adapter:
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json`, without candidates."""
         acceptance = self.mixed or self.acceptance
-        rule: dict[str, Any] = self.cost | self.settings | {"acceptance": acceptance.to_json()}
+        cost = {"learnt": self.learnt.to_json()} if self.learnt else self.cost
+        rule: dict[str, Any] = cost | self.settings | {"acceptance": acceptance.to_json()}
         if self.forecast is not None:
             rule["forecast"] = self.forecast
         if self.probing is not None:
@@ -95,11 +96,16 @@ class Adapter:
             self.probing = min(budgets, key=lambda budget: budget["left_ms"])  # for engines that are restarted
         rounds: dict[SpecConfig, int] = {}
         for found in stats:
+            if self.learnt is not None and found.rounds and found.ms > 0:
+                for _ in range(min(found.rounds, WEIGHT)):
+                    self.learnt.add(found.config, found.batch, found.context_tokens, found.ms / found.rounds)
             rounds[found.config] = rounds.get(found.config, 0) + found.rounds
             if found.config.num_steps:
                 self.acceptance.observe_histogram(found.config.num_steps, found.accepted, found.rounds)
             else:
                 self.acceptance.observe_histogram(0, [], found.rounds)  # earlier observations fade
+        if self.learnt is not None:
+            self.learnt.fit()
         total = sum(rounds.values())
         ms = sum(found.ms for found in stats)
         # Engines do not report rounds right after a prefill, so `total` can be 0.

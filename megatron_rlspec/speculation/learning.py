@@ -1,6 +1,6 @@
 """Learn from rollouts how to speculate. A run holds one `Learning`, in our own loop and inside slime.
 
-    learning = Learning(Adapter(candidate_steps, cost_table, target_layers))
+    learning = Learning(Adapter(candidate_steps, cost_table, Roofline.of_model(config)))
     learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
     learning.rule()                      the argument of the engines' `set_spec_rule`
     learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
@@ -18,6 +18,7 @@ from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.forecast import Forecast, Prediction
+from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.prior import Prior
 from megatron_rlspec.types import RoundStats, SpecConfig
 
@@ -57,9 +58,9 @@ class Learning:
         return rule
 
     @property
-    def forecasts(self) -> bool:
-        """Return whether `rule()` holds a forecast. It is valid for the next rollout only."""
-        return self.adapter.mixed is not None
+    def renews(self) -> bool:
+        """Return whether `rule()` differs from the rule before: it holds a forecast, or costs learned since."""
+        return self.adapter.mixed is not None or (self.adaptive and self.adapter.learnt is not None)
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
         """Return tokens per round of the chains with enough recent drafts at every depth."""
@@ -79,6 +80,7 @@ class Learning:
             "prior": self.adapter.prior.to_json(),
             "forecast": self.forecast.to_json(),
             "probing": self.adapter.probing,
+            "learnt": None if self.adapter.learnt is None else self.adapter.learnt.to_json(),
             "table": None if self._table is None else self._table.to_json(),
         }
 
@@ -100,6 +102,8 @@ class Learning:
             self.forecast = Forecast.from_json(state["forecast"])
             self._mix()
         self.adapter.probing = state.get("probing")
+        if self.adapter.learnt is not None and state.get("learnt"):
+            self.adapter.learnt.take_up(LearntCost.from_json(state["learnt"]))
         if self._table is not None and state.get("table"):
             table = CostTable.from_json(state["table"], "checkpoint")
             if table.provenance == self._table.provenance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,34 @@ HARDWARE = {
     "H20": (4.0, 148.0),
     "H200": (4.8, 989.0),
 }
+
+
+class Work(NamedTuple):
+    """What rounds compute: arrays that broadcast.
+
+    verified  tokens of the target's pass, and of the drafter's first one
+    context   tokens in the cache, of the whole batch
+    drafts    1 if the drafter runs, else 0
+    passes    further passes of the drafter
+    step      tokens of each of them
+    """
+
+    verified: np.ndarray
+    context: np.ndarray
+    drafts: np.ndarray
+    passes: np.ndarray
+    step: np.ndarray
+
+    @classmethod
+    def of(cls, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> Work:
+        """Describe a round of each of `configs [n]`, or of the only one, at `batch` and `context` `[..., n]`."""
+        return cls(
+            batch * np.array([config.num_draft_tokens or 1 for config in configs]),
+            context,
+            np.array([0.0 if config.off else 1.0 for config in configs]),
+            np.array([max(config.num_steps - 1, 0) for config in configs]),
+            batch * np.array([config.topk for config in configs]),
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,26 @@ class Roofline:
         return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter_layers / target_layers)
 
     @classmethod
+    def of_model(cls, config: Mapping[str, Any], ridge_tokens: float = 128.0, draft_vocabulary: int = 0) -> Roofline:
+        """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
+
+        `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
+        an embedding is free. Of experts only those count that one token uses. The drafter is one layer, the
+        projection before it, and a head over `draft_vocabulary` words; 0: all. `ridge_tokens` as in `of_layers`.
+        Raises ValueError.
+        """
+        hidden = config["hidden_size"]
+        layer = _attention(config) + _mlp(config)
+        head = hidden * config["vocab_size"]
+        draft_layer = layer + 2 * hidden * hidden
+        draft_head = hidden * (draft_vocabulary or config["vocab_size"])
+        target = config["num_hidden_layers"] * layer + head
+        if ridge_tokens <= 0:
+            raise ValueError(f"ridge_tokens={ridge_tokens}, expected more than 0")
+        drafter = draft_layer + draft_head
+        return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter / target, drafter_layer=draft_layer / drafter)
+
+    @classmethod
     def of_hardware(
         cls,
         bandwidth: float,
@@ -96,24 +144,27 @@ class Roofline:
             pass_ms=pass_ms,
         )
 
-    def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def target_ms(
+        self, tokens: np.ndarray, context: np.ndarray, token_ms: np.ndarray | float | None = None
+    ) -> np.ndarray:
         """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
         read = self.weights_ms + self.context_ms * context
-        return (read**4 + (self.token_ms * tokens) ** 4) ** 0.25
+        return (read**4 + ((self.token_ms if token_ms is None else token_ms) * tokens) ** 4) ** 0.25
+
+    def ms(
+        self, work: Work, token_ms: np.ndarray | float | None = None, drafter: np.ndarray | float | None = None
+    ) -> np.ndarray:
+        """Compute ms of rounds: docs/design.md, Round cost. `token_ms` and `drafter` replace those of this machine."""
+        share = self.drafter if drafter is None else drafter
+        verify = self.target_ms(work.verified, work.context, token_ms)
+        step = share * self.target_ms(work.step, work.context, token_ms) + self.pass_ms
+        return self.host_ms + verify + work.drafts * (share * verify + self.pass_ms) + work.passes * step
 
     def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Compute ms of a round, `[configs, *broadcast(batch, context)]`: docs/design.md, Round cost."""
+        """Compute ms of a round, `[configs, *broadcast(batch, context)]`."""
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        rows = []
-        for config in configs:
-            tokens = batch * (config.num_draft_tokens or 1)
-            ms = self.host_ms + self.target_ms(tokens, context)
-            if not config.off:
-                ms = ms + self.drafter * self.target_ms(tokens, context) + self.pass_ms
-                step = self.drafter * self.target_ms(batch * config.topk, context) + self.pass_ms
-                ms = ms + max(config.num_steps - 1, 0) * step
-            rows.append(ms)
-        return np.stack(rows)
+        rounds = self.ms(Work.of(configs, batch[..., None], context[..., None]))
+        return np.moveaxis(rounds, -1, 0)
 
     def extrapolates(self, config: SpecConfig, batch: float, context: float) -> bool:
         return True
@@ -162,3 +213,28 @@ class Roofline:
             tokens = np.array(float(n))
             prefill.append(PrefillCost(1, 1, n, self.host_ms + float(self.target_ms(tokens, tokens))))
         return CostTable(provenance, rounds, prefill, switch_ms=self.switch_ms, catch_up_ms=self.catch_up_ms)
+
+
+def _attention(config: Mapping[str, int]) -> int:
+    """Count the parameters of one layer's attention: with key/value heads, or latent (DeepSeek-V2, section 2.1)."""
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    if latent := config.get("kv_lora_rank"):
+        rope = config.get("qk_rope_head_dim") or 0
+        query = heads * (config.get("qk_nope_head_dim", 0) + rope)
+        value = config.get("v_head_dim", 0)
+        rank = config.get("q_lora_rank") or 0
+        into_queries = rank * (hidden + query) if rank else hidden * query
+        into_keys = hidden * (latent + rope) + latent * heads * (config.get("qk_nope_head_dim", 0) + value)
+        return into_queries + into_keys + heads * value * hidden
+    head = config.get("head_dim") or hidden // heads
+    return 2 * hidden * head * (heads + (config.get("num_key_value_heads") or heads))
+
+
+def _mlp(config: Mapping[str, int]) -> int:
+    """Count the parameters of one layer's MLP that a token uses: gate, up and down, of its experts if there are any."""
+    width = config.get("intermediate_size") or 4 * config["hidden_size"]
+    used = config.get("num_experts_per_tok")
+    if used and (expert := config.get("moe_intermediate_size")):
+        width = expert * (used + (config.get("n_shared_experts") or 0))
+    return 3 * config["hidden_size"] * width

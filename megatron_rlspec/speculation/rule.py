@@ -2,8 +2,8 @@
 
 An engine calls `choose` before each round and `observe` after it. The rule uses a table of costs and the accepted
 drafts. It reads no clock, so all tensor-parallel ranks, which see the same rounds, choose the same. It follows ReSpec,
-section 5.2 (Solver and Scheduler), with two additions: it estimates acceptance during the rollout, and it bounds the
-cost of probes.
+section 5.2 (Solver and Scheduler), with three additions: it estimates acceptance during the rollout, it bounds the cost
+of probes, and without a table it learns costs from durations that all ranks are told (`timed`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens, histogram_of
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.learnt_cost import LearntCost, octave
 from megatron_rlspec.speculation.probing import LEAST_DRAWS, PROBE_DRAWS, ProbeBudget
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 VERSION = 1
 PATIENCE = 16  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
+FIRST_PLAIN = 4  # plain rounds that are run to time them, with a learnt cost, before anything is drafted
+NEAR_PLAIN = 2  # the same near each further batch size
+PLAIN_SHARE = 0.005  # of the time that further plain rounds may lose
+LEAST_LOSS = 0.04  # share of a round that a further plain round is counted to lose, at least
+
+Cost = CostTable | Roofline | LearntCost
 CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
 
 
 class _RoundCosts:
     """Costs of one round of every candidate, tabulated by batch size and mean context length."""
 
-    def __init__(self, candidates: Sequence[SpecConfig], cost: CostTable | Roofline) -> None:
+    def __init__(self, candidates: Sequence[SpecConfig], cost: Cost) -> None:
         self.candidates = candidates
         self.cost = cost
         measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
         self.lengths = sorted({1, *measured, OCTAVES[-1]})
         self.rows: dict[int, list[list[float]]] = {}  # batch -> [mean contexts][candidates] ms
-        self._tabulate(range(1, 257))
+        if not isinstance(cost, LearntCost):  # its costs change often: only batches that run are tabulated
+            self._tabulate(range(1, 257))
 
     def at(self, batch: int, context_tokens: int) -> list[float]:
         """Return ms of a round of each candidate, interpolated between two mean context lengths."""
@@ -80,7 +88,7 @@ class _Tally:
 
 
 class SpecRule:
-    """Chooses by a cost (a measured `CostTable`, or a `Roofline`), or by a given `SpecSchedule`.
+    """Chooses by a cost (a `CostTable`, a `Roofline` or a `LearntCost`), or by a given `SpecSchedule`.
 
     Switching. For every other candidate the rule keeps the loss of not running it, in rounds. Each round adds the share
     of the round that the current candidate loses to it, or subtracts the share that it gains. The rule switches to the
@@ -96,12 +104,15 @@ class SpecRule:
     For a switch it runs on the missed tokens of all requests. For a probe it runs on those of a few requests, if the
     engine supports that (`missed` in `choose`). Besides their budget, probes may spend `catch_up_share` of the time of
     `OFF` rounds on catching up.
+
+    Learning costs. With a `LearntCost` the engine passes durations of rounds to `timed`. So that the cost of plain
+    decoding is known, the rule runs a few `OFF` rounds at the start, near every new batch size, and from time to time.
     """
 
     def __init__(
         self,
         candidates: Sequence[SpecConfig],
-        cost: CostTable | Roofline | None = None,
+        cost: Cost | None = None,
         schedule: SpecSchedule | None = None,
         *,
         start: SpecConfig | None = None,
@@ -131,7 +142,14 @@ class SpecRule:
         self._probe_requests = 0  # requests that the probe drafts for
         self._forecast = list(forecast) if forecast is not None else None  # rates a_1.. that no probe has tried yet
         self._forecast_tokens = [expected_tokens(c, forecast) if forecast else 1.0 for c in self.candidates]
-        self.cost: CostTable | Roofline | None = None
+        self._rounds = 0
+        self._plain: dict[
+            int, tuple[int, int]
+        ] = {}  # octave of the batch -> plain rounds so far, the round of the last
+        self._timings = 0
+        self._next_fit = 2  # timings
+        self._timed: SpecConfig | None = None  # the configuration of the last timing
+        self.cost: Cost | None = None
         self.schedule: SpecSchedule | None = None
         self._tally = _Tally()
         self.update(cost=cost, schedule=schedule)
@@ -139,7 +157,7 @@ class SpecRule:
     def update(
         self,
         *,
-        cost: CostTable | Roofline | None = None,
+        cost: Cost | None = None,
         schedule: SpecSchedule | None = None,
         rates: Sequence[float] | None = None,
     ) -> None:
@@ -154,6 +172,7 @@ class SpecRule:
             self.schedule = None
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
             self._costs = _RoundCosts(self.candidates, cost)
+            self._count_plain()
         elif schedule is not None:
             self.cost = None
             self.schedule = schedule
@@ -172,8 +191,37 @@ class SpecRule:
         return self.probe_budget.catch_up_share
 
     def inherit(self, former: SpecRule) -> None:
-        """Take over the probe budget of `former` and the time of its next probe. Acceptance is not taken over."""
+        """Take over the probe budget of `former`, the time of its next probe, and durations that it was told.
+
+        Acceptance is not taken over.
+        """
         self.probe_budget.take_up(former.probe_budget)
+        if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
+            self.cost.take_up(former.cost)
+            self._plain = former._plain
+            self._rounds = former._rounds
+            self._timings = former._timings
+            self._next_fit = former._next_fit
+            self._costs = _RoundCosts(self.candidates, self.cost)
+
+    def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
+        """Learn the duration of a round, if the cost is a `LearntCost`. All tensor-parallel ranks must pass the same.
+
+        The first drafting round after `OFF` counts only if no other is known, because the drafter catches up in it.
+        """
+        if not isinstance(self.cost, LearntCost):
+            return
+        former = self._timed
+        self._timed = config
+        first = self.cost.timings(config, batch) == 0
+        if former is None or (former.off and not config.off and not first):
+            return
+        self.cost.add(config, batch, context_tokens, ms)
+        self._timings += 1
+        if first or self._timings >= self._next_fit:
+            self._next_fit = self._timings + min(max(self._timings // 4, 2), 64)
+            self.cost.fit()
+            self._costs = _RoundCosts(self.candidates, self.cost)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
@@ -186,6 +234,7 @@ class SpecRule:
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self._unseen += 1
+        self._rounds += 1
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
             self._tally.ran(config)
@@ -208,7 +257,9 @@ class SpecRule:
             self._current = best
         self._follow(rates, ms, best, batch, catch_up_ms)
         self.probe_budget.earn(ms[self._current])
-        chosen = self._probing(batch, rates[self._current], ms, catch_up_ms, apart)
+        chosen = self._to_time(batch, rates)
+        if chosen < 0:
+            chosen = self._probing(batch, rates[self._current], ms, catch_up_ms, apart)
         config = self.candidates[chosen]
         tally = self._tally
         probes_after_off = chosen != self._current and self.candidates[self._current].off
@@ -288,17 +339,17 @@ class SpecRule:
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
         assert self.cost is not None
-        kind = "table" if isinstance(self.cost, CostTable) else "roofline"
+        kind = next(name for name, known in _COSTS.items() if isinstance(self.cost, known))
         return data | {kind: self.cost.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """Make a rule from JSON. Raises ValueError, CostTableError.
 
-        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
-        `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional: `start`, `margin`,
-        `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout), `probing` (as in
-        `report`), `version`.
+        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline`, `learnt`
+        (a `LearntCost`) and `schedule`. `table` is a path or a table's own JSON; `tp` selects one TP of it. Optional:
+        `start`, `margin`, `probe_share`, `catch_up_share`, `acceptance`, `forecast` (rates a_1.. of the next rollout),
+        `probing` (as in `report`), `version`.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -342,6 +393,32 @@ class SpecRule:
             self._probe_left = 0
             self.probe_budget.restart()
             self._tally.switches += 1
+
+    def _to_time(self, batch: int, rates: Sequence[float]) -> int:
+        """Return the index of `OFF` if a plain round must be timed now, with a learnt cost; else -1.
+
+        The first rounds near a batch size are free. Later ones lose at most PLAIN_SHARE of the time, so plain decoding
+        is timed often where it is nearly as good, and rarely where drafting pays.
+        """
+        if not isinstance(self.cost, LearntCost) or OFF not in self.candidates:
+            return -1
+        off = self.candidates.index(OFF)
+        near = octave(batch)
+        runs, last = self._plain.get(near, (0, self._rounds))
+        if self._current != off and runs >= (NEAR_PLAIN if self._plain.keys() - {near} else FIRST_PLAIN):
+            loses = max(1.0 - rates[off] / rates[self._current], LEAST_LOSS)
+            if (self._rounds - last) * PLAIN_SHARE < loses:
+                return -1
+        self._plain[near] = (runs + 1, self._rounds)
+        return off if self._current != off and not self._probe_left else -1
+
+    def _count_plain(self) -> None:
+        """Count the timings of plain rounds that a learnt cost holds, so that they are not run again."""
+        self._plain = {}
+        if isinstance(self.cost, LearntCost):
+            for near in range(17):
+                if known := self.cost.timings(OFF, 2**near):
+                    self._plain[near] = (known, self._rounds)
 
     def _probing(self, batch: int, rate: float, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> int:
         """Return the candidate to run: the current one, with `rate` tokens per ms and request, or one to probe."""
@@ -426,8 +503,9 @@ class SpecRule:
 
 _KEYS = {
     "version", "candidates", "start", "margin", "probe_share", "catch_up_share", "acceptance",
-    "table", "tp", "roofline", "schedule", "forecast", "probing",
+    "table", "tp", "roofline", "learnt", "schedule", "forecast", "probing",
 }  # fmt: skip
+_COSTS = {"table": CostTable, "roofline": Roofline, "learnt": LearntCost}
 
 
 def _triple(config: SpecConfig) -> list[int]:
@@ -435,15 +513,17 @@ def _triple(config: SpecConfig) -> list[int]:
 
 
 def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
-    given = [name for name in ("table", "roofline", "schedule") if data.get(name) is not None]
+    given = [name for name in (*_COSTS, "schedule") if data.get(name) is not None]
     if len(given) != 1:
         found = given or "none"
-        raise ValueError(f"speculation rule: expected exactly one of table, roofline and schedule, got {found}")
+        raise ValueError(f"speculation rule: expected exactly one of {', '.join(_COSTS)} and schedule, got {found}")
     value = data[given[0]]
     if given == ["schedule"]:
         return {"schedule": SpecSchedule.from_json(value)}
     if given == ["roofline"]:
         return {"cost": Roofline.from_json(value)}
+    if given == ["learnt"]:
+        return {"cost": LearntCost.from_json(value)}
     table = CostTable.load(value) if isinstance(value, str) else CostTable.from_json(value)
     return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
 

@@ -13,6 +13,8 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded import draft
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
@@ -271,6 +273,26 @@ def test_a_policy_decides_every_round_and_learns(model):
         engine.set_spec_rule({"candidates": [[70, 1, 71]], "roofline": Roofline.of_layers(36).to_json()})
     engine.set_schedule(SpecSchedule.fixed(OFF))
     assert engine.spec_rule_report() == {}
+
+
+def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations():
+    """All drafts are accepted (greedy, all logits 0), but computing dominates: a round with one draft computes twice
+    the tokens for twice the text, and the draft comes on top. Counting layers alone promises a gain."""
+    config, tensors = oracle.tiny(vocab=8192, hidden=128, layers=2)
+    tensors = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    engine = EmbeddedEngine(config, tensors.items(), dtype=torch.float32, candidates=[OFF, SpecConfig(1)])
+    asked = oracle.requests([[1, 2, 3]], group=64)
+    greedy = Sampling(temperature=0, max_new_tokens=40, ignore_eos=True)
+    shares = {}
+    for name, rule in {
+        "layers": {"roofline": Roofline.of_layers(12, ridge_tokens=1024).to_json()},
+        "learnt": {"learnt": LearntCost(Roofline.of_layers(12, ridge_tokens=1024)).to_json()},
+    }.items():
+        engine.set_spec_rule(rule)
+        engine.generate(asked, greedy)
+        rounds = engine.spec_rule_report()["rounds"]
+        shares[name] = rounds.get("off", 0) / sum(rounds.values())
+    assert shares["layers"] == 0 and shares["learnt"] > 0.8, shares
 
 
 def test_broken_weights_leave_nothing_behind(model):

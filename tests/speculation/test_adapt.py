@@ -1,12 +1,14 @@
 import pytest
 
 from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 
 def adapter() -> Adapter:
-    return Adapter((0, 1, 3), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
+    cost = Roofline.of_layers(12, ridge_tokens=256.0)
+    return Adapter((0, 1, 3), "", cost, margin=0.01, probe_share=0.01, learn=False)
 
 
 def test_engines_accept_the_rule_and_learn_on_from_it():

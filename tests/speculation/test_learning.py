@@ -10,6 +10,7 @@ from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, SpecConfig
 
@@ -17,7 +18,7 @@ TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.jso
 
 
 def learning(deepest=3, table="", **options):
-    return Learning(Adapter((0, 1, deepest), table, 12, 128.0, 0.01, 0.01), **options)
+    return Learning(Adapter((0, 1, deepest), table, Roofline.of_layers(12), 0.01, 0.01), **options)
 
 
 def rounds(k, *accepted):
@@ -40,7 +41,7 @@ def taught():
 def test_learned_state_survives_a_checkpoint():
     former, later = taught(), learning(depth=3)
     assert later.restore(json.loads(json.dumps(former.state()))) == ""
-    assert later.rule() == former.rule() and later.forecasts
+    assert later.rule() == former.rule() and later.renews
     assert later.accept_length(SpecConfig(3)) == former.accept_length(SpecConfig(3))
     assert later.observe([rounds(3, 10, 0, 0, 90)], []) == former.observe([rounds(3, 10, 0, 0, 90)], [])
     assert later.state() == former.state()
@@ -81,5 +82,5 @@ def test_the_times_of_rounds_scale_the_table_if_that_is_wanted():
 def test_engines_without_a_rule_get_no_forecast():
     made = learning(depth=3, adaptive=False)
     found = made.expect(prediction(0.5))
-    assert "predict/next_tokens_k3" in found and "spec/prior_1" not in found and not made.forecasts
+    assert "predict/next_tokens_k3" in found and "spec/prior_1" not in found and not made.renews
     assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.prior import DRAWS, Prior
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, SpecConfig
 
@@ -21,7 +22,7 @@ def rollout(rates, rng):
 
 def errors(truth, forecasts, seed=0, until=None):
     """Mean absolute error of a_1 over the later half: (the belief, what was seen lately, the forecast), and drafts."""
-    adapter = Adapter((0, 1, STEPS), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
+    adapter = Adapter((0, 1, STEPS), "", cost=Roofline.of_layers(12, ridge_tokens=256.0), margin=0.01, probe_share=0.01)
     rng, found, draws = np.random.default_rng(seed), [], []
     for rate, forecast in zip(truth, forecasts, strict=True):
         record = adapter.expect([forecast] * STEPS)
@@ -64,7 +65,7 @@ def test_a_forecast_without_information_costs_no_more_than_noise(forecast, drift
 
 
 def test_before_anything_was_seen_the_forecast_is_all_there_is():
-    adapter = Adapter((0, 1, STEPS), "", target_layers=12, ridge_tokens=256.0, margin=0.01, probe_share=0.01)
+    adapter = Adapter((0, 1, STEPS), "", cost=Roofline.of_layers(12, ridge_tokens=256.0), margin=0.01, probe_share=0.01)
     record = adapter.expect([0.9, 0.8, 0.7])
     assert record["spec/prior_forecast_share"] == 1 and record["spec/prior_1"] == pytest.approx(0.9, abs=0.01)
     assert adapter.expect(None) == {} and "acceptance" in adapter.rule()

@@ -28,6 +28,7 @@ from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Sampling, SpecConfig
 from megatron_rlspec.weights.detectors import HealthSettings
 
@@ -121,15 +122,13 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
     if not configs:
         return None
     config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
-    layers = config.get("text_config", config)["num_hidden_layers"]
     spec = SpecSection()
     table = getattr(args, "rlspec_cost_table", "")
     steps = sorted({config.num_steps for config in configs})
     adapter = Adapter(
         steps,
         table,
-        layers,
-        ridge_tokens=spec.ridge_tokens,
+        Roofline.of_model(config.get("text_config", config), spec.ridge_tokens),
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,

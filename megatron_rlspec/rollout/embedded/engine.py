@@ -25,6 +25,7 @@ from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, RoundRunner, scratch
 from megatron_rlspec.speculation.acceptance import histogram_of
+from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
@@ -395,9 +396,12 @@ class EmbeddedEngine:
         drafting = np.full(len(rows), True) if config.off else self.rounds.can_draft(rows)
         verified = self.rounds.verified
         committed = self.rounds.round(rows, config)
+        took = (time.perf_counter() - began) * 1e3
         accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
         if isinstance(schedule, SpecRule):
             schedule.observe(config, accepted, len(rows) - len(accepted))
+            if isinstance(schedule.cost, LearntCost) and len(accepted) == len(rows):
+                schedule.timed(config, len(rows), context, self._agreed(took))
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
             limit = min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
@@ -410,6 +414,13 @@ class EmbeddedEngine:
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
         self._note(config, len(runs), 1, ms, context, counts)
+
+    def _agreed(self, ms: float) -> float:
+        """Return the mean of all tensor-parallel ranks, so that they choose the same."""
+        if self.model.comm.size == 1:
+            return ms
+        own = torch.tensor(ms, dtype=torch.float64, device=self.model.device)
+        return float(self.model.comm.sum(own)) / self.model.comm.size
 
     def _note(
         self, config: SpecConfig, batch: int, rounds: int, ms: float, context: int, accepted: Sequence[int]
