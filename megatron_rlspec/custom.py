@@ -1,12 +1,14 @@
-"""A loss, an advantage or a drafter's loss of your own, as `module:function`: what each is given and must return.
+"""A loss, an advantage, a drafter's loss or a rollout of your own, as `module:function`: what each is given and must
+return.
 
     algorithm.loss       PolicyLoss     in place of the clipped policy-gradient loss
     algorithm.advantage  Advantage      in place of the group-relative advantage
     drafter.loss         DrafterLoss    in place of ce, forward_kl, reverse_kl and tv
+    rollout.function     Turns          in place of one reply to each prompt
 
-Functions are called with one argument, an object of the dataclass below, and are found from the working directory.
-`examples/custom_loss/` has one of each. T: packed positions of one micro-batch on this rank; C: rows of one chunk;
-V: vocabulary; n: samples of one group.
+Functions are called with one argument, an object of a class below, and are found from the working directory.
+`examples/custom_loss/` and `examples/calculator/` have one of each. T: packed positions of one micro-batch on this
+rank; C: rows of one chunk; V: vocabulary; n: samples of one group.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from megatron_rlspec.rollout.conversation import Conversation
     from megatron_rlspec.types import Sample
 
 
@@ -115,6 +118,15 @@ class DrafterLoss(Protocol):
     def __call__(self, rows: DrafterRows, /) -> Tensor: ...
 
 
+class Turns(Protocol):
+    """Draw one sample in several turns. Return None, or the sample's reward in place of `reward.kind`'s.
+
+    Conversations run in threads, so the function must not change state that another call of it reads.
+    """
+
+    def __call__(self, conversation: Conversation, /) -> float | None: ...
+
+
 class FunctionError(ConfigError):
     """A function of the user's own raised an exception. The other ranks may not meet it, so every rank prints it."""
 
@@ -169,6 +181,7 @@ def check(config: Config) -> None:
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
         ("drafter.loss", config.drafter.loss),
+        ("rollout.function", config.rollout.function),
     ):
         if is_function(name):
             load(option, name)

@@ -1,4 +1,5 @@
 """Read prompts and demonstrations from JSONL and Parquet, in slime's format, and draw them in a reproducible order.
+Prompts can also be questions of an environment (`environments.py`).
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
 instead of a label. An error names file and line of the row. Rows that are too long are dropped and counted; no other
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_rlspec import files
+from megatron_rlspec import environments, files
 from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.types import Prompt, Sample
 
@@ -109,13 +110,62 @@ class Source(Generic[Row]):
         """Return the next `count` rows. A row can come twice at the end of an epoch."""
         return [self.rows[i] for i in self.order.take(count)]
 
+    def state(self) -> dict[str, int]:
+        """Return the state for `restore`."""
+        return self.order.state()
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue at the place of `state`. Raises DataError, as `Order.restore`."""
+        self.order.restore(state)
+
 
 class Prompts(Source[Prompt]):
-    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError."""
+    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError.
+
+    level  of an environment's curriculum; None: the prompts have no levels, or `data.raise_level_at` is 0
+    """
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+        self._source = str(path)
+        self._tokenizer = tokenizer
+        self._config = config
+        self._threshold = config.data.raise_level_at
+        self.level: int | None = None
+        if self._threshold:
+            try:
+                self.hardest = environments.hardest(self._source)
+                self.level = environments.first_level(self._source)
+            except environments.TaskError as error:
+                raise DataError(f"data.raise_level_at={self._threshold:g}: {error}") from None
+        self._read()
+
+    def raise_level(self, reward: float) -> bool:
+        """Take the next level if `reward`, the mean of a step, reaches `data.raise_level_at`. Returns whether it did.
+
+        The new level's rows are drawn in an order of their own, from the start.
+        """
+        if self.level is None or self.level >= self.hardest or reward < self._threshold:
+            return False
+        self.level += 1
+        self._read()
+        return True
+
+    def state(self) -> dict[str, int]:
+        return self.order.state() | ({} if self.level is None else {"level": self.level})
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        if self.level is not None:
+            level = state.get("level")
+            if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= self.hardest:
+                raise DataError(f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}")
+            self.level = level
+            self._read()
+        super().restore(state)
+
+    def _read(self) -> None:
+        config = self._config
         longest = config.model.max_length - config.rollout.max_new_tokens
-        rows, dropped = read_prompts(path, config.data, tokenizer, longest)
+        rows, dropped = read_prompts(self._source, config.data, self._tokenizer, longest, self.level)
         super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
 
 
@@ -152,11 +202,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: str | Path, level: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of every row. The place is "file:line" for JSONL and "file: row n" for Parquet.
 
-    Raises DataError.
+    `level` is that of an environment's curriculum. Raises DataError.
     """
+    if environments.is_source(str(path)):
+        try:
+            yield from environments.rows(str(path), level)
+        except environments.TaskError as error:
+            raise DataError(str(error)) from None
+        return
     path = Path(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
@@ -192,7 +248,11 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
 
 
 def read_prompts(
-    path: str | Path, options: DataConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    path: str | Path,
+    options: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    level: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
@@ -200,7 +260,7 @@ def read_prompts(
     tokens are added to it. Raises DataError, also if no prompt is short enough.
     """
     rows = []
-    for where, row in read_rows(path):
+    for where, row in read_rows(path, level):
         text = _text(where, row, options, tokenizer)
         rows.append((text, _label(where, row, options.label_key), _metadata(where, row, options.metadata_key)))
     prompts = []
@@ -340,16 +400,20 @@ def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | li
 def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text that the policy continues. Raises DataError."""
     prompt = _prompt(where, row, options)
-    text = _render_chat(where, prompt, tokenizer) if options.apply_chat_template else str(prompt)
+    text = _render_chat(where, prompt, tokenizer, options.system_prompt) if options.apply_chat_template else str(prompt)
     if not text:
         raise DataError(f"{where}: the prompt is empty")
     return text
 
 
-def _render_chat(where: str, prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _render_chat(
+    where: str, prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, system_prompt: str
+) -> str:
     if tokenizer.chat_template is None:
         raise DataError(f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and can raise any error

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec import data, files
+from megatron_rlspec import custom, data, files
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
@@ -135,7 +136,7 @@ class Rollouts:
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # of the newest rollout, rewards included
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
-        self._drawing: list[str] = []  # ids of the running requests
+        self._drawing: Collection[str] = ()  # ids of the running requests
         self._closed = threading.Event()
         self.thread = ThreadPoolExecutor(1, "rollout")
         self.ahead: Future[tuple[list[Group], float]] | None = None
@@ -146,6 +147,10 @@ class Rollouts:
         self.restarted = 0  # engines that were restarted since the last record
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
+        self.conversations = None
+        if rollout.function:
+            function = custom.load("rollout.function", rollout.function)
+            self.conversations = Conversations(function, self.engines, self.tokenizer)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
@@ -227,12 +232,12 @@ class Rollouts:
         """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are drawn"
-        order = prompts.order.state()
+        order = prompts.state()
         began = time.perf_counter()
         try:
             return self._fill(step, prompts), time.perf_counter() - began
         except BaseException:
-            prompts.order.restore(order)
+            prompts.restore(order)
             raise
 
     def _fill(self, step: int, source: data.Prompts) -> list[Group]:
@@ -254,6 +259,11 @@ class Rollouts:
             dropped += len(prompts) - len(groups)
             kept += groups
         self._record_failures(f"step {step}", drawn, failures)
+        reward = float(np.mean([sample.reward for group in kept for sample in group.samples]))
+        if source.raise_level(reward):
+            self.recorder.event(
+                "curriculum", f"step {step}: mean reward {reward:.3f}, level {source.level} from here on"
+            )
         return kept
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
@@ -271,20 +281,29 @@ class Rollouts:
             for i in range(samples):
                 seed = _seed(self.config.train.seed, salt, prompt.id, i)
                 requests.append(Request(f"{name}-p{row:05d}-n{i:04d}", prompt, seed))
-        self._check_cancelled()
-        self._drawing = [request.id for request in requests]
-        try:
-            drawn = self.engines.generate(requests, self.sampling)
-        finally:
-            self._drawing = []
-        self._check_cancelled()
-        self._record_losses()
+        drawn = self._answer(requests)
         for sample in drawn:
             sample.text = self.decode(sample.response)
-        failures = self.scorer.score(drawn)
+        failures = self.scorer.score([sample for sample in drawn if "own_reward" not in sample.metadata])
         self._check_cancelled()
         groups = [Group(prompt, drawn[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts)]
         return groups, failures
+
+    def _answer(self, requests: Sequence[Request]) -> list[Sample]:
+        """Draw one sample per request, in one reply each or by the user's function."""
+        self._check_cancelled()
+        try:
+            if self.conversations is None:
+                self._drawing = [request.id for request in requests]
+                drawn = self.engines.generate(requests, self.sampling)
+            else:
+                self._drawing = self.conversations.running
+                drawn = self.conversations.draw(requests, self.sampling)
+        finally:
+            self._drawing = ()
+        self._check_cancelled()
+        self._record_losses()
+        return drawn
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
@@ -297,7 +316,7 @@ class Rollouts:
                 self.scorer.interrupt()
                 for engine in self.engines.engines if self._drawing else ():
                     with suppress(EngineError):
-                        engine.abort(self._drawing)
+                        engine.abort(list(self._drawing))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without special tokens."""

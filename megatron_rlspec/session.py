@@ -347,7 +347,7 @@ class Session:
         return path
 
     def _write_state(self) -> None:
-        state: dict[str, Any] = {"data": self.data.order.state()}
+        state: dict[str, Any] = {"data": self.data.state()}
         drawn: list[Group] = []
         if self.generates:
             state |= self.rollouts.state()
@@ -364,7 +364,7 @@ class Session:
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
         self.trainer.load(path)
-        self.data.order.restore(state["data"])
+        self.data.restore(state["data"])
         self.done = state["step"]
         return state, drawn
 

@@ -52,8 +52,8 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def setup(self, python=""):
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+    def setup(self, python="", compiler="no-compiler"):
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "CC": compiler}
         command = ["bash", str(self.root / "tools/setup_cpu.sh")]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.folder)
         return done.returncode, done.stderr
@@ -93,6 +93,12 @@ def test_a_cuda_build_of_torch_gets_its_libraries_on_3_12(machine):
     machine.torch("Requires-Dist: filelock\nRequires-Dist: nvidia-cudnn-cu13==9.20.0.48\n")
     assert machine.setup(machine.python("3.12")) == (0, "")
     assert machine.installed() == ["requirements/cpu-py312.txt", "requirements/cuda-libraries.txt"]
+
+
+def test_a_c_compiler_builds_the_tasks(machine):
+    machine.torch()
+    assert machine.setup(machine.python("3.11"), compiler="true") == (0, "")
+    assert machine.installed() == ["requirements/cpu.txt", "requirements/tasks.txt"]
 
 
 def test_a_changed_lock_is_installed_again(machine):

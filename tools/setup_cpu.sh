@@ -21,7 +21,7 @@ if [ -x .venv/bin/python ]; then
     there=$(version .venv/bin/python) || there=broken
     [ "$there" = "$found" ] || stop ".venv is of Python $there, not $found; remove it (rm -r .venv) or unset PYTHON"
 fi
-stamp=.venv/installed-$(sha256sum "${locks[@]}" pyproject.toml setup.py | sha256sum | cut -c1-16)
+stamp=.venv/installed-$(sha256sum "${locks[@]}" requirements/tasks.txt pyproject.toml setup.py | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && exit 0
 
 echo "setup: installing $(grep -c == "${locks[0]}") pinned packages into .venv (once, a few minutes)"
@@ -37,5 +37,10 @@ sys.exit(not any(need.startswith("nvidia-") for need in requires("torch") or ())
     install -r "${locks[1]}"
 fi
 failed=$(.venv/bin/python -c 'import torch' 2>&1) || stop "torch does not load: ${failed##*$'\n'}"
+if command -v "${CC:-cc}" >/dev/null; then
+    install -r requirements/tasks.txt
+else
+    echo "setup: no C compiler (${CC:-cc}), so reasoning_gym is left out; only data.path=reasoning_gym:TASK and its tests need it"
+fi
 install --no-build-isolation -e .
 touch "$stamp"

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from megatron_rlspec import environments
 from megatron_rlspec.config.base import Name, Section, Text
 
 
 class DataConfig(Section):
-    path: Text = Field("", description="training prompts: a .jsonl or .parquet file in slime's format")
-    eval_path: Text = Field("", description="held-out prompts in the same format; empty: no evaluation")
+    path: Text = Field(
+        "",
+        description="training prompts: a .jsonl or .parquet file in slime's format, or reasoning_gym:TASK?OPTION=VALUE",
+    )
+    eval_path: Text = Field("", description="held-out prompts, as for path; empty: no evaluation")
     prompt_key: Name = Field("prompt", description="column of the prompt: text, or chat messages")
     label_key: Text = Field("label", description="column of the right answer, which the reward gets; empty: no labels")
     metadata_key: Text = Field("metadata", description="optional column with an object, which the reward gets too")
     apply_chat_template: bool = Field(False, description="format prompts with the tokenizer's chat template")
+    system_prompt: Text = Field(
+        "", description="system message of the chat template, for prompts without one; empty: none"
+    )
+    raise_level_at: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="mean reward of a step from which reasoning_gym's curriculum goes to its next level; 0: never",
+    )
     shuffle: bool = Field(True, description="draw prompts in a new random order every epoch, seeded by train.seed")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.system_prompt and not self.apply_chat_template:
+            raise ValueError("system_prompt needs apply_chat_template=true, which writes it into the prompt")
+        if self.raise_level_at and not environments.is_source(self.path):
+            raise ValueError(
+                f"raise_level_at={self.raise_level_at:g}, but path={self.path} has no levels; expected "
+                f"path={environments.PREFIX}TASK"
+            )
+        return self

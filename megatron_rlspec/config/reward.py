@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import FUNCTION, Count, Name, Seconds, Section
 
-KINDS = "exact, math, module:function or an http(s) address"
+BUILT_IN = ("exact", "math", "reasoning_gym")
+KINDS = f"{', '.join(BUILT_IN)}, module:function or an http(s) address"
 SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float"
 
 
@@ -18,6 +19,7 @@ class RewardConfig(Section):
     kind: Name = Field(
         "exact",
         description="exact: response (or what follows its last #) equals the label; math: equal as mathematics; "
+        "reasoning_gym: the task's own score of what stands in <answer></answer>, else of the whole response; "
         f"module:function, called as {SIGNATURE}; or an http(s) address that gets the four as JSON by POST and "
         'answers a number or {"reward": number}',
     )
@@ -30,7 +32,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _known_kind(self) -> RewardConfig:
         kind = self.kind
-        if kind in ("exact", "math") or FUNCTION.fullmatch(kind):
+        if kind in BUILT_IN or FUNCTION.fullmatch(kind):
             return self
         if "://" not in kind:
             raise ValueError(f"kind={kind}: unknown reward; expected {KINDS}")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Name, Seconds, Section, Tokens
+from megatron_rlspec.config.base import FUNCTION, Count, Name, Seconds, Section, Text, Tokens
 from megatron_rlspec.config.model import LONGEST
 from megatron_rlspec.config.reward import address_problem
 
@@ -23,6 +23,11 @@ class RolloutConfig(Section):
         "key is read from the environment variable RLSPEC_API_KEY",
     )
     engines: Annotated[int, Field(gt=0, le=1024)] = Field(1, description="engines to launch if urls is empty")
+    function: Text = Field(
+        "",
+        description="module:function(conversation) that draws a sample in several turns, with a tool or an "
+        "environment between them; empty: one reply to each prompt",
+    )
     prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(32, description="prompts of one RL step")
     samples_per_prompt: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         8, description="responses to each prompt: the GRPO group size"
@@ -46,6 +51,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
+        if self.function and not FUNCTION.fullmatch(self.function):
+            raise ValueError(f"function={self.function}: expected module:function")
         if self.top_k == 0:
             raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
         if 0 < self.temperature < 0.001:

@@ -115,6 +115,12 @@ def build(kind: str, limit: float) -> Reward:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         math_reward("", "1", "1", {})  # imports the library and builds its parsers before the first sample
         return math_reward
+    if kind == "reasoning_gym":
+        import reasoning_gym  # noqa: F401  takes seconds: before the first sample
+
+        from megatron_rlspec import environments
+
+        return environments.score
     if kind.startswith(("http://", "https://")):
         return http_reward(kind, limit)
     return named_function(kind)

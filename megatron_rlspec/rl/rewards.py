@@ -23,12 +23,13 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.config.reward import BUILT_IN
 from megatron_rlspec.rl.reward_worker import STARTED, exact
 from megatron_rlspec.types import Sample
 
 START_SECONDS = 120.0  # a reward's module may import heavy libraries
 STOP_SECONDS = 5.0  # for a guard to kill what its worker started
-KINDS = "exact, math, module:function, http://... and https://..."
+KINDS = f"{', '.join(BUILT_IN)}, module:function, http://... and https://..."
 
 
 class Scorer:
@@ -37,6 +38,7 @@ class Scorer:
     `options.kind` is one of
     exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
     math             1 if math-verify finds text and label equal; else 0
+    reasoning_gym    the score of the task that the prompt comes from (`environments.score`)
     module:function  called as function(prompt=..., response=..., label=..., metadata=...); returns a number. The module
                      is imported from the working directory
     http(s)://...    receives the same four values as a JSON object by POST; answers a number or {"reward": number}
@@ -46,7 +48,7 @@ class Scorer:
 
     def __init__(self, options: RewardConfig) -> None:
         kind = options.kind
-        if kind not in ("exact", "math") and (":" not in kind or ("://" in kind and not kind.startswith("http"))):
+        if kind not in BUILT_IN and (":" not in kind or ("://" in kind and not kind.startswith("http"))):
             raise ConfigError(f"reward.kind={kind}: expected one of {KINDS}")
         self.options = options
         self._interrupted = threading.Event()

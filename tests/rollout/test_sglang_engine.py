@@ -25,6 +25,7 @@ from megatron_rlspec import environment
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
+from megatron_rlspec.rollout.conversation import Conversation, Conversations
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -286,6 +287,42 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGL
     assert [texts(turn) for turn in always] == [texts(turn) for turn in again]
     assert [s.accepted for s in again[1]] == [s.accepted for s in always[1]]
     assert any(sum(s.accepted[1:]) > 10 for s in always[1])
+
+
+def test_a_conversation_is_one_sample(engines: dict[str, SGLangEngine]) -> None:
+    """Turns without a tool are the text of one reply. With a tool, drafts change no text."""
+
+    class Ids:
+        def decode(self, tokens: np.ndarray, skip_special_tokens: bool = False) -> str:
+            return " ".join(str(int(token)) for token in tokens)
+
+        def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+            return {"input_ids": [int(token) for token in text.split()]}
+
+    def in_pieces(conversation: Conversation) -> None:
+        while conversation.remaining and not conversation.finished:
+            conversation.reply(max_new_tokens=7)
+
+    def with_tool(conversation: Conversation) -> None:
+        conversation.reply(max_new_tokens=9)
+        conversation.append("5 6 7")
+        conversation.reply()
+
+    def drawn(function: Callable[[Conversation], None]) -> list[Sample]:
+        conversations = Conversations(function, EnginePool([engine]), Ids())
+        return conversations.draw(requests(6, "talk"), Sampling(temperature=0.3, max_new_tokens=30))
+
+    engine = engines["adaptive"]
+    try:
+        engine.set_schedule(k(3))
+        whole = engine.generate(requests(6, "whole"), Sampling(temperature=0.3, max_new_tokens=30))
+        assert texts(drawn(in_pieces)) == texts(whole)
+        drafted = drawn(with_tool)
+        engine.set_schedule(SpecSchedule.fixed(OFF))
+        assert texts(drawn(with_tool)) == texts(drafted)
+    finally:
+        engine.set_schedule(k(3))
+    assert any(first > 12 for sample in drafted for first, _ in sample.accepted_spans)
 
 
 def test_a_table_without_step_0_never_chooses_step_0(engines: dict[str, SGLangEngine]) -> None:

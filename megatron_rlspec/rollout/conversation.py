@@ -1,0 +1,227 @@
+"""Samples of several turns: a function of the user's talks to the engine, a tool and an environment.
+
+The function gets a `Conversation` (rollout.function = module:function). It asks the policy for a reply, appends what a
+tool or the environment answers, and goes on. All turns of a conversation make one `Sample`: replies are trained, all
+other tokens have loss mask 0. `examples/calculator/` is a worked example. slime's counterpart is its custom generate
+function (slime/rollout/sglang_rollout.py, `--custom-generate-function-path`).
+
+Conversations run in threads, so while one waits for its tool the engine decodes the others. A prompt's conversations
+stay on one engine, whose prefix cache holds their turns. All turns of a sample have one seed, and noise is keyed by the
+position in the sample, so under the position-keyed verifier the text depends on no timing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.types import Request, Sample, Sampling, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_THREADS = 1024
+
+
+class _Ended(BaseException):
+    """The conversation cannot go on. No Exception, so a function's own `except Exception` does not catch it."""
+
+
+class Conversation:
+    """One sample while it is drawn.
+
+    prompt     the task, with `label` and `metadata`
+    sampling   temperature, top_p and top_k of the run; `max_new_tokens` bounds all tokens after the prompt
+    tokenizer  of the model
+    text       everything after the prompt
+    finished   whether the last reply ended with the model's end-of-sequence token or a stop token
+    remaining  tokens that may still follow
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase,
+        draw: Callable[[Request, Sampling], Sample],
+    ) -> None:
+        self.prompt = request.prompt
+        self.sampling = sampling
+        self.tokenizer = tokenizer
+        self.finished = False
+        self._request = request
+        self._draw = draw
+        self._status: Status = "truncated"
+        self._turns = 0
+        self._tokens: list[int] = []
+        self._trained: list[bool] = []
+        self._logprobs: list[float] = []
+        self._spans: list[tuple[int, int, int]] = []
+        self._accepted: list[int] = []
+        self._drafted: list[tuple[int, int]] = []
+
+    @property
+    def remaining(self) -> int:
+        return self.sampling.max_new_tokens - len(self._tokens)
+
+    @property
+    def text(self) -> str:
+        return str(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
+
+    def reply(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> str:
+        """Let the policy continue and return its text; "" if no token may follow.
+
+        The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, after `max_new_tokens`, or
+        where nothing remains.
+        """
+        most = self.remaining if max_new_tokens is None else min(max_new_tokens, self.remaining)
+        if most < 1:
+            self.finished = False
+            self._status = "truncated"
+            return ""
+        so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
+        turn = Request(
+            f"{self._request.id}-t{self._turns:04d}", replace(self.prompt, tokens=so_far), self._request.seed
+        )
+        drawn = self._draw(turn, replace(self.sampling, max_new_tokens=most, stop_token_ids=tuple(stop_token_ids)))
+        self._turns += 1
+        self._add(drawn)
+        self._status = drawn.status
+        self.finished = drawn.status == "finished"
+        if drawn.status == "aborted":
+            raise _Ended
+        return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
+
+    def append(self, text: str) -> None:
+        """Append text that the policy did not write; it is read, and not trained. Text past the limit is cut.
+
+        Special tokens in it, such as those of a chat template, are recognised.
+        """
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.remaining]
+        self._tokens += ids
+        self._trained += [False] * len(ids)
+        self._logprobs += [0.0] * len(ids)
+
+    def _add(self, drawn: Sample) -> None:
+        start = len(self._tokens)
+        self._tokens += drawn.response.tolist()
+        self._trained += [True] * len(drawn.response)
+        self._logprobs += drawn.behaviour_logprobs[drawn.prompt_len :].tolist()
+        self._spans += [(version, start + first, start + last) for version, first, last in drawn.policy_versions]
+        self._drafted += [(start + first, start + last) for first, last in drawn.accepted_spans]
+        self._accepted += [0] * (len(drawn.accepted) - len(self._accepted))
+        for accepted, rounds in enumerate(drawn.accepted):
+            self._accepted[accepted] += rounds
+
+    def sample(self) -> Sample:
+        """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
+        prompt = np.zeros(len(self.prompt.tokens), np.float32)
+        changes = [span for i, span in enumerate(self._spans) if i == 0 or span[0] != self._spans[i - 1][0]]
+        versions = [version for version, _, _ in changes]
+        ends = [first for _, first, _ in changes[1:]] + [len(self._tokens)]
+        starts = [0, *ends[:-1]]
+        return Sample(
+            request_id=self._request.id,
+            prompt=self.prompt,
+            tokens=np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)]),
+            loss_mask=np.concatenate([prompt, np.asarray(self._trained, np.float32)]),
+            behaviour_logprobs=np.concatenate([prompt, np.asarray(self._logprobs, np.float32)]),
+            status=self._status,
+            policy_versions=tuple(zip(versions, starts, ends, strict=True)) if versions else (),
+            accepted=tuple(self._accepted),
+            accepted_spans=tuple(self._drafted),
+        )
+
+
+class Conversations:
+    """Draws samples of several turns. `running` holds the ids of the requests that engines hold now."""
+
+    def __init__(
+        self, function: Callable[[Conversation], Any], engines: EnginePool, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.running: dict[str, None] = {}
+        self._function = function
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+
+    def draw(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        """Return one sample per request, in their order. One whose function returned a number has it as its reward,
+        and `metadata["own_reward"]`.
+
+        Raises EngineError if no engine is left, FunctionError if the function raised, and ConfigError if it returned
+        something else than None or a finite number, or asked for no reply. The other conversations are ended first.
+        """
+        self._failure = None
+        with ThreadPoolExecutor(min(len(requests), MOST_THREADS) or 1, "conversation") as threads:
+            samples = list(threads.map(lambda request: self._converse(request, sampling), requests))
+        if self._failure is not None:
+            raise self._failure
+        return samples
+
+    def _converse(self, request: Request, sampling: Sampling) -> Sample:
+        conversation = Conversation(request, sampling, self._tokenizer, self._reply)
+        try:
+            if self._failure is not None:
+                raise _Ended
+            reward = self._function(conversation)
+            sample = conversation.sample()
+            if reward is not None:
+                sample.reward = _number(reward)
+                sample.metadata["own_reward"] = True
+            if not sample.loss_mask.any():
+                raise ConfigError("rollout.function: the function asked for no reply; expected at least one")
+        except _Ended:
+            return conversation.sample()
+        except Exception as error:  # the function's own code can raise any error
+            self._fail(error)
+            return conversation.sample()
+        return sample
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first failure, and abort what engines decode for the other conversations."""
+        with self._lock:
+            self._failure = self._failure or error
+        for engine in self._engines.engines:
+            try:
+                engine.abort(list(self.running))
+            except EngineError:  # a lost engine is dropped by the next call that needs it
+                continue
+
+    def _reply(self, request: Request, sampling: Sampling) -> Sample:
+        self.running[request.id] = None
+        try:
+            while self._failure is None:
+                engines = self._engines.engines
+                engine = engines[request.prompt.id % len(engines)]
+                try:
+                    return engine.generate([request], sampling)[0]
+                except EngineError as error:
+                    with self._lock:
+                        self._engines.drop(engine, error)
+        except EngineError as error:  # no engine is left
+            self._fail(error)
+        finally:
+            del self.running[request.id]
+        raise _Ended
+
+
+def _number(value: Any) -> float:
+    """Return a function's reward. Raises ConfigError."""
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise ConfigError(f"rollout.function: the function returned {value!r}; expected None or a finite number")
+    return reward

@@ -1,0 +1,190 @@
+"""Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec import custom
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.conversation import Conversations
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
+
+torch.set_num_threads(1)
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+LONG = Sampling(temperature=0.7, max_new_tokens=24)
+K3 = SpecConfig(3)
+TOOL = "HI"  # two tokens
+
+
+class Letters:
+    """A tokenizer whose token i is the letter chr(64 + i)."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join(chr(64 + token) for token in tokens)
+
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [ord(letter) - 64 for letter in text]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(drafter="close", sharpness=2.0)
+
+
+def drawn(model, function, spec=K3, sampling=LONG, group=2):
+    engine = oracle.engine_of(*model, spec)
+    return Conversations(function, EnginePool([engine]), Letters()).draw(
+        oracle.requests(PROMPTS, group=group), sampling
+    )
+
+
+def three_turns(conversation):
+    for _ in range(2):
+        conversation.reply(max_new_tokens=5)
+        conversation.append(TOOL)
+    conversation.reply()
+
+
+def test_turns_without_a_tool_are_one_sample(model):
+    """Replies of 5 tokens each are the text, log-probs and versions of one reply of 24."""
+
+    def in_pieces(conversation):
+        while conversation.remaining and not conversation.finished:
+            conversation.reply(max_new_tokens=5)
+
+    whole = oracle.engine_of(*model, SpecConfig(3)).generate(oracle.requests(PROMPTS, group=2), LONG)
+    for one, other in zip(whole, drawn(model, in_pieces), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.status == other.status
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-12)
+        assert one.policy_versions == other.policy_versions and (one.loss_mask == other.loss_mask).all()
+
+
+def test_the_tools_text_is_read_and_not_trained(model):
+    naive = oracle.Oracle(*model)
+    for sample in drawn(model, three_turns, group=1):
+        response = Letters().decode(sample.response)
+        written = np.zeros(len(response), bool)
+        for start in [i for i in range(len(response)) if response[i : i + 2] == TOOL][:2]:
+            written[start : start + 2] = True
+        mask = sample.loss_mask[sample.prompt_len :]
+        assert written.sum() == 4 and (mask == ~written).all() and not sample.loss_mask[: sample.prompt_len].any()
+        logprobs = torch.log_softmax(naive.logits(sample.tokens.tolist()) / LONG.temperature, -1)
+        for i in range(sample.prompt_len, len(sample.tokens)):
+            expected = float(logprobs[i - 1, sample.tokens[i]]) if sample.loss_mask[i] else 0.0
+            assert abs(sample.behaviour_logprobs[i] - expected) < 1e-6
+        spans = sample.policy_versions
+        assert [first for _, first, _ in spans] == [0, *(last for *_, last in spans[:-1])]
+        assert spans[-1][2] == len(response)
+        drafts = sum(accepted * rounds for accepted, rounds in enumerate(sample.accepted))
+        assert 0 < sum(last - first for first, last in sample.accepted_spans) <= drafts  # a reply's limit cuts drafts
+        for first, last in sample.accepted_spans:
+            assert mask[first:last].all()
+
+
+def test_drafts_go_on_over_turns_and_change_no_text(model):
+    plain = drawn(model, three_turns, OFF)
+    drafted = drawn(model, three_turns)
+    assert [s.tokens.tolist() for s in plain] == [s.tokens.tolist() for s in drafted]
+    assert not any(s.accepted_spans for s in plain)
+    after = [any(first >= 7 for first, _ in s.accepted_spans) for s in drafted]  # turn 1 and its tool take 7 tokens
+    assert sum(after) >= len(after) - 1
+
+
+def test_a_token_that_stops_a_reply(model):
+    def until_letter(conversation):
+        conversation.append("AB")
+        said = conversation.reply(stop_token_ids=[9, 4])
+        conversation.append("C")
+        return float(said[-1] in "ID" and conversation.finished)
+
+    samples = drawn(model, until_letter)
+    assert {s.reward for s in samples} == {0.0, 1.0} or all(s.reward == 1.0 for s in samples)
+    for sample in samples:
+        assert sample.metadata["own_reward"] is True
+        assert sample.loss_mask[sample.prompt_len :][:2].tolist() == [0, 0]
+        assert sample.policy_versions == ((0, 0, len(sample.response)),)
+
+
+def test_no_token_past_the_limit(model):
+    def greedy(conversation):
+        assert conversation.reply(max_new_tokens=3) and conversation.remaining == 5 - 3
+        conversation.append("ABCDEFG")
+        assert conversation.remaining == 0 and conversation.reply() == ""
+
+    samples = drawn(model, greedy, sampling=Sampling(max_new_tokens=5, ignore_eos=True))
+    assert {len(s.response) for s in samples} == {5} and {s.status for s in samples} == {"truncated"}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda conversation: 1 / 0, "rollout.function=m:f: ZeroDivisionError: division by zero"),
+        (lambda conversation: conversation.reply(), "returned '.*'; expected None or a finite number"),
+        (lambda conversation: conversation.append("A"), "the function asked for no reply"),
+    ],
+)
+def test_a_wrong_function_ends_the_rollout_in_one_line(model, monkeypatch, function, expected):
+    monkeypatch.setitem(__import__("sys").modules, "m", type("m", (), {"f": staticmethod(function)}))
+    with pytest.raises(ConfigError, match=expected):
+        drawn(model, custom.load("rollout.function", "m:f"))
+
+
+class Lost:
+    """An engine that fails after its first answer."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.answers = 0
+
+    def generate(self, requests, sampling):
+        self.answers += 1
+        if self.answers > 1:
+            raise EngineError("lost")
+        return self.engine.generate(requests, sampling)
+
+    def abort(self, request_ids):
+        raise EngineError("lost")
+
+    def close(self):
+        pass
+
+
+def test_another_engine_goes_on_where_one_is_lost(model):
+    expected = [s.tokens.tolist() for s in drawn(model, three_turns)]
+    pool = EnginePool([Lost(oracle.engine_of(*model, SpecConfig(3))), oracle.engine_of(*model, SpecConfig(2))])
+    samples = Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
+    assert [s.tokens.tolist() for s in samples] == expected
+    assert len(pool.engines) == 1
+
+
+def test_no_engine_is_left(model):
+    """The function's own `except Exception` must not hide it."""
+
+    def hides(conversation):
+        for _ in range(3):
+            try:
+                conversation.reply(max_new_tokens=2)
+            except Exception:
+                return 0.0
+
+    pool = EnginePool([Lost(oracle.engine_of(*model, SpecConfig(3)))])
+    with pytest.raises(EngineError, match="no engine is left"):
+        Conversations(hides, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
+
+
+def test_aborted_conversations_keep_what_they_have(model):
+    engine = oracle.engine_of(*model, SpecConfig(3))
+
+    def aborts(conversation):
+        conversation.reply(max_new_tokens=2)
+        if conversation.prompt.id == 3:
+            engine.abort()
+        conversation.reply()
+
+    conversations = Conversations(aborts, EnginePool([engine]), Letters())
+    samples = conversations.draw(oracle.requests(PROMPTS), Sampling(max_new_tokens=200, ignore_eos=True))
+    assert not conversations.running
+    assert all(s.status in ("aborted", "truncated") and len(s.response) >= 2 for s in samples)
