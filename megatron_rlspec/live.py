@@ -29,11 +29,13 @@ SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
     "rollout/accept_length": ("accept length", "{:.2f}"),
+    "spec/accept_length": ("when drafting", "{:.2f}"),
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
     "rollout/response_length": ("response length", "{:.0f}"),
+    "rollout/truncated": ("truncated", "{:.0%}"),
     "drafter/match_1": ("drafter agreement", "{:.2f}"),
     "policy/loss": ("loss", "{:.3f}"),
-    "drafter/objective": ("drafter loss", "{:.3f}"),
+    "drafter/loss_1": ("loss of draft 1", "{:.3f}"),
 }
 
 

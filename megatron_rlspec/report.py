@@ -21,6 +21,7 @@ Row = TypeVar("Row", bound=BaseModel)
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 SAMPLES_SHOWN = 12
+LABELS = {"rollout/accept_length": "all rounds", "spec/accept_length": "rounds that drafted"}
 DRAWN_MOST = 1e30  # the pictures leave out larger values and NaN
 
 
@@ -131,15 +132,16 @@ def plots(records: Records) -> list[tuple[str, str]]:
     shares = sorted({key for record in records for key in record if key.startswith("spec/share_")})
     wanted = [
         ("reward", ["rollout/reward"], "line"),
-        ("accept length (tokens per round)", ["rollout/accept_length"], "line"),
+        ("accept length (tokens per round)", ["rollout/accept_length", "spec/accept_length"], "line"),
         ("share of rounds per configuration", shares, "stack"),
         ("drafter loss by depth", sorted(k for k in records[-1] if k.startswith("drafter/loss_")), "line"),
         ("drafter agreement by depth", sorted(k for k in records[-1] if k.startswith("drafter/match_")), "line"),
         ("seconds of a step", [f"seconds_{part}" for part in parts], "stack"),
         ("rollout tokens per second", ["rollout/tokens_per_second"], "line"),
         ("response length", [f"rollout/{name}_response" for name in ("median", "p90", "longest")], "line"),
+        ("share of truncated responses", ["rollout/truncated"], "line"),
         ("policy loss", ["policy/loss"], "line"),
-        ("drafter loss, all depths", ["drafter/objective"], "line"),
+        ("drafter objective: weighted sum over depths", ["drafter/objective"], "line"),
         ("gradient norms", ["policy/grad_norm", "drafter/grad_norm"], "line"),
     ]
     recorded = {key for record in records for key in record}
@@ -162,7 +164,11 @@ def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> st
     if kind == "stack":
         series = [[0.0 if math.isnan(value) else value for value in values] for values in series]
     labels = [
-        key.removeprefix("spec/share_").removeprefix("seconds_").removeprefix("rollout/").removesuffix("_response")
+        LABELS.get(key, key)
+        .removeprefix("spec/share_")
+        .removeprefix("seconds_")
+        .removeprefix("rollout/")
+        .removesuffix("_response")
         for key in keys
     ]
     figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")

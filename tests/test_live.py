@@ -58,7 +58,7 @@ FULL = RECORD | {
     "rollout/response_length": 812.0,
     "drafter/match_1": 0.91,
     "policy/loss": -0.0123,
-    "drafter/objective": 1.234,
+    "drafter/loss_1": 1.234,
     "seconds_generate": 123.456,
     "seconds_train": 45.67,
     "seconds_push": 8.9,
@@ -76,7 +76,7 @@ def test_every_row_is_a_line_of_its_own_at_any_width(width):
     assert {len(text) for text in lines} == {width}
     top, bar, *rows, bottom = lines
     assert "step 60 of 90, 1:06:40 left" in top and set(bar) <= set("│ ━╸╺")
-    names = ["reward", "accept length", "tokens/s", "response length", "drafter agreement", "loss", "drafter loss"]
+    names = ["reward", "accept length", "tokens/s", "response length", "drafter agreement", "loss", "loss of draft 1"]
     names += ["configurations", "seconds", "event", "event"]
     assert [row[2:19].strip() for row in rows] == names
     values = ["0.590", "2.25", "1234", "812", "0.91", "-0.012", "1.234"]

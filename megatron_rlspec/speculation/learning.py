@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
+from megatron_rlspec.speculation.acceptance import Acceptance, accept_length, expected_tokens, pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.forecast import Forecast, Prediction
@@ -48,7 +48,11 @@ class Learning:
         """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics."""
         if self._table is not None:
             self._table = self._table.calibrated(rounds)
-        return self.adapter.observe(rounds, reports) | self.forecast.score(rounds)
+        found = self.adapter.observe(rounds, reports) | self.forecast.score(rounds)
+        drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
+        if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
+            found["spec/accept_length"] = accept_length(drafting)
+        return found
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""

@@ -12,7 +12,7 @@ from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 TABLE = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
 
@@ -77,6 +77,14 @@ def test_the_times_of_rounds_scale_the_table_if_that_is_wanted():
     resumed = learning(table=TABLE, scale_table=True)
     resumed.restore(json.loads(json.dumps(scaled.state())))
     assert resumed.rule() == scaled.rule()
+
+
+def test_the_accept_length_of_drafting_rounds_leaves_rounds_without_drafts_out():
+    made = learning(3)
+    plain = RoundStats(OFF, 8, 800, 100, 100.0, (800,))
+    drafted = RoundStats(SpecConfig(3), 8, 800, 10, 20.0, (20, 0, 0, 60))
+    assert made.observe([plain, drafted], [])["spec/accept_length"] == pytest.approx(1 + 3 * 60 / 80)
+    assert "spec/accept_length" not in made.observe([plain], [])
 
 
 def test_engines_without_a_rule_get_no_forecast():
