@@ -19,25 +19,37 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sweep import Bench, Sweep, SweepError, configs_of, sweep
+from megatron_rlspec.rollout.sweep import (
+    Bench,
+    MeasuredEngine,
+    Sweep,
+    SweepError,
+    configs_of,
+    sweep,
+    tokens_of_a_point,
+)
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF
+from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
 NOTES = """\
-Without --url the command starts an engine. With several --url, each configuration is measured on the first engine that
-runs it. Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu --max-total-tokens
-16384. An interrupted sweep leaves OUT.part beside the table. The same command then continues it. A sweep with another
---tp adds its rows to a table of the same model, hardware and engine."""
+Without --url the command starts an engine. --engine embedded measures the embedded engine in this process; set
+OMP_NUM_THREADS as in the run (torchrun sets 1). With several --url, each configuration is measured on the first engine
+that runs it. Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu
+--max-total-tokens 16384. An interrupted sweep leaves OUT.part beside the table. The same command then continues it. A
+sweep with another --tp adds its rows to a table of the same model, hardware and engine."""
 
 NOISY = 0.1
 PICTURES = ("png", "pdf", "svg")
@@ -73,7 +85,7 @@ def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Seq
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) if name.startswith("--") else []
         if near:
             parser.error(f"unknown option {name}; did you mean {near[0]}?")
-    if serve and (args.url or args.plot_only):
+    if serve and (args.url or args.plot_only or args.engine == "embedded"):
         parser.error(f"unrecognized arguments: {' '.join(serve)} (no engine is started that could take them)")
 
 
@@ -82,6 +94,9 @@ def _check(args: argparse.Namespace) -> None:
     files.check_output(args.out)
     if args.plot:
         _check_picture(args.plot)
+    if args.engine == "embedded" and (args.url or not args.model or args.tp > 1):
+        wrong = "--url" if args.url else "--tp" if args.model else "no --model"
+        raise SweepError(f"{wrong}: --engine embedded measures --model in this process, on one rank")
     for url in args.url:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -103,10 +118,10 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     """Start or attach engines, measure, write the table and return it. Raises SweepError, EngineError and others."""
     provenance = Provenance(
         model=args.model_name or Path(args.model or "".join(args.url[:1])).resolve().name,
-        hardware=args.hardware or hardware(),
+        hardware=args.hardware or hardware(threads=args.engine == "embedded"),
         dtype=args.dtype,
-        engine="sglang",
-        engine_version=importlib.metadata.version("sglang"),
+        engine=args.engine,
+        engine_version=importlib.metadata.version("sglang" if args.engine == "sglang" else "megatron_rlspec"),
         date=datetime.date.today().isoformat(),
         note=args.note,
     )
@@ -157,10 +172,11 @@ def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
     return table
 
 
-def hardware() -> str:
-    """Return the hardware's name for a table: the GPU's name, or the processor's with its number of cores."""
-    import torch
+def hardware(*, threads: bool = False) -> str:
+    """Return the hardware's name for a table: the GPU's name, or the processor's with its number of cores.
 
+    `threads`: with the number of torch's threads in this process.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
@@ -169,7 +185,8 @@ def hardware() -> str:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     except OSError:
         pass  # not Linux: the name that Python's platform module gives
-    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    name += f", {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    return f"{name}, {torch.get_num_threads()} threads" if threads else name
 
 
 def summary(table: CostTable, tp: int) -> str:
@@ -254,13 +271,16 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
     """Make one bench per engine; each configuration is measured on the first engine that runs it."""
-    if args.url:
+    engines: list[MeasuredEngine]
+    if args.engine == "embedded":
+        engines = [_embedded(args)]
+    elif args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
     elif args.model:
         engines = [_start(args, serve, closing)]
     else:
         raise SweepError("give --model to start an engine, or --url of a running one")
-    wanted = {OFF, *chains(args.steps, real_off=False)}
+    wanted = {OFF, *chains(args.steps, real_off=args.engine == "embedded")}
     vocabulary = _vocabulary(args.model)
     benches = []
     for seed, engine in enumerate(engines):
@@ -272,6 +292,28 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
         has = ", ".join(str(config) for engine in engines for config in configs_of(engine)) or "no configuration"
         raise SweepError(f"no engine here runs {', '.join(map(str, sorted(wanted)))}; the engines run {has}")
     return benches
+
+
+def _embedded(args: argparse.Namespace) -> EmbeddedEngine:
+    """Build the embedded engine in this process, with a KV cache for the coarse grid. Raises SweepError."""
+    if args.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+        raise SweepError(f"--dtype {args.dtype}: expected auto, float32, bfloat16, float16 or float64")
+    hf_config, tensors = read_hf(args.model)
+    configs = [OFF, *chains([k for k in args.steps if k])] if hf_config.get("num_nextn_predict_layers") else [OFF]
+    longest = max(args.lengths) + tokens_of_a_point(len(configs)) + 64
+    try:
+        return EmbeddedEngine(
+            hf_config,
+            tensors.items(),
+            dtype=tensors[next(iter(tensors))].dtype if args.dtype == "auto" else getattr(torch, args.dtype),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            candidates=configs,
+            max_running_requests=max(args.batches),
+            max_total_tokens=max(args.batches) * longest,
+            max_length=longest,
+        )
+    except ValueError as error:
+        raise SweepError(str(error)) from None
 
 
 def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> SGLangEngine:
@@ -334,6 +376,7 @@ def _parser() -> arguments.Parser:
     add = parser.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
     add("--model", default="", metavar="DIR", help="Hugging Face directory; starts an engine")
+    add("--engine", choices=("sglang", "embedded"), default="sglang", help="engine to measure (default sglang)")
     add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
     add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")
     add("--tp", type=integer(1, 4096), default=1, help="tensor parallel size of the engines (default 1)")

@@ -22,7 +22,7 @@ Point = tuple[int, int]  # running requests, prompt tokens of each
 
 
 class MeasuredEngine(Protocol):
-    """The part of `SGLangEngine` that measurements need."""
+    """The part of both engines that measurements need."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]: ...
 
@@ -133,6 +133,11 @@ def configs_of(engine: MeasuredEngine) -> list[SpecConfig]:
     return [SpecConfig(*config) for config in description["configs"]]
 
 
+def tokens_of_a_point(configs: int) -> int:
+    """Return how many tokens each request draws at a point of the grid, with so many configurations on the engine."""
+    return configs * SEGMENT * CYCLES
+
+
 class Sweep:
     """An unfinished cost table: every configuration at every point measured so far. Raises SweepError."""
 
@@ -154,7 +159,7 @@ class Sweep:
             raise SweepError("no engine here decodes without a drafter, so the cost of OFF would be unknown")
         if len(configs) != len(set(configs)):
             raise SweepError(f"two engines run the same configuration: {', '.join(map(str, configs))}")
-        self.new_tokens = max(len(b.configs) for b in benches) * SEGMENT * CYCLES
+        self.new_tokens = max(tokens_of_a_point(len(b.configs)) for b in benches)
         self.cells: dict[Point, list[RoundCost]] = {}
         self.prefill: list[PrefillCost] = []
         self.switches: list[float] = []  # extra ms of a change between configurations that both draft

@@ -1,14 +1,18 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_mimo
+import torch
 
 from megatron_rlspec.rollout import profile
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import chains
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.weights.checkpoint import read_hf
 
 
 def table(path: Path, **changes: str) -> Path:
@@ -42,6 +46,29 @@ def test_an_existing_table_is_drawn(tmp_path, capsys):
     with pytest.raises(SystemExit):
         profile.main([str(path), "--batches", "0,4"])
     assert "integers from 1 to 65536" in capsys.readouterr().err
+
+
+def test_the_embedded_engine_is_measured_and_its_rule_uses_the_table(tmp_path, capsys):
+    torch.set_num_threads(1)
+    shape = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
+    model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
+    out = tmp_path / "table.json"
+    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--samples", "2"]
+    assert profile.main([*options, "--batches", "1,2", "--lengths", "16", "--tolerance", "10"]) == 0
+    assert "wrote" in capsys.readouterr().out
+    measured = CostTable.load(out)
+    assert measured.configs() == (OFF, SpecConfig(1), SpecConfig(3)) and tuple(measured.batches()) == (1, 2)
+    assert measured.provenance.engine == "embedded" and measured.provenance.hardware.endswith("threads")
+    assert all(measured.ms(SpecConfig(3), b, 60 * b) > measured.ms(OFF, b, 60 * b) for b in (1, 2))
+    config, tensors = read_hf(model)
+    engine = EmbeddedEngine(config, tensors.items())
+    engine.set_spec_rule({"table": str(out), "candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]]})
+    engine.generate([Request("a", Prompt(0, np.arange(1, 9)), 0)], Sampling(max_new_tokens=8, ignore_eos=True))
+    assert sum(engine.spec_rule_report()["rounds"].values()) > 1
+    for wrong, message in (("--url http://127.0.0.1:9", "--url: "), ("--dtype f4", "--dtype f4"), ("--tp 2", "--tp: ")):
+        assert profile.main([*options, "--fresh", *wrong.split()]) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -42,6 +43,7 @@ from megatron_rlspec.types import (
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
+RECENT = 4096  # rounds that `recent_rounds` keeps
 _CLOSED = "closed"
 
 
@@ -157,6 +159,7 @@ class EmbeddedEngine:
         self.running: list[ActiveRequest] = []
         self.waiting: list[ActiveRequest] = []
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
+        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
         self._lock = threading.Condition()
         self._active = 0  # running calls of `generate`
         self._pausing = False
@@ -319,6 +322,13 @@ class EmbeddedEngine:
             found.append(RoundStats(config, batch, context // max(rounds, 1), rounds, ms, tuple(accepted)))
         return found
 
+    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+        """Drain the newest decode rounds, in order: (config, batch, context tokens, ms)."""
+        with self._lock:
+            drained = list(self._recent)
+            self._recent.clear()
+        return drained
+
     def fingerprints(self) -> dict[str, int]:
         with self._lock:
             return {name: fingerprint(tensor) for name, tensor in self.model.full_tensors()}
@@ -414,6 +424,7 @@ class EmbeddedEngine:
         if self.rounds.budget is not None and config.num_steps > 0:
             self.rounds.budget.timed(len(runs), context, self.rounds.verified - verified, ms)
         self._note(config, len(runs), 1, ms, context, counts)
+        self._recent.append((config, len(runs), context, ms))
 
     def _agreed(self, ms: float) -> float:
         """Return the mean of all tensor-parallel ranks, so that they choose the same."""
