@@ -130,6 +130,7 @@ def serve_options(plan: Plan, requests: int, memory: float) -> list[str]:
     """Return options of an engine. `memory`: share of the memory that is free when it starts; the rest stays free."""
     options = ["--device", plan.device, "--dtype", plan.dtype, "--max-running-requests", str(requests)]
     options += ["--max-total-tokens", str(plan.pool_tokens), "--disable-radix-cache", "--log-level", "info"]
+    options += plan.engine
     return options if plan.device == "cpu" else [*options, "--mem-fraction-static", str(memory)]
 
 

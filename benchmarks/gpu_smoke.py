@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -83,6 +84,7 @@ class Plan:
     verify        (requests, nodes of each); `filter_tokens`: also with top-p
     train_layers  layers of the trained policy: all 36 with optimizer need 137 GB
     push_rounds   pushes of each transport, the first one included
+    engine        further options of SGLang, for all engines
     """
 
     device: str = "cuda"
@@ -104,14 +106,18 @@ class Plan:
     head_dim: int = 128
     verify: tuple[int, int] = (256, 4)
     repeats: int = 5
+    engine: tuple[str, ...] = ()
 
 
 LIMITS = {"model": 180, "decode": 480, "push": 300, "train": 240, "attention": 90, "verify": 120}  # seconds
 NEEDS = {"decode": "model", "push": "model"}
 
 
-def planned(*, cpu: bool = False, quick: bool = False, layers: int = 0) -> Plan:
-    """Return what to run. `layers`: of the served model, and at most that many of the trained one."""
+def planned(*, cpu: bool = False, quick: bool = False, layers: int = 0, engine: Sequence[str] = ()) -> Plan:
+    """Return what to run. `layers`: of the served model, and at most that many of the trained one.
+
+    `engine`: further options of SGLang.
+    """
     plan = Plan()
     if quick:
         plan = replace(plan, shape=Shape(layers=8), batches=(64,), repetitions=1, profile_seconds=20, train_layers=4)
@@ -137,7 +143,7 @@ def planned(*, cpu: bool = False, quick: bool = False, layers: int = 0) -> Plan:
     if layers:
         shape = replace(plan.shape, layers=layers)
         plan = replace(plan, shape=shape, train_layers=min(plan.train_layers, layers))
-    return plan
+    return replace(plan, engine=tuple(engine))
 
 
 def from_json(found: Mapping[str, Any]) -> Plan:
@@ -277,7 +283,7 @@ def _last_line(log: Path, otherwise: str) -> str:
 
 def run(plan: Plan, parts: Sequence[str], folder: Path, found: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
     """Run the parts in turn, add what they found to `found`, and yield the rows of each."""
-    estimated = plan == Plan()
+    estimated = plan == Plan(engine=plan.engine)
     (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     for name in parts:
         need = NEEDS.get(name)
@@ -354,6 +360,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=0, help="layers of the served model; default: 36")
     p.add_argument("--quick", action="store_true", help="8 layers, one batch size, one repetition: three minutes")
     p.add_argument("--cpu", action="store_true", help="the same code on a CPU with a tiny model")
+    p.add_argument("--engine", default="", metavar="OPTIONS", help="SGLang's own, as '--attention-backend triton'")
     p.add_argument("--folder", type=Path, help="where the model (15 GB) is written for the run; default: TMPDIR")
     args = p.parse_args(argv)
     asked = [part for part in args.parts.split(",") if part]
@@ -396,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the parts, show and write what they found."""
-    plan = planned(cpu=args.cpu, quick=args.quick, layers=args.layers)
+    plan = planned(cpu=args.cpu, quick=args.quick, layers=args.layers, engine=shlex.split(args.engine))
     console = Console(width=None if sys.stdout.isatty() else 180, markup=False, highlight=False)
     found: dict[str, Any] = {
         "conditions": conditions(plan, arguments),

@@ -1,0 +1,67 @@
+"""The trainer on one GPU: the numbers of the CPU, and a policy that no drafter moves. Without Transformer Engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from test_parallel_equality import PLAIN, TOLERANCE, build, make_weights, measure, own_batches, state
+from train_ranks import on_ranks
+
+from megatron_rlspec.train import runtime
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CELLS = {
+    "plain": {},
+    "tied": {"tied": True, "unrolling": 1, "objective": "sft"},
+    "separate layers": {"unrolling": "separate", "loss": "forward_kl", "recompute": True},
+    "total variation": {"unrolling": 2, "loss": "tv", "ratio": "sequence"},
+}
+
+
+def measured(device: str, cell: dict[str, Any], weights: Any) -> dict[str, Any]:
+    """Return what `measure` does, and the kind of device that it ran on."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return {**measure(cell, weights), "device": runtime.device().type}
+
+
+@pytest.mark.skipif(runtime.has_transformer_engine(), reason="Transformer Engine has no float64")
+@pytest.mark.parametrize("name", CELLS)
+def test_a_step_is_the_one_of_the_cpu(name: str) -> None:
+    cell = PLAIN | {"dtype": "float64"} | CELLS[name]
+    [weights] = on_ranks(1, make_weights, [cell])
+    [cpu] = on_ranks(1, measured, "cpu", cell, weights)
+    [gpu] = on_ranks(1, measured, "cuda", cell, weights)
+    assert (cpu["device"], gpu["device"]) == ("cpu", "cuda")
+    assert gpu["same"] and gpu["exported"] == cpu["exported"]
+    assert gpu["policy"] == gpu["policy_alone"], "the drafter moved the policy"
+    first, later, gradient = TOLERANCE["float64"]
+    assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], rel=first)
+    for ours, reference, allowed in zip(gpu["steps"], cpu["steps"], (first, later), strict=True):
+        assert ours == pytest.approx(reference, rel=allowed, abs=allowed)
+    for key, expected in cpu["gradients"].items():
+        largest = expected.abs().max().clamp_min(1e-30)
+        assert (gpu["gradients"][key] - expected).abs().max() <= gradient * largest, key
+
+
+def policies(dtype: str, objective: str) -> list[str]:
+    """Return digests of policy and optimizer after five steps: with a drafter, without, and with one, again."""
+    found = []
+    for drafter in (True, False, True):
+        trainer = build(PLAIN | {"dtype": dtype, "objective": objective}, drafter=drafter, clip=0.3)
+        for seed in range(5):
+            metrics = trainer.train_step(own_batches(trainer, seed), objective=objective)
+        assert metrics["policy/grad_norm"] > 0.3, "the clip must act"
+        found.append(state(trainer))
+    return found
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_policy_is_the_same_with_and_without_drafter(dtype: str, objective: str) -> None:
+    [(first, without, again)] = on_ranks(1, policies, dtype, objective)
+    assert first == without == again
