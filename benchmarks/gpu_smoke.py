@@ -172,7 +172,7 @@ class Estimate:
 
 
 _CPU_RATE = Estimate(0.43, 0.76, "rates on one CPU core: rank 0 copies and fingerprints there")
-_SCORES = "score matrices in float32, counted on meta tensors"
+_LINEAR = "queries, keys, output and their gradients; no score matrix, counted on meta tensors"
 # Of the default plan on an H100 with 80 GB. (part, what) -> estimate
 ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("decode", "graphs captured"): Estimate(663, 663, "13 sets, one for each candidate and pass, of 51 batch sizes"),
@@ -181,10 +181,10 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("push", "http"): _CPU_RATE,
     ("push", "files"): _CPU_RATE,
     ("push", "group over gloo"): _CPU_RATE,
-    ("attention", "forward, one sequence of 9,216: peak"): Estimate(15.3, 15.3, _SCORES),
-    ("attention", "backward, one sequence of 9,216: peak"): Estimate(15.5, 15.5, _SCORES),
-    ("attention", "forward, one sequence of 32,768: peak"): Estimate(192, 192, _SCORES),
-    ("attention", "backward, one sequence of 32,768: peak"): Estimate(193, 193, _SCORES),
+    ("attention", "forward, one sequence of 9,216: peak"): Estimate(0.12, 0.25, _LINEAR),
+    ("attention", "backward, one sequence of 9,216: peak"): Estimate(0.17, 0.35, _LINEAR),
+    ("attention", "forward, one sequence of 32,768: peak"): Estimate(0.4, 0.9, _LINEAR),
+    ("attention", "backward, one sequence of 32,768: peak"): Estimate(0.6, 1.3, _LINEAR),
     ("verify", "temperature alone: a round"): Estimate(3, 5, "8 passes over 0.6 GB and two float64 logarithms"),
     ("verify", "temperature alone: peak beyond the logits"): Estimate(4, 5, "float64 noise of [1024, 151680]"),
     ("verify", "top-p: a round"): Estimate(20, 100, "a stable sort of every row"),

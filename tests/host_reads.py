@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -57,18 +57,29 @@ class HostReads(TorchFunctionMode):
         self.misplaced: Counter[str] = Counter()
         self._operators = _Operators(self, operators or {})
         self._storages: set[int] = set()
-        self._current_device = torch.cuda.current_device
+        self._replaced = (torch.cuda.current_device, torch.autograd._engine_run_backward)
 
     def __enter__(self) -> HostReads:
         super().__enter__()
         self._operators.__enter__()
         torch.cuda.current_device = lambda: GPU
+        torch.autograd._engine_run_backward = self._run_backward
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.cuda.current_device = self._current_device
+        torch.cuda.current_device, torch.autograd._engine_run_backward = self._replaced
         self._operators.__exit__(*error)
         super().__exit__(*error)
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass inside this mode; torch has left the mode for the call that starts it."""
+        if self in _get_current_function_mode_stack():
+            return self._replaced[1](*args, **kwargs)
+        super().__enter__()
+        try:
+            return self._replaced[1](*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Return whether the tensor would be on the GPU."""

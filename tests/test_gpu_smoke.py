@@ -36,7 +36,7 @@ def smoke() -> ModuleType:
 
 def row(**changes: Any) -> dict[str, Any]:
     what = {"part": "attention", "what": "forward, one sequence of 9,216: peak", "state": "measured"}
-    return {**what, "value": 15.0, "unit": "GiB", "note": "", "estimate": [], **changes}
+    return {**what, "value": 0.2, "unit": "GiB", "note": "", "estimate": [], **changes}
 
 
 def test_by_default_the_model_is_mimo_7b(smoke):
@@ -51,11 +51,11 @@ def test_by_default_the_model_is_mimo_7b(smoke):
 
 def test_estimates_stand_beside_the_figures_of_the_default_plan_only(smoke):
     found = smoke.beside(row(), estimated=True)
-    assert found["estimate"] == [15.3, 15.3] and found["verdict"] == "as estimated"
-    assert smoke.beside(row(value=30.6), estimated=True)["verdict"] == "2 x the estimate"
-    assert smoke.beside(row(value=1.53), estimated=True)["verdict"] == "0.1 x the estimate"
+    assert found["estimate"] == [0.12, 0.25] and found["verdict"] == "as estimated"
+    assert smoke.beside(row(value=0.5), estimated=True)["verdict"] == "2 x the estimate"
+    assert smoke.beside(row(value=0.012), estimated=True)["verdict"] == "0.1 x the estimate"
     assert smoke.beside(row(), estimated=False)["verdict"] == ""
-    own = smoke.beside(row(what="policy alone: peak", estimate=[10, 20, "static"]), estimated=False)
+    own = smoke.beside(row(what="policy alone: peak", value=15.0, estimate=[10, 20, "static"]), estimated=False)
     assert own["estimate"] == [10, 20] and own["verdict"] == "as estimated"
 
 

@@ -9,9 +9,9 @@ causal  the row's own sequence up to the row; under context parallelism, the row
 spans   the chunks before that one, under context parallelism
 chain   for the drafter's depths above 1, the keys of its earlier depths
 
-Each part is one kernel call. The log-sum-exps of the parts join them, as in ring attention. The backward of a part
-needs only the joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1). On a CPU the kernels are
-fused, so no mask and no score matrix is stored.
+The log-sum-exps of the parts join them, as in ring attention. The backward of a part needs only the joined output and
+log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1). Each part is one call of a fused CPU kernel; elsewhere
+the first two parts are one call of `varlen.py`. Neither stores a mask or a score matrix.
 
 Shapes: t tokens of this rank, T = t · context-parallel size, n query heads and g key/value heads of this
 tensor-parallel rank, d channels of a head.
@@ -30,7 +30,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rlspec.train.attention_plan import AttentionPlan, Causal, plan_attention
+from megatron_rlspec.train import varlen
+from megatron_rlspec.train.attention_plan import AttentionPlan, Batched, plan_attention
 
 _aten = torch.ops.aten
 
@@ -202,47 +203,44 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, *links: Tensor) -> Tensor:
-        exact = torch.promote_types(q.dtype, torch.float32)
         ctx.plan = plan
         ctx.scale = scale
         ctx.heads = k.shape[:2]
-        batches = _gather(q, plan.causal.query_rows, k, v, plan.causal.key_rows)
-        out, lse = _causal(*batches, plan.causal, scale)
-        out = out.view(q.shape)
-        lse = lse.view(q.shape[:2])
-        if plan.spans or links:
-            out = out.to(exact)
-            for span in plan.spans:
-                rows = slice(span.q, span.q + span.rows)
-                keys = slice(span.k, span.k + span.keys)
-                part, part_lse = _attend(*_grouped(q[rows], k[keys], v[keys]), False, scale)
-                part = part.permute(2, 0, 1, 3).flatten(1, 2)
-                part_lse = part_lse.permute(2, 0, 1).flatten(1)
-                _join(out[rows], lse[rows], part, part_lse)
-            for key, value in zip(links[::2], links[1::2], strict=True):
-                _join(out, lse, _per_query_head(value, q.shape[1]), _row_dot(q, key, exact) * scale)
-            out = out.to(q.dtype)
-            ctx.save_for_backward(out, lse, *batches, q, k, v, *links)
+        saved: list[Tensor] = [q, k, v]
+        if isinstance(plan.keys, Batched):
+            slots = _gather(q, plan.keys.query_rows, k, v, plan.keys.key_rows)
+            out, lse = _joined_spans(q, k, v, slots, plan.keys, scale)
+            saved = [*slots, *saved] if links or plan.keys.spans else [*slots]
         else:
-            ctx.save_for_backward(out, lse, *batches)
+            out, lse = varlen.attend(q, k, v, plan.keys, scale)
+        if links:
+            out = out.to(lse.dtype)
+            for key, value in zip(links[::2], links[1::2], strict=True):
+                _join(out, lse, _per_query_head(value, q.shape[1]), _row_dot(q, key, lse.dtype) * scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(out, lse, *saved, *links)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, q_slots, k_slots, v_slots, *whole = ctx.saved_tensors
-        plan = ctx.plan
+        out, lse, *saved = ctx.saved_tensors
+        keys = ctx.plan.keys
         scale = ctx.scale
         grad = grad.contiguous()
-        dq, dk, dv = _causal_backward(grad, q_slots, k_slots, v_slots, out, lse, plan.causal, ctx.heads, scale)
-        if not whole:
-            return dq, dk, dv, None, None
-        q, k, v, *links = whole
-        for span in plan.spans:
-            rows = slice(span.q, span.q + span.rows)
-            keys = slice(span.k, span.k + span.keys)
-            shares = _span_backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale)
-            for total, share in zip((dq[rows], dk[keys], dv[keys]), shares, strict=True):
-                total += share
+        if isinstance(keys, Batched):
+            q_slots, k_slots, v_slots, *saved = saved
+            dq, dk, dv = _causal_backward(grad, q_slots, k_slots, v_slots, out, lse, keys, ctx.heads, scale)
+            if not saved:
+                return dq, dk, dv, None, None
+            q, k, v, *links = saved
+            for span in keys.spans:
+                rows, seen = span.slices
+                shares = _span_backward(grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], scale)
+                for total, share in zip((dq[rows], dk[seen], dv[seen]), shares, strict=True):
+                    total += share
+        else:
+            q, k, v, *links = saved
+            dq, dk, dv = varlen.attend_backward(grad, q, k, v, out, lse, keys, scale)
         dlinks: list[Tensor] = []
         if links:
             delta = (grad.to(lse.dtype) * out).sum(-1)
@@ -255,6 +253,22 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, *dlinks
 
 
+def _joined_spans(
+    q: Tensor, k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor, Tensor], plan: Batched, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output `[t, n, d]` and log-sum-exp `[t, n]` of the causal part and the spans."""
+    out, lse = _causal(*slots, plan, scale)
+    out = out.view(q.shape)
+    lse = lse.view(q.shape[:2])
+    if plan.spans:
+        out = out.to(lse.dtype)
+    for span in plan.spans:
+        rows, seen = span.slices
+        part, part_lse = _attend(*_grouped(q[rows], k[seen], v[seen]), False, scale)
+        _join(out[rows], lse[rows], part.permute(2, 0, 1, 3).flatten(1, 2), part_lse.permute(2, 0, 1).flatten(1))
+    return out, lse
+
+
 def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gather rows into the plan's slots: q `[slots, n / g, d]`, k and v `[slots, d]`."""
     groups, d = k.shape[1:]
@@ -262,7 +276,7 @@ def _gather(q: Tensor, q_rows: Tensor, k: Tensor, v: Tensor, k_rows: Tensor) -> 
     return q, k.reshape(-1, d).index_select(0, k_rows), v.reshape(-1, d).index_select(0, k_rows)
 
 
-def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+def _batches(plan: Batched, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Split slots into the plan's batches, `[batch, heads, length, ...]` each; keys are repeated without a copy."""
     sizes = [batch * length for batch, length in plan.shapes]
     heads = max(x.shape[1] for x in tensors if x.dim() == 3)
@@ -274,7 +288,7 @@ def _batches(plan: Causal, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Causal, scale: float) -> tuple[Tensor, Tensor]:
+def _causal(q: Tensor, k: Tensor, v: Tensor, plan: Batched, scale: float) -> tuple[Tensor, Tensor]:
     """Return output `[t · g, n / g, d]` and log-sum-exp `[t · g, n / g]` of the causal part."""
     outs = [q[:0]]
     lses = [q.new_zeros(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))]
@@ -292,7 +306,7 @@ def _causal_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: Causal,
+    plan: Batched,
     heads: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,37 +374,13 @@ def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.to(dtype).unflatten(1, (b.shape[1], -1)) * b.to(dtype)[:, :, None]).sum(-1).flatten(1)
 
 
-def _has_cpu_kernel(q: Tensor) -> bool:
-    return q.device.type == "cpu"
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of queries `[batch, heads, rows, d]` to keys `[batch, heads, keys, d]`."""
-    if _has_cpu_kernel(q):
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of one part; `out` and `lse` are those of all parts joined."""
-    if _has_cpu_kernel(q):
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-    p = torch.exp(_scores(q, k, causal, scale) - lse[..., None])
-    dv = p.to(grad.dtype).transpose(-1, -2) @ grad
-    delta = (grad.to(p.dtype) * out).sum(-1, keepdim=True)
-    ds = (p * ((grad @ v.transpose(-1, -2)).to(p.dtype) - delta) * scale).to(q.dtype)
-    return ds @ k, ds.transpose(-1, -2) @ q, dv
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.packing.context_parallel import cp_index
+from megatron_rlspec.train.varlen import Varlen
 
 # Chunks whose lengths differ by less than this share run as one padded batch.
 _PADDING = 0.2
@@ -25,10 +26,15 @@ class Span(NamedTuple):
     k: int
     keys: int
 
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Return the query rows and the key rows."""
+        return slice(self.q, self.q + self.rows), slice(self.k, self.k + self.keys)
+
 
 @dataclass(frozen=True)
-class Causal:
-    """The causal part, gathered into padded batches of sequences of similar length.
+class Batched:
+    """The causal part gathered into padded batches of sequences of similar length, and the spans: for a CPU's kernel.
 
     A batch row is one sequence and one key/value head. A slot is one position of a batch row. The row of a tensor has
     the number token · g + head.
@@ -38,6 +44,7 @@ class Causal:
     key_rows    `[slots]`, the key row of each slot
     padding     the slots without a row; they read row 0
     slot_of     `[t · g]`, the slot of each query row
+    spans       the chunks of the same sequences before the rank's own
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -45,27 +52,34 @@ class Causal:
     key_rows: Tensor
     padding: Tensor
     slot_of: Tensor
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Index tables of one micro-batch on one rank; `order` sorts rows gathered over context-parallel ranks."""
+    """Which keys each query row attends to; `order` sorts rows gathered over context-parallel ranks."""
 
-    causal: Causal
-    spans: tuple[Span, ...] = ()
+    keys: Batched | Varlen
     order: Tensor | None = None
 
 
 def plan_attention(
-    cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
+    cu_seqlens_padded: Tensor,
+    groups: int,
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device,
+    *,
+    batched: bool | None = None,
 ) -> AttentionPlan:
     """Plan packed causal attention in the zigzag layout of context parallelism.
 
-    `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split; `groups` is g.
+    `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split; `groups` is g. `batched`: for a
+    CPU's kernel, the default on a CPU.
     """
     bounds = cu_seqlens_padded.tolist()
     chunks: list[Span] = []
-    spans: list[Span] = []
+    before: list[Span] = []
     q = 0
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         pieces = 1 if cp_size == 1 else 2 * cp_size
@@ -74,16 +88,18 @@ def plan_attention(
             continue
         for chunk in (0,) if cp_size == 1 else (cp_rank, pieces - 1 - cp_rank):
             chunks.append(Span(q, rows, start + chunk * rows, rows))
-            if chunk:
-                spans.append(Span(q, rows, start, chunk * rows))
+            before.append(Span(q, rows, start, chunk * rows))
             q += rows
     order = None
     if cp_size > 1:
         order = torch.cat([cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
-    return AttentionPlan(_batched(chunks, q, groups, device), tuple(spans), order)
+    if device.type == "cpu" if batched is None else batched:
+        spans = tuple(span for span in before if span.keys)
+        return AttentionPlan(_batched(chunks, q, groups, device, spans), order)
+    return AttentionPlan(Varlen.of([(span.rows, span.k, span.keys + span.rows) for span in before], device), order)
 
 
-def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device) -> Causal:
+def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device, spans: tuple[Span, ...]) -> Batched:
     batches: list[list[Span]] = []
     for chunk in sorted(chunks, key=lambda c: -c.rows):
         if batches and chunk.rows >= (1 - _PADDING) * batches[-1][0].rows:
@@ -106,10 +122,16 @@ def _batched(chunks: list[Span], tokens: int, groups: int, device: torch.device)
         filled.append(inside.flatten())
     if not batches:
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        return Causal((), empty, empty, empty, empty)
+        return Batched((), empty, empty, empty, empty)
     rows = torch.cat(query_rows)
     has_row = torch.cat(filled)
     slot_of = torch.empty(tokens * groups, dtype=torch.int64)
     slot_of[rows[has_row]] = has_row.nonzero()[:, 0]
-    tables = (rows, torch.cat(key_rows), (~has_row).nonzero()[:, 0], slot_of)
-    return Causal(tuple(shapes), *(table.to(device) for table in tables))
+    return Batched(
+        tuple(shapes),
+        query_rows=rows.to(device),
+        key_rows=torch.cat(key_rows).to(device),
+        padding=(~has_row).nonzero()[:, 0].to(device),
+        slot_of=slot_of.to(device),
+        spans=spans,
+    )

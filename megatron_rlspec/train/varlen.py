@@ -1,0 +1,189 @@
+"""Causal attention over packed sequences of any lengths, in memory linear in the tokens: flash attention, or blocks.
+
+On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes the same two
+functions run in plain torch, one block of query rows at a time.
+
+Shapes: t query rows, T key rows, n query heads, g key/value heads, d channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_BLOCK = 1 << 24  # elements of one block of scores
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Pieces of query rows, one after the other, each with the keys that its last row attends to.
+
+    Row i of a piece attends to all of its keys but the last q - 1 - i of them.
+
+    q, k       rows and keys of each piece
+    cu_q, cu_k `[pieces + 1]` int32, their cumulative sums on the device
+    key_rows   the key row of each key; None if they are all key rows in order
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    cu_q: Tensor
+    cu_k: Tensor
+    key_rows: Tensor | None
+
+    @classmethod
+    def of(cls, pieces: list[tuple[int, int, int]], device: torch.device) -> Varlen:
+        """Make it from pieces (query rows, first key row, keys)."""
+        q = tuple(rows for rows, _, _ in pieces)
+        k = tuple(keys for _, _, keys in pieces)
+        ends = list(accumulate(k))
+        in_order = all(first == end - keys for (_, first, keys), end in zip(pieces, ends, strict=True))
+        rows = None
+        if not in_order:
+            rows = torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]).to(device)
+        return cls(q, k, _cumulative(q, device), _cumulative(k, device), rows)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Return the largest number of rows and of keys of a piece."""
+        return max(self.q), max(self.k)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[T, g, d]`."""
+    k, v = _gathered(pieces, k, v)
+    if not _has_flash(q):
+        return _blocked(q, k, v, pieces, scale)
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, pieces.cu_q, pieces.cu_k, *pieces.longest, 0.0, True, False, scale=scale
+    )
+    if lse.shape != (q.shape[1], q.shape[0]):
+        raise RuntimeError(
+            f"torch {torch.__version__}: flash attention's log-sum-exp has the shape {list(lse.shape)}, expected "
+            f"[heads, tokens] = {[q.shape[1], q.shape[0]]}; install a newer torch"
+        )
+    return out, lse.t().contiguous()
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Varlen, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys."""
+    keys = len(k)
+    k, v = _gathered(pieces, k, v)
+    if _has_flash(q):
+        unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # the generator's state, for dropout
+        dq, dk, dv = _aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            pieces.cu_q,
+            pieces.cu_k,
+            *pieces.longest,
+            0.0,
+            True,
+            *unused,
+            scale=scale,
+        )
+    else:
+        dq, dk, dv = _blocked_backward(grad, q, k, v, out, lse, pieces, scale)
+    if pieces.key_rows is not None:
+        # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
+        dk, dv = (x.new_zeros(keys, *x.shape[1:]).index_add_(0, pieces.key_rows, x) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Return whether torch's flash attention takes these queries."""
+    d = q.shape[-1]
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256 and len(q) > 0
+
+
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+
+def _gathered(pieces: Varlen, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if pieces.key_rows is None:
+        return k, v
+    return k.index_select(0, pieces.key_rows), v.index_select(0, pieces.key_rows)
+
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor, pieces: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows, keys in _blocks(pieces, q.shape[1]):
+        scores = _scores(q[rows], k[keys], scale)
+        lse_b = scores.logsumexp(-1, keepdim=True)
+        p = scores.sub_(lse_b).exp_().to(v.dtype)
+        out[rows] = _by_row(p @ _by_group(v[keys]))
+        lse[rows] = _by_row(lse_b)[..., 0]
+    return out, lse
+
+
+def _blocked_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Varlen, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k.shape[1]
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k, dtype=lse.dtype)
+    dv = torch.zeros_like(dk)
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    for rows, keys in _blocks(pieces, q.shape[1]):
+        grad_b = _by_group(grad[rows], groups)
+        p = _scores(q[rows], k[keys], scale).sub_(_by_group(lse[rows, :, None], groups)).exp_()
+        dv[keys] += _keys_of(p.to(grad.dtype), grad_b)
+        ds = (grad_b @ _by_group(v[keys]).transpose(-1, -2)).to(p.dtype)
+        ds = ds.sub_(_by_group(delta[rows, :, None], groups)).mul_(p).mul_(scale).to(q.dtype)
+        dq[rows] = _by_row(ds @ _by_group(k[keys]))
+        dk[keys] += _keys_of(ds, _by_group(q[rows], groups))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of query rows, with the keys that the last row of the block attends to."""
+    q_end = k_end = 0
+    for rows, keys in zip(pieces.q, pieces.k, strict=True):
+        q_start = q_end
+        k_start = k_end
+        q_end += rows
+        k_end += keys
+        step = max(1, _BLOCK // (heads * keys))
+        for first in range(q_start, q_end, step):
+            last = min(first + step, q_end)
+            yield slice(first, last), slice(k_start, k_end - (q_end - last))
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return scores `[g, n / g, rows, keys]`, in float32 or float64; the last row sees all keys."""
+    rows = len(q)
+    keys = len(k)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (_by_group(q, k.shape[1]) @ _by_group(k).transpose(-1, -2)).to(exact).mul_(scale)
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu_(1 + keys - rows)
+    return scores.masked_fill_(hidden, -math.inf)
+
+
+def _by_group(x: Tensor, groups: int | None = None) -> Tensor:
+    """View `[rows, heads, d]` as `[groups, heads / groups, rows, d]`; as many groups as heads if omitted."""
+    return x.unflatten(1, (groups or x.shape[1], -1)).permute(1, 2, 0, 3)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Reverse `_by_group`."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _keys_of(weights: Tensor, x: Tensor) -> Tensor:
+    """Sum x `[g, n / g, rows, d]` with weights `[g, n / g, rows, keys]` over query heads and rows: `[keys, g, d]`."""
+    return (weights.transpose(-1, -2) @ x).sum(1).transpose(0, 1)
