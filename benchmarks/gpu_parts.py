@@ -430,7 +430,7 @@ def verify(plan: Plan, folder: Path, figures: Figures) -> None:
         stand_ins.install()
     from sglang.srt.layers.sampler import multinomial_with_seed, sampling_from_probs_torch
 
-    from megatron_rlspec.rollout.sglang.server.verifier import filtered
+    from megatron_rlspec.rollout.sglang.server.token_filter import filtered
 
     requests, nodes = plan.verify
     rows = requests * nodes

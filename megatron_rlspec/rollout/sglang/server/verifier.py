@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.rollout.sglang.server.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 Hook = tuple[str, Callable, str]
+ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
 
 
 def hooks(settings: Settings) -> Iterator[Hook]:
@@ -33,21 +35,6 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         return  # SGLang's own kernels do target-only and rejection sampling where they exist.
     yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_pass, "AROUND"
     yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
-
-
-def filtered(
-    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
-) -> torch.Tensor:
-    """Return probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order, not renormalised.
-
-    top_ks, top_ps, min_ps [N]. Top-p counts the mass before a token, over the unfiltered distribution, as SGLang does.
-    """
-    ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
-    drop = torch.arange(probs.shape[-1], device=probs.device) >= top_ks.view(-1, 1)
-    drop |= ordered.cumsum(-1) - ordered > top_ps.view(-1, 1)
-    if min_ps is not None:
-        drop |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
-    return torch.zeros_like(probs).scatter_(-1, tokens, ordered.masked_fill(drop, 0.0))
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
@@ -68,7 +55,7 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
     if given["sampling_seed"] is None or given.get("return_filtered_probs"):
         return original(probs, *args, **kwargs)
     min_ps = given["min_ps"] if given["need_min_p_sampling"] else None
-    kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps)
+    kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps, kwargs.get("max_top_k"))
     return multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"]).view(-1).to(torch.int32)
 
 
@@ -112,30 +99,39 @@ def _verify(original: Callable, **walk: Any) -> Any:
 
 
 def sample_targets(verified: _VerifyPass) -> torch.Tensor:
-    """Draw the target's token after every node, [B * width], by the functions that plain decoding uses."""
-    from sglang.srt.layers import sampler
+    """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
 
-    info = verified.info
-    sglang = versions.installed()
-
-    def per_node(values: torch.Tensor) -> torch.Tensor:
-        return values.repeat_interleave(verified.width, dim=0)
-
-    seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
-    probs = sglang.softmax(verified.logits / per_node(info.temperatures))
-    if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
-        tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-            probs,
-            per_node(info.top_ks),
-            per_node(info.top_ps),
-            per_node(info.min_ps),
-            info.need_min_p_sampling,
-            seeds,
-            verified.positions,
-        )
-    else:
-        tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=verified.positions)
-    group = sglang.tensor_group()
+    A few rows are drawn at a time: SGLang's functions make several copies of the logits, some in float64.
+    """
+    group = versions.installed().tensor_group()
+    rows = max(1, ELEMENTS // verified.logits.shape[-1])
+    starts = range(0, len(verified.logits), rows)
+    tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens.long()
+
+
+def _sample_rows(verified: _VerifyPass, rows: slice) -> torch.Tensor:
+    from sglang.srt.layers import sampler
+
+    info = verified.info
+
+    def per_node(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(verified.width, dim=0)[rows]
+
+    seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
+    positions = verified.positions[rows]
+    probs = versions.installed().softmax(verified.logits[rows] / per_node(info.temperatures))
+    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        return sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
+    return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs,
+        per_node(info.top_ks),
+        per_node(info.top_ps),
+        per_node(info.min_ps),
+        info.need_min_p_sampling,
+        seeds,
+        positions,
+        **versions.installed().known_top_k(info),
+    )

@@ -19,6 +19,7 @@ Hook = tuple[str, Callable, str]
 # `_EVERY` holds those of every version. Calls that stand in our own source are checked there, and left out here.
 _SPECULATIVE = "sglang.srt.speculative"
 _MANAGERS = "sglang.srt.managers"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 _EVERY: dict[str, tuple[str, ...]] = {
     "sglang.srt.plugins.load_plugins": (),
@@ -61,8 +62,8 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_SPECULATIVE}.eagle_info.EagleVerifyInput": ("positions", "draft_token_num"),
     f"{_SPECULATIVE}.eagle_utils.eagle_sample": ("verify_input", "batch", "logits_output"),
     f"{_SPECULATIVE}.eagle_utils.verify_tree_greedy_func": ("candidates", "target_predict"),
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": ("batch", "vocab_size"),
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
+    f"{_SAMPLING}.from_schedule_batch": ("batch", "vocab_size"),
+    _SAMPLING: (
         "temperatures",
         "top_ps",
         "top_ks",
@@ -153,6 +154,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
     | {
         "sglang.srt.arg_groups.attention_hook._attention_backend_platform_fallbacks": (),
         "sglang.srt.runtime_context.get_spec": (),
+        _SAMPLING: (*_EVERY[_SAMPLING], "max_top_k"),
         f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.parallel_layout": (),
         f"{_MANAGERS}.scheduler.Scheduler.send_control_output": ("output", "recv_req"),
         f"{_MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation": ("batch", "capture_hidden_mode"),
@@ -204,6 +206,10 @@ class Sglang0523:
         from sglang.kernels.ops.sampling import softmax
 
         return softmax(logits)
+
+    def known_top_k(self, info: Any) -> dict[str, Any]:
+        """Return the argument by which a `SamplingBatchInfo` tells the sampler its largest top_k, on the host."""
+        return {"max_top_k": info.max_top_k}
 
     def tensor_group(self) -> Any:
         """Return the tensor parallel group, which has `world_size` and `broadcast`."""
@@ -311,6 +317,9 @@ class Sglang0515(Sglang0523):
         import torch
 
         return torch.softmax(logits, dim=-1)
+
+    def known_top_k(self, info: Any) -> dict[str, Any]:
+        return {}
 
     def drafting(self, drafter: Any) -> contextlib.AbstractContextManager:
         return drafter.draft_tp_context(drafter.draft_runner.tp_group)

@@ -1,0 +1,233 @@
+"""Top-k, top-p and min-p keep the tokens that SGLang's own filter keeps, whatever the cut, without large buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import Layout
+from torch._inductor.runtime import hints
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rlspec.rollout.sglang.server import token_filter, verifier
+
+ALL = 1 << 30  # SGLang's top_k of a request without one
+VOCABULARY = 151_680  # MiMo-7B
+NODES = 256 * 4  # of a round of 256 requests and three drafts
+
+
+@pytest.fixture(scope="module")
+def sampler(sglang_models: ModuleType) -> ModuleType:
+    from sglang.srt.layers import sampler
+
+    return sampler
+
+
+def kept_by_sglang(
+    sampler: ModuleType, probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor | None
+) -> list[list[float]]:
+    """Return the probabilities that SGLang keeps of each row, largest first.
+
+    Where rounding makes SGLang drop a token and keep the next one, the row ends at the first of them.
+    """
+    limits = (top_ks, top_ps, torch.zeros(len(probs)) if min_ps is None else min_ps, min_ps is not None)
+    _, ordered, _, _ = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs.clone(), *limits, None, torch.zeros(len(probs)), return_filtered_probs=True
+    )
+    return [row[: ((row == 0).cumsum(0) == 0).sum()].tolist() for row in ordered]
+
+
+def agrees(kept: torch.Tensor, probs: torch.Tensor, expected: list[list[float]]) -> bool:
+    """Return whether `kept` holds the expected values, and of equal ones those of the lowest tokens."""
+    for row, full, values in zip(kept, probs, expected, strict=True):
+        tokens = row.nonzero().view(-1)
+        if sorted(row[tokens].tolist(), reverse=True) != values or not torch.equal(row[tokens], full[tokens]):
+            return False
+        if values and (full == values[-1]).nonzero().view(-1)[: values.count(values[-1])].tolist() != [
+            token for token in tokens.tolist() if row[token] == values[-1]
+        ]:
+            return False
+    return True
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw probs [N, V] with ties, plateaus, one-hot and flat rows, and limits."""
+    vocabulary = draw(st.sampled_from((5, 33, 200)))
+    kinds = draw(st.lists(st.sampled_from(("flat", "one-hot", "steps", "bf16", "normal")), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    sharpness = draw(st.sampled_from((0.01, 1.0, 6.0)))
+    logits = sharpness * torch.randn(len(kinds), vocabulary, generator=generator)
+    for row, kind in zip(logits, kinds, strict=True):
+        if kind == "flat":
+            row.zero_()
+        elif kind == "one-hot":
+            row.fill_(-50.0)[draw(st.integers(0, vocabulary - 1))] = 50.0
+        elif kind == "steps":
+            row.round_()
+        elif kind == "bf16":
+            row.copy_(row.bfloat16())
+    n = len(kinds)
+    ks = draw(st.lists(st.sampled_from((1, 2, 7, 8, 9, 40, ALL)), min_size=n, max_size=n))
+    ps = draw(st.lists(st.sampled_from((0.0, 0.1, 0.5, 0.9, 0.95, 0.999999)), min_size=n, max_size=n))
+    ms = draw(st.none() | st.lists(st.sampled_from((0.0, 0.05, 0.5, 1.0)), min_size=n, max_size=n))
+    return logits.softmax(-1), torch.tensor(ks), torch.tensor(ps), None if ms is None else torch.tensor(ms)
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows=rows(), cut=st.sampled_from((1, 8, 64)), known=st.booleans())
+def test_the_same_tokens_stay_as_in_sglang(sampler, rows, cut, known):
+    probs, top_ks, top_ps, min_ps = rows
+    expected = kept_by_sglang(sampler, probs, top_ks, top_ps, min_ps)
+    most = int(top_ks.max()) if known else None
+    with mock.patch.object(token_filter, "CUT", cut), mock.patch.object(token_filter, "WHOLE_ROWS", 2):
+        kept = token_filter.filtered(probs, top_ks, top_ps, min_ps, most)
+    assert agrees(kept, probs, expected)
+
+
+def test_a_nucleus_wider_than_the_cut_of_a_real_vocabulary(sampler):
+    """Rows: flat; ties across the cut; narrow; and one without limits, which keeps what SGLang's rounding drops."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCABULARY)
+    logits[0] = 0.0
+    logits[1] = (3 * logits[1]).round()
+    logits[2] *= 9
+    probs = logits.softmax(-1)
+    top_ks = torch.tensor([ALL, 1500, ALL, ALL])
+    top_ps = torch.tensor([0.5, 1.0, 0.95, 1.0])
+    kept = token_filter.filtered(probs, top_ks, top_ps, None)
+    assert agrees(kept[:3], probs[:3], kept_by_sglang(sampler, probs, top_ks, top_ps, None)[:3])
+    assert (kept[0] > 0).sum() > token_filter.CUT and torch.equal(kept[3], probs[3])
+
+
+class Buffers(TorchDispatchMode):
+    """Record every operator with the shape and dtype of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, torch.Tensor):
+                self.made.append((func.overloadpacket.__name__, tuple(result.shape), result.dtype))
+        return results
+
+
+@pytest.mark.parametrize("limits", ["none", "top-k", "top-p"])
+def test_a_round_makes_no_large_buffers_on_a_gpu(sampler, limits):
+    """Run the verifier's draw over 1,024 nodes of 151,680 words on tensors without data.
+
+    SGLang's `multinomial_with_seed` is compiled on a GPU; the next test has its buffers.
+    """
+    drawn = []
+
+    def multinomial(logprobs, seeds, positions):
+        drawn.append(logprobs.shape)
+        return seeds.new_empty(len(seeds), 1)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(sampler, "multinomial_with_seed", multinomial))
+        # Whether a nucleus is wider than the cut depends on values.
+        patches.enter_context(mock.patch.object(torch.Tensor, "__bool__", lambda x: True))
+        group = SimpleNamespace(world_size=1)
+        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "tensor_group", lambda self: group))
+        softmax = lambda self, logits: logits.softmax(-1)  # noqa: E731
+        patches.enter_context(mock.patch.object(verifier.versions.Sglang0523, "softmax", softmax))
+
+        def filtering(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **known):
+            limits = {"sampling_seed": seeds, "positions": positions, "need_min_p_sampling": need_min_p}
+            return verifier._sample_filtered(None, probs, top_ks, top_ps, min_ps, **limits, **known)
+
+        patches.enter_context(mock.patch.object(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtering))
+        empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
+        batch = NODES // 4
+        info = SimpleNamespace(
+            temperatures=empty(batch, 1), top_ks=empty(batch, dtype=torch.int32), top_ps=empty(batch),
+            min_ps=empty(batch), sampling_seed=empty(batch, dtype=torch.int64), need_min_p_sampling=False,
+            need_top_k_sampling=limits == "top-k", need_top_p_sampling=limits == "top-p",
+            max_top_k=50 if limits == "top-k" else None,
+        )  # fmt: skip
+        logits = empty(NODES, VOCABULARY)
+        verified = verifier._VerifyPass(info, logits, empty(NODES, dtype=torch.int64), 4)
+        with Buffers() as buffers:
+            tokens = verifier.sample_targets(verified)
+    assert tokens.shape == (NODES,) and sum(rows for rows, _ in drawn) == NODES
+    wide = [made for made in buffers.made if made[1][-1:] == (VOCABULARY,) and len(made[1]) > 1]
+    assert {dtype for _, _, dtype in wide} <= {torch.float32, torch.bool, torch.int32}
+    assert not {"sort", "argsort"} & {name for name, _, _ in wide}
+    assert max(rows * columns for _, (rows, columns), _ in wide) <= verifier.ELEMENTS
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Let Inductor schedule kernels for an H100 that is not there."""
+    h100 = hints.DeviceProperties(
+        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, warp_size=32,
+    )  # fmt: skip
+    cuda = "torch._dynamo.device_interface.CudaInterface"
+    with ExitStack() as patches:
+        for name, value in {
+            "torch._inductor.runtime.hints.DeviceProperties.create": lambda device: h100,
+            "torch.cuda.get_device_properties": lambda *_: h100,
+            "torch.cuda.get_device_capability": lambda *_: (9, 0),
+            "torch.cuda.current_device": lambda *_: 0,
+            "torch.cuda.is_available": lambda: True,
+            "torch._inductor.scheduler.has_triton": lambda *_, **__: True,
+            f"{cuda}.Worker.get_device_properties": staticmethod(lambda *_: h100),
+            f"{cuda}.get_compute_capability": staticmethod(lambda *_: 90),
+        }.items():
+            patches.enter_context(mock.patch(name, value))
+        yield
+
+
+@pytest.mark.parametrize("nodes", [1, 7, NODES])
+def test_the_compiled_draw_keeps_the_noise_out_of_memory(sampler, nodes):
+    """Inductor fuses the float64 noise into the reduction. Only the 32-bit hash is a buffer of nodes × vocabulary."""
+    library = torch.library.Library(f"rlspec_test_{nodes}", "DEF")  # SGLang's hash is a Triton kernel: opaque here
+    library.define("murmur(Tensor seeds, Tensor positions, Tensor columns) -> Tensor")
+    hashed = lambda s, p, c: torch.empty(len(s), len(c), dtype=torch.uint32, device=s.device)  # noqa: E731
+    library.impl("murmur", hashed, "Meta")
+    murmur = getattr(torch.ops, f"rlspec_test_{nodes}").murmur
+    draw = getattr(sampler.multinomial_with_seed, "_torchdynamo_orig_callable", sampler.multinomial_with_seed)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, fake_gpu(), mock.patch.object(sampler, "murmur_hash32", murmur):
+        ids = torch.empty(nodes, dtype=torch.int64, device="cuda:0")
+        given = (torch.empty(nodes, VOCABULARY, device="cuda:0"), ids, ids.clone())
+        traced = make_fx(functionalize(draw), tracing_mode="fake", decomposition_table=select_decomp_table())(*given)
+        graph = GraphLowering(traced, example_inputs=given, shape_env=mode.shape_env)
+        with V.set_graph_handler(graph), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            graph.run(*given)
+            graph._update_scheduler()
+        nodes_of = {buffer.get_name(): buffer.node for buffer in graph.scheduler.name_to_buf.values()}
+    kept = [node for name, node in nodes_of.items() if name not in graph.removed_buffers]
+    sized = [node for node in kept if isinstance(node.layout, Layout)]
+    large = [node.get_dtype() for node in sized if len(node.get_size()) > 1 and node.get_size()[-1] == VOCABULARY]
+    assert large == [torch.uint32]
+
+
+def test_a_new_number_of_nodes_seldom_compiles_anew(sampler):
+    counter = CompileCounter()
+    draw = getattr(sampler.multinomial_with_seed, "_torchdynamo_orig_callable", sampler.multinomial_with_seed)
+    compiled = torch.compile(draw, dynamic=True, backend=counter)
+    hashed = lambda seeds, positions, columns: (seeds[:, None] * positions[:, None] + columns).int()  # noqa: E731
+    with mock.patch.object(sampler, "murmur_hash32", hashed):
+        for nodes in (1, 2, 7, 256, 1536):
+            compiled(torch.zeros(nodes, 40), torch.arange(nodes), torch.arange(nodes))
+    assert 1 <= counter.frame_count <= 3  # the first time, and at most two more
