@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlspec import arguments, files
+from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.solver import (
     compile_schedule,
@@ -58,6 +59,8 @@ def _plan(args: argparse.Namespace) -> None:
     _mark_extrapolation(table, args.max_batch, args.max_length)
     for batch, context in args.why:
         print("\n" + explain(table, args.acceptance, batch, context, candidates))
+    most = graphs.reach(table, candidates, args.max_batch, table.lengths(), args.max_total_tokens)
+    print("\n" + graphs.describe(most, args.max_batch))
     for path, content in outputs:
         files.write_output(path, json.dumps(content, indent=1) + "\n")
         print(f"wrote {path}")
@@ -150,6 +153,8 @@ def _parser() -> arguments.Parser:
     length = arguments.integer(1, MOST_LENGTH)
     add("--max-length", type=length, default=8192, help="longest mean context per request (default 8192 tokens)")
     add("--length", type=length, default=2048, help="mean context per request for --sglang and --vllm (default 2048)")
+    tokens = arguments.integer(0, 1 << 40)
+    add("--max-total-tokens", type=tokens, default=0, help="tokens that the KV cache holds; 0: any number")
     add(
         "--why",
         type=arguments.integers(1, 1 << 40, count=2),

@@ -31,6 +31,7 @@ FIRST_PLAIN = 4  # plain rounds that are run to time them, with a learnt cost, b
 NEAR_PLAIN = 2  # the same near each further batch size
 PLAIN_SHARE = 0.005  # of the time that further plain rounds may lose
 LEAST_LOSS = 0.04  # share of a round that a further plain round is counted to lose, at least
+BEYOND = 1e6  # factor of the cost of a configuration at a batch that it must not run at
 
 Cost = CostTable | Roofline | LearntCost
 CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to catch up on them
@@ -39,9 +40,10 @@ CatchUp = Callable[[int], float]  # n requests -> ms that the drafter needs to c
 class _RoundCosts:
     """Costs of one round of every candidate, tabulated by batch size and mean context length."""
 
-    def __init__(self, candidates: Sequence[SpecConfig], cost: Cost) -> None:
+    def __init__(self, candidates: Sequence[SpecConfig], cost: Cost, most_batch: Mapping[SpecConfig, int]) -> None:
         self.candidates = candidates
         self.cost = cost
+        self.most = [most_batch.get(config) for config in candidates]
         measured = cost.lengths() if isinstance(cost, CostTable) else OCTAVES
         self.lengths = sorted({1, *measured, OCTAVES[-1]})
         self.rows: dict[int, list[list[float]]] = {}  # batch -> [mean contexts][candidates] ms
@@ -62,6 +64,8 @@ class _RoundCosts:
     def _tabulate(self, batches: Sequence[int]) -> None:
         batch = np.array(batches)[:, None]
         ms = self.cost.grid(self.candidates, batch, batch * np.array(self.lengths)[None, :])
+        for row, most in zip(ms, self.most, strict=True):
+            row[np.asarray(batches) > (most or np.inf)] *= BEYOND
         for i, b in enumerate(batches):
             self.rows[b] = ms[:, i, :].T.tolist()
 
@@ -149,6 +153,7 @@ class SpecRule:
         self._timings = 0
         self._next_fit = 2  # timings
         self._timed: SpecConfig | None = None  # the configuration of the last timing
+        self._most_batch: Mapping[SpecConfig, int] = {}
         self.cost: Cost | None = None
         self.schedule: SpecSchedule | None = None
         self._tally = _Tally()
@@ -171,7 +176,7 @@ class SpecRule:
             self.cost = cost
             self.schedule = None
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
-            self._costs = _RoundCosts(self.candidates, cost)
+            self._costs = _RoundCosts(self.candidates, cost, self._most_batch)
             self._count_plain()
         elif schedule is not None:
             self.cost = None
@@ -181,6 +186,12 @@ class SpecRule:
         self._tokens = self._expected()
         self.probe_budget.refresh()
         self._probe_left = 0
+
+    def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
+        """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
+        self._most_batch = most_batch
+        if self.cost is not None:
+            self._costs = _RoundCosts(self.candidates, self.cost, most_batch)
 
     @property
     def probe_share(self) -> float:
@@ -202,7 +213,7 @@ class SpecRule:
             self._rounds = former._rounds
             self._timings = former._timings
             self._next_fit = former._next_fit
-            self._costs = _RoundCosts(self.candidates, self.cost)
+            self._costs = _RoundCosts(self.candidates, self.cost, self._most_batch)
 
     def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
         """Learn the duration of a round, if the cost is a `LearntCost`. All tensor-parallel ranks must pass the same.
@@ -221,7 +232,7 @@ class SpecRule:
         if first or self._timings >= self._next_fit:
             self._next_fit = self._timings + min(max(self._timings // 4, 2), 64)
             self.cost.fit()
-            self._costs = _RoundCosts(self.candidates, self.cost)
+            self._costs = _RoundCosts(self.candidates, self.cost, self._most_batch)
 
     def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
@@ -387,7 +398,8 @@ class SpecRule:
         for i, rate in enumerate(rates):
             loss = min(max(1.0 - rates[now] / rate, -most), most)
             lost[i] = max(lost[i] + loss, 0.0)
-        if best != now and lost[best] > threshold:
+        beyond = batch > self._most_batch.get(self.candidates[now], batch)
+        if best != now and (lost[best] > threshold or beyond):
             self._current = best
             self._lost = [0.0] * len(lost)
             self._probe_left = 0

@@ -15,8 +15,11 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 class RoundCosts(Protocol):
     """The costs that the solver needs: a `CostTable` of one TP (`table.at(tp)`), or a `Roofline`."""
 
-    switch_ms: float
-    catch_up_ms: float
+    @property
+    def switch_ms(self) -> float: ...
+
+    @property
+    def catch_up_ms(self) -> float: ...
 
     def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray: ...
 

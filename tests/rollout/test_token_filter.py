@@ -222,11 +222,12 @@ def test_the_compiled_draw_keeps_the_noise_out_of_memory(sampler, nodes):
     assert large == [torch.uint32]
 
 
-def test_a_new_number_of_nodes_seldom_compiles_anew(sampler):
+def test_a_new_number_of_nodes_seldom_compiles_anew(sampler, monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # set for engines on a CPU
     counter = CompileCounter()
     draw = getattr(sampler.multinomial_with_seed, "_torchdynamo_orig_callable", sampler.multinomial_with_seed)
     compiled = torch.compile(draw, dynamic=True, backend=counter)
-    hashed = lambda seeds, positions, columns: (seeds[:, None] * positions[:, None] + columns).int()  # noqa: E731
+    hashed = lambda seeds, positions, columns: (seeds.long()[:, None] * positions[:, None] + columns).int()  # noqa: E731
     with mock.patch.object(sampler, "murmur_hash32", hashed):
         for nodes in (1, 2, 7, 256, 1536):
             compiled(torch.zeros(nodes, 40), torch.arange(nodes), torch.arange(nodes))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.speculative import adaptive_runtime_state
 
-from megatron_rlspec.rollout.sglang.server import decisions, plain_round
+from megatron_rlspec.rollout.sglang.server import decisions, plain_round, versions
 from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
 from megatron_rlspec.types import SpecConfig
@@ -44,6 +44,12 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
         worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
+
+    def init_states(self, *args: Any, **kwargs: Any) -> None:
+        super().init_states(*args, **kwargs)
+        sglang = versions.installed()
+        captured = {steps: sglang.captured(self, steps) for steps in self.candidate_steps}
+        decisions.decider.limit(captured, self.worker.speculative_num_steps)
 
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Decide, unless `_round` has decided already. SGLang calls it before a decode round."""

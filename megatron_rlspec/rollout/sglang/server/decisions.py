@@ -40,6 +40,7 @@ class Decider:
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
+        self._most: dict[SpecConfig, int] = {}  # the largest batch with captured graphs, where graphs are limited
 
     def start(self, candidate_steps: Sequence[int], start: int) -> None:
         """Set the candidates. Step 0 stands for two: the drafter reads along and drafts nothing, or it is off."""
@@ -48,6 +49,18 @@ class Decider:
             self.replace(self._settings)
         else:
             self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
+
+    def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
+        """Keep the rule from running step counts at batches for which only others are captured.
+
+        `captured`: the batch sizes with graphs, by step count; None: no graphs. SGLang captures the step count that it
+        starts with, `start`, at every batch size.
+        """
+        ends = {steps: max(sizes, default=0) for steps, sizes in captured.items() if sizes is not None}
+        most = max(ends.values(), default=0)
+        self._most = {SpecConfig(steps): end for steps, end in ends.items() if steps not in (0, start) and end < most}
+        if self.rule is not None:
+            self.rule.limit(self._most)
 
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
@@ -64,6 +77,7 @@ class Decider:
             self._check({config for row in rule.schedule.configs for config in row})
         if self.rule is not None:
             rule.inherit(self.rule)
+        rule.limit(self._most)
         self.rule = rule
         self.stock = None
 

@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,11 @@ from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.server import versions
 from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, Settings, known_key
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
@@ -120,10 +124,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
-    arguments, settings, steps = arguments_for(options, device)
     _check_model(options)
-    if steps:
-        arguments.append(f"--speculative-adaptive-config={_adaptive_file(steps)}")
+    arguments, settings, slots = arguments_for(options, device)
+    if slots:
+        arguments.append(f"--speculative-adaptive-config={_adaptive_file(slots)}")
     if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
         settings = dataclasses.replace(settings, loopback=True)
         for name, interface in _INTERFACES.items():
@@ -157,8 +161,8 @@ def _check_model(options: argparse.Namespace) -> None:
         raise ServeError(f"--model {options.model}: {error}") from None
 
 
-def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, list[int]]:
-    """Return SGLang's command line, the plugin's settings, and the step counts that the engine may switch between.
+def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, dict[str, Any]]:
+    """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
 
     Raises ServeError for options that exclude each other. Writes nothing.
     """
@@ -182,13 +186,47 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         arguments.append("--skip-tokenizer-init")
     if options.spec == "off":
-        return arguments, Settings(options.verifier), []
+        return arguments, Settings(options.verifier), {}
 
     schedule = _schedule(options.schedule)
-    if options.cost_table and (schedule or options.spec == "fixed"):
+    table = _cost_table(options, schedule)
+    candidates = _candidates(options, schedule)
+    if table is None:
+        schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
+    slots = _slots(options, candidates, table, schedule)
+    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
+    drafting = [steps for steps in candidates if steps]
+    start = min(drafting) if table is not None else options.num_steps or max(drafting)
+    arguments += [
+        "--speculative-algorithm=EAGLE",
+        f"--speculative-num-steps={start}",
+        "--speculative-eagle-topk=1",
+        f"--speculative-num-draft-tokens={start + 1}",
+        "--speculative-adaptive",
+    ]
+    if options.verifier == "rejection":
+        arguments.append("--speculative-use-rejection-sampling")
+    if schedule is None:
+        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())}), slots
+    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()}), slots
+
+
+def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> CostTable | None:
+    if not options.cost_table:
+        return None
+    if schedule or options.spec == "fixed":
         raise ServeError("--cost-table is for --spec adaptive without --schedule")
-    if options.cost_table and not Path(options.cost_table).is_file():
+    if not Path(options.cost_table).is_file():
         raise ServeError(f"--cost-table {options.cost_table}: no such file")
+    try:
+        table = CostTable.load(options.cost_table)
+        return table.at(table.tps[0])  # the candidates' order by cost, for which any tensor-parallel size will do
+    except CostTableError as error:
+        raise ServeError(f"--cost-table {error}") from None
+
+
+def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> list[int]:
+    """Return the step counts that the engine may switch between; one of them drafts."""
     steps = {options.num_steps}
     if options.spec == "adaptive":
         try:
@@ -202,22 +240,27 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         steps |= {config.num_steps for config in used}
     if min(steps) < 0:
         raise ServeError(f"num_steps must not be negative, got {sorted(steps)}")
-    # SGLang sizes its buffers by the startup value, so it may not be 0.
-    start = options.num_steps or max(1, max(steps))
-    candidates = sorted(steps | {start})
-    arguments += [
-        "--speculative-algorithm=EAGLE",
-        f"--speculative-num-steps={start}",
-        "--speculative-eagle-topk=1",
-        f"--speculative-num-draft-tokens={start + 1}",
-        "--speculative-adaptive",
-    ]
-    if options.verifier == "rejection":
-        arguments.append("--speculative-use-rejection-sampling")
-    if options.cost_table:
-        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())}), candidates
-    schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
-    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()}), candidates
+    return sorted(steps | ({1} if max(steps) == 0 else set()))
+
+
+def _slots(
+    options: argparse.Namespace, steps: Sequence[int], table: CostTable | None, schedule: SpecSchedule | None
+) -> dict[str, Any]:
+    """Return the step counts from each batch size on: those that the schedule, the table or a roofline can choose."""
+    most_batch = options.max_running_requests
+    wanted = chains(steps)
+    measured = [c for c in wanted if table is not None and c in table.configs()]
+    if table is not None:
+        most = graphs.reach(table, measured, most_batch, table.lengths(), options.max_total_tokens)
+    else:
+        layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
+        roofline = Roofline.of_layers(layers, ridge_tokens=graphs.WIDEST_RIDGE)
+        most = graphs.reach(roofline, wanted, most_batch, [1.0])
+    for config in wanted:
+        most.setdefault(config, 1)
+    for row in schedule.configs if schedule is not None else ():
+        most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
+    return graphs.slots(most, most_batch)
 
 
 def _schedule(text: str) -> SpecSchedule | None:
@@ -229,9 +272,9 @@ def _schedule(text: str) -> SpecSchedule | None:
         raise ServeError(f"--schedule: {error}") from None
 
 
-def _adaptive_file(steps: list[int]) -> str:
+def _adaptive_file(slots: dict[str, Any]) -> str:
     path = _scratch() / "adaptive.json"
-    path.write_text(json.dumps({"1": {"candidate_steps": steps}}))
+    path.write_text(json.dumps(slots))
     return str(path)
 
 

@@ -207,6 +207,10 @@ class Sglang0523:
 
         return softmax(logits)
 
+    def captured(self, controller: Any, steps: int) -> list[int] | None:
+        """Return the batch sizes at which an `AdaptiveController` has graphs of this step count; None: no graphs."""
+        return controller.params.cuda_graph_bs_for_step(steps)
+
     def known_top_k(self, info: Any) -> dict[str, Any]:
         """Return the argument by which a `SamplingBatchInfo` tells the sampler its largest top_k, on the host."""
         return {"max_top_k": info.max_top_k}
@@ -317,6 +321,9 @@ class Sglang0515(Sglang0523):
         import torch
 
         return torch.softmax(logits, dim=-1)
+
+    def captured(self, controller: Any, steps: int) -> list[int] | None:
+        return None
 
     def known_top_k(self, info: Any) -> dict[str, Any]:
         return {}

@@ -1,0 +1,111 @@
+"""CUDA graphs of an SGLang engine that switches between step counts: which batch sizes need which, and what they cost.
+
+SGLang captures, for every step count, a graph of each of its passes at every batch size of its list. A step count that
+never pays off at a large batch needs none there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.solver import RoundCosts
+from megatron_rlspec.types import SpecConfig
+
+MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
+DECAY = 0.95  # the rate of a depth, as a share of the depth above it
+WIDEST_RIDGE = 300.0  # tokens; without a cost table. Of the GPUs in `roofline.HARDWARE`, the H100 has the highest
+# Estimates, not measured: a graph of a model of 7B parameters on one GPU, buffers for its activations included.
+SECONDS = 0.18
+TARGET_GIB = 0.02
+DRAFTER_GIB = 0.005
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`)."""
+    sizes = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, max_batch + 1, 16)]
+    return sorted({size for size in sizes if size <= max_batch} | {max_batch})
+
+
+def reach(
+    cost: RoundCosts,
+    candidates: Sequence[SpecConfig],
+    max_batch: int,
+    lengths: Sequence[float],
+    max_total_tokens: int = 0,
+) -> dict[SpecConfig, int]:
+    """Return the largest batch at which each candidate could be the best, with rates a_d <= 0.95 * 0.95 ** (d - 1).
+
+    `lengths`: mean contexts per request to consider; `max_total_tokens`: tokens that the KV cache holds, 0: any number.
+    No range is shorter than that of a deeper candidate, since probes deepen one candidate at a time. The shallowest
+    candidate has all batches.
+    """
+    ordered = sorted(candidates)
+    batch = np.arange(1, max_batch + 1)[:, None]
+    context = batch * np.asarray(lengths, float)[None, :]
+    ms = cost.grid(ordered, batch, np.clip(context, batch, max_total_tokens or np.inf))
+    found = [1] * len(ordered)
+    depths = DECAY ** np.arange(max(config.num_steps for config in ordered) or 1)
+    for first in np.linspace(0.0, MOST_ACCEPTANCE, 20):
+        tokens = np.array([expected_tokens(config, (first * depths).tolist()) for config in ordered])
+        best = (tokens[:, None, None] / ms).argmax(axis=0)
+        for i in range(len(ordered)):
+            chosen = np.flatnonzero((best == i).any(axis=1))
+            found[i] = max([found[i], *(chosen[-1:] + 1).tolist()])
+    nested = np.maximum.accumulate(found[::-1])[::-1].tolist()
+    least = ordered[0].num_steps
+    return {config: max_batch if config.num_steps == least else n for config, n in zip(ordered, nested, strict=True)}
+
+
+def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
+    """Make SGLang's `--speculative-adaptive-config`: the step counts from each batch size on, chains only.
+
+    `most`: the largest batch of each configuration (`reach`). SGLang pads a batch to the next of `graph_sizes`, so a
+    range ends there.
+    """
+    sizes = graph_sizes(max_batch)
+    ends = {c.num_steps: sizes[min(bisect_left(sizes, n), len(sizes) - 1)] for c, n in most.items()}
+    starts = sorted({1, *(end + 1 for end in ends.values() if end < sizes[-1])})
+    return {str(start): {"candidate_steps": sorted(k for k, end in ends.items() if end >= start)} for start in starts}
+
+
+def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, int]:
+    """Return how many graphs each step count of `slots` gets. `start`: the step count at launch, captured everywhere.
+
+    The passes of a step count are verification, the drafter's extension, and from two steps on drafting.
+    """
+    sizes = graph_sizes(max_batch)
+    starts = sorted(map(int, config))
+    steps = sorted({k for slot in config.values() for k in slot["candidate_steps"]})
+    found = {}
+    for k in steps:
+        covered = [s for s in starts if k in config[str(s)]["candidate_steps"]]
+        last = [max(s for s in starts if s <= size) for size in sizes]
+        passes = 3 if k > 1 else 2
+        found[k] = passes * (len(sizes) if k == start else sum(s in covered for s in last))
+    return found
+
+
+def describe(most: Mapping[SpecConfig, int], max_batch: int) -> str:
+    """Format ranges and graphs of an engine launched with these candidates, beside those without ranges."""
+    drafting = [c.num_steps for c in most if c.num_steps]
+    if not drafting:
+        return "CUDA graphs: no configuration drafts"
+    config = slots(most, max_batch)
+    graphs = count(config, max_batch, min(drafting))
+    total = sum(graphs.values())
+    target = sum(n // (3 if k > 1 else 2) for k, n in graphs.items())
+    everywhere = {"1": {"candidate_steps": sorted(graphs)}}
+    without = sum(count(everywhere, max_batch, min(drafting)).values())
+    ranges = ", ".join(f"{c} to batch {n}" for c, n in sorted(most.items()) if c.num_steps)
+    gib = TARGET_GIB * target + DRAFTER_GIB * (total - target)
+    return (
+        f"CUDA graphs of `rlspec serve` with this table, up to batch {max_batch}: {total}, "
+        f"{without} if all were captured at every batch\n"
+        f"captured where rates of up to {MOST_ACCEPTANCE}, falling by 5 % a depth, could choose them: {ranges}\n"
+        f"estimates, not measured, for 7B parameters on one GPU: {SECONDS * total:.0f} s and {gib:.1f} GiB"
+    )

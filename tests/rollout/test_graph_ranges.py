@@ -1,0 +1,86 @@
+"""SGLang reads the ranges of `rlspec serve` as they are meant, for its own list of captured batch sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_rlspec.rollout.sglang.server import decisions, serve
+from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.types import OFF, SpecConfig
+
+STEPS = (0, 1, 2, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 36}))
+    provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
+    roofline = Roofline.of_hardware(*HARDWARE["H20"])
+    roofline.table(chains(STEPS), (1, 4, 16, 64, 256), (128, 2048), provenance).save(folder / "table.json")
+    return folder
+
+
+def asked(folder: Path, *more: str) -> tuple[list[str], dict]:
+    options = serve.parser().parse_args(["--model", str(folder), *more])
+    arguments, _, slots = serve.arguments_for(options, "cuda")
+    return arguments, slots
+
+
+def steps_at(slots: dict, batch: int) -> list[int]:
+    return slots[str(max(int(start) for start in slots if int(start) <= batch))]["candidate_steps"]
+
+
+def test_a_table_prunes_deep_candidates_of_large_batches(files: Path) -> None:
+    arguments, slots = asked(files, "--cost-table", str(files / "table.json"))
+    assert steps_at(slots, 1) == list(STEPS) and steps_at(slots, 256)[-1] < 5
+    assert "--speculative-num-steps=1" in arguments  # the step count at launch is captured at every batch size
+    total = sum(graphs.count(slots, 256, start=1).values())
+    assert total < 0.7 * sum(graphs.count({"1": {"candidate_steps": STEPS}}, 256, start=1).values())
+
+
+def test_without_a_table_all_that_a_schedule_names_is_captured(files: Path) -> None:
+    arguments, slots = asked(files, "--num-steps", "3")
+    assert "--speculative-num-steps=3" in arguments
+    assert 3 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
+    assert asked(files, "--spec", "fixed", "--num-steps", "2")[1] == {"1": {"candidate_steps": [2]}}
+
+
+def test_sglang_captures_the_ranges(sglang_models: ModuleType, files: Path, tmp_path: Path) -> None:
+    from sglang.srt.arg_groups import cuda_graph_hook
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    given = SimpleNamespace(disable_cuda_graph_padding=False, speculative_algorithm="EAGLE")
+    for most in (24, 160, 256, 512):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_graph_hook, "resolving_view", lambda _: given)
+            sizes = cuda_graph_hook.generate_decode_cuda_graph_batch_sizes(None, most)
+        assert sorted(sizes) == graphs.graph_sizes(most)
+    _, slots = asked(files, "--cost-table", str(files / "table.json"))
+    path = tmp_path / "adaptive.json"
+    path.write_text(json.dumps(slots))
+    params = AdaptiveSpeculativeParams(initial_steps=1, cfg_path=str(path))
+    params.set_cuda_graph_bs(graphs.graph_sizes(256))
+    captured = {steps: params.cuda_graph_bs_for_step(steps) for steps in STEPS}
+    counted = graphs.count(slots, 256, start=0)
+    assert {k: (3 if k > 1 else 2) * len(sizes) for k, sizes in captured.items()} == counted
+
+    decider = decisions.Decider(Settings("target_only", {"table": str(files / "table.json")}))
+    decider.start(params.candidate_steps, 1)
+    decider.limit(captured, start=1)
+    assert decider._most and max(decider._most) == SpecConfig(5) and OFF not in decider._most
+    for batch in range(1, 257):
+        decider.rule.acceptance.predict([0.99] * 5)
+        config, _ = decider.choose(batch, 128 * batch, None)
+        padded = next(size for size in graphs.graph_sizes(256) if size >= batch)
+        assert config.num_steps == 1 or padded in captured[config.num_steps]
+    decider.limit(dict.fromkeys(STEPS), start=1)  # without graphs nothing is limited
+    assert decider._most == {}

@@ -1,0 +1,56 @@
+"""Graphs are captured where a candidate can be chosen, as counted, and the rule runs nothing outside that range."""
+
+from __future__ import annotations
+
+import numpy as np
+from test_rule import CANDIDATES, H20, Engine, rule
+
+from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.types import OFF, SpecConfig
+
+LENGTHS = (128, 1024)
+
+
+def test_no_acceptance_chooses_a_candidate_beyond_its_range():
+    most = graphs.reach(H20, CANDIDATES, 256, LENGTHS)
+    assert most[OFF] == 256 > most[SpecConfig(1)] > most[SpecConfig(3)] > most[SpecConfig(5)] >= 1
+    rng = np.random.default_rng(0)
+    for batch in (1, 8, 20, 33, 60, 100, 180, 256):
+        for _ in range(40):
+            rates = rng.uniform(0, graphs.MOST_ACCEPTANCE) * np.cumprod([1.0, *rng.uniform(0.5, graphs.DECAY, 4)])
+            length = rng.uniform(*LENGTHS)
+            ms = H20.grid(CANDIDATES, np.array(batch), np.array(batch * length))
+            best = CANDIDATES[int(np.argmax([expected_tokens(c, rates) for c in CANDIDATES] / ms))]
+            assert batch <= most[best], (batch, best, rates)
+
+
+def test_a_smaller_kv_cache_needs_fewer_graphs():
+    """With fewer tokens in the KV cache the target reads less, so that verification costs more beside it."""
+    long = (128, 65536)
+    roomy, tight = (graphs.reach(H20, CANDIDATES, 256, long, total) for total in (0, 100_000))
+    assert all(tight[c] <= roomy[c] for c in CANDIDATES) and tight[SpecConfig(1)] < roomy[SpecConfig(1)]
+
+
+def test_ranges_end_at_the_next_captured_size():
+    most = {OFF: 256, SpecConfig(1): 256, SpecConfig(3): 61, SpecConfig(5): 3}
+    config = graphs.slots(most, 256)
+    assert {int(start): slot["candidate_steps"] for start, slot in config.items()} == {
+        1: [0, 1, 3, 5],
+        4: [0, 1, 3],
+        65: [0, 1],
+    }
+    sizes = graphs.graph_sizes(256)
+    found = graphs.count(config, 256, start=1)
+    assert found == {0: 2 * 51, 1: 2 * 51, 3: 3 * sum(size <= 64 for size in sizes), 5: 3 * 3}
+    assert graphs.count(config, 256, start=3)[3] == 3 * 51  # SGLang captures its first step count at every size
+
+
+def test_the_rule_leaves_a_configuration_whose_graphs_end():
+    engine = Engine(rule(H20), H20, rates=(0.9,) * 5)
+    engine.run(300, batch=4)
+    assert engine.chosen[-1].num_steps == 5
+    engine.rule.limit({SpecConfig(3): 64, SpecConfig(5): 8})
+    assert {c.num_steps for c in engine.run(100, batch=16)} <= {0, 1, 2, 3}
+    assert {c.num_steps for c in engine.run(1000, batch=100)} <= {0, 1, 2}  # probes included
+    assert engine.run(300, batch=4)[-1].num_steps == 5
