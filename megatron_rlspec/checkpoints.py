@@ -2,7 +2,8 @@
 
 `checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
 the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
-holds the rollout that was drawn ahead, if there is one. Both are covered by checksums in the JSON file.
+holds the rollout that was drawn ahead, if there is one, and `step-000012.replay` the drafter's buffer of rollouts. All
+are covered by checksums in the JSON file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_rlspec import files, wire
 from megatron_rlspec.types import Group
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
 
-_CHECKSUM, _GROUPS = "checksum", "groups_checksum"
+_CHECKSUM = "checksum"
+_GROUPS = (".groups", ".replay")  # files of groups; each has a checksum in the JSON file, such as groups_checksum
 
 
 class Checkpoints:
@@ -38,18 +40,21 @@ class Checkpoints:
         """Return the whole checkpoints, the oldest first."""
         return sorted(self.folder.glob("step-*/"))
 
-    def write_state(self, step: int, state: Mapping[str, Any], drawn: Sequence[Group]) -> None:
-        """Write the small files; `drawn` is the rollout of the next step. Raises OSError."""
+    def write_state(
+        self, step: int, state: Mapping[str, Any], drawn: Sequence[Group], replay: Sequence[Group] = ()
+    ) -> None:
+        """Write the small files; `drawn` is the rollout of the next step, `replay` the buffer. Raises OSError."""
         content: dict[str, Any] = {"step": step, **state}
-        if drawn:
-            groups = wire.encode_groups(list(drawn))
-            files.write(self.path(step).with_suffix(".groups"), groups)
-            content[_GROUPS] = hashlib.sha256(groups).hexdigest()
+        for suffix, groups in zip(_GROUPS, (drawn, replay), strict=True):
+            if groups:
+                encoded = wire.encode_groups(list(groups))
+                files.write(self.path(step).with_suffix(suffix), encoded)
+                content[_checksum_name(suffix)] = hashlib.sha256(encoded).hexdigest()
         content[_CHECKSUM] = _checksum(content)
         files.write(self.path(step).with_suffix(".json"), json.dumps(content))
 
-    def read_state(self, path: Path) -> tuple[dict[str, Any], list[Group]]:
-        """Return what `write_state` wrote for the checkpoint `path`. Raises CheckpointError."""
+    def read_state(self, path: Path) -> tuple[dict[str, Any], list[Group], list[Group]]:
+        """Return (state, drawn, replay) that `write_state` wrote for the checkpoint `path`. Raises CheckpointError."""
         file = path.with_suffix(".json")
         try:
             state = read_json(file)
@@ -57,13 +62,15 @@ class Checkpoints:
             raise CheckpointError(f"{error}; {advice(path)}") from None
         if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(path.name.removeprefix("step-")):
             raise CheckpointError(_damaged(file))
-        expected = state.pop(_GROUPS, None)
-        return state, _read_groups(path.with_suffix(".groups"), expected) if expected else []
+        drawn, replay = (
+            _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), "")) for suffix in _GROUPS
+        )
+        return state, drawn, replay
 
     def discard(self, step: int) -> None:
         """Remove the small files of a checkpoint that could not be written."""
         if not self.path(step).exists():
-            for suffix in (".json", ".groups"):
+            for suffix in (".json", *_GROUPS):
                 self.path(step).with_suffix(suffix).unlink(missing_ok=True)
 
     def prune(self) -> None:
@@ -72,14 +79,19 @@ class Checkpoints:
             shutil.rmtree(old)
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        for file in (*self.folder.glob("step-*.json"), *self.folder.glob("step-*.groups")):
-            if not file.with_suffix("").exists():
-                file.unlink()
+        for suffix in (".json", *_GROUPS):
+            for file in self.folder.glob(f"step-*{suffix}"):
+                if not file.with_suffix("").exists():
+                    file.unlink()
 
 
 def advice(path: Path) -> str:
     """Return the advice for a checkpoint that cannot be read."""
     return f"remove {path} to go on without it"
+
+
+def _checksum_name(suffix: str) -> str:
+    return f"{suffix.removeprefix('.')}_checksum"
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -88,6 +100,9 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _read_groups(file: Path, checksum: str) -> list[Group]:
+    """Return the groups of a file with this checksum; none if the checkpoint has no such file."""
+    if not checksum:
+        return []
     try:
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != checksum:

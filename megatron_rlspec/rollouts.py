@@ -135,6 +135,7 @@ class Rollouts:
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # of the newest rollout, rewards included
+        self.rounds: list[RoundStats] = []  # of the newest rollout, as `adapt` read them
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
         self._drawing: Collection[str] = ()  # ids of the running requests
         self._closed = threading.Event()
@@ -220,6 +221,11 @@ class Rollouts:
         if allowed and step + 1 < self.config.train.steps:
             self.ahead = self.thread.submit(self._draw, step + 1)
         return groups
+
+    def begin(self, step: int) -> None:
+        """Start to draw the rollout of a step in a thread; `collect` waits for it."""
+        if self.ahead is None:
+            self.ahead = self.thread.submit(self._draw, step)
 
     def settle(self) -> None:
         """Wait for the rollout that runs ahead. Raises its error, as `collect`; the next `collect` then draws again."""
@@ -419,6 +425,7 @@ class Rollouts:
             if finding := self.health.watch(name, stats, expected):
                 message = f"{name}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=name, found=[finding.detector])
+        self.rounds = seen
         found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
         files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found

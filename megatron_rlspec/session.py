@@ -7,6 +7,7 @@ The other ranks wait while rank 0 generates and scores; it then broadcasts the g
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,9 +24,11 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.interruption import Interruption
 from megatron_rlspec.live import View
 from megatron_rlspec.metrics import Clock, Recorder
+from megatron_rlspec.online import OnlineLearner
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
+from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
@@ -62,11 +65,15 @@ class Session:
         self.generates = not supervised or config.sft.eval_every > 0
         self.done = 0  # optimizer steps so far; the version of the parameters is done + 1
         self._steps = config.sft.steps if supervised else config.train.steps
+        # Without one, in a warm start, the drafter learns from every batch alike.
+        self.online = OnlineLearner(config) if config.drafter.train and not supervised else None
         self._last_accept_length = 0.0
         self._bad_steps = 0  # in a row
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
         self._pushed: dict[str, float] = {}
         self._adapted: dict[str, float] = {}
+        self._learned: dict[str, float] = {}  # metrics of the drafter's update while engines drew
+        self._seconds = 0.0  # of the newest training step
         with ExitStack() as closing:
             self._closing = closing
             self._open(data_path, supervised)
@@ -154,8 +161,14 @@ class Session:
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Return the scored groups of one step, the same on every rank."""
+        """Return the scored groups of one step, the same on every rank.
+
+        With `drafter.overlap`, the drafter is updated from earlier rollouts while engines draw.
+        """
         drawn: list[Group] = []
+        if self.online is not None and self.online.overlaps:
+            self._on_rank0(lambda: self.rollouts.begin(step))
+            self._update_beside_rollout()
         while not self._on_rank0(lambda: drawn.extend(self.rollouts.collect(step))):
             self.push()
         groups = self._broadcast(drawn)
@@ -207,6 +220,22 @@ class Session:
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
+    def _decide(self, online: OnlineLearner) -> None:
+        """Decide whether the present step updates the drafter, the same on every rank."""
+        due, _ = online.rule.decide()
+        if online.decided_by_rank0:
+            answer = torch.tensor(due, device=broadcast_device())
+            dist.broadcast(answer, src=0)
+            due = bool(answer)
+        online.due = due
+
+    def _update_beside_rollout(self) -> None:
+        """Update the drafter if that is due, unless a resumed run has done so before it stopped. Collective."""
+        assert self.online is not None
+        self._decide(self.online)
+        if self.online.due and self.online.last_update < self.done:
+            self._learned = self.online.update(self.trainer, self.done)
+
     def demonstrations(self) -> list[Group]:
         """Return the next demonstrations; every rank reads the same rows."""
         assert isinstance(self.data, data.Demonstrations)
@@ -221,9 +250,12 @@ class Session:
         for group in groups:
             samples += group.samples
             advantages += self._advantages(group)
+        if self.online is not None:
+            self.online.add(groups)
         return pack(
             samples,
             advantages=advantages,
+            drafter_weights=self.online.weights(samples) if self.online is not None else None,
             depth=self.config.drafter.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
             version=self.done + 1 if self.config.rollout.staleness else None,
@@ -238,11 +270,41 @@ class Session:
         if self.trainer.reference and options["objective"] == "grpo":
             rows = self.trainer.reference_logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
-        metrics = self.trainer.train_step(batches, logprob_gap=self.config.health.logprob_gap, **options)
+        options["logprob_gap"] = self.config.health.logprob_gap
+        if self.online is None:
+            metrics = self.trainer.train_step(batches, **options)
+        else:
+            metrics = self._train_online(self.online, batches, options)
         self.done += 1
         self._newest = (metrics, self._newest[1])
         self._pushed = {}
         self._adapted = {}
+        return metrics
+
+    def _train_online(
+        self, online: OnlineLearner, batches: list[PackedBatch], options: dict[str, Any]
+    ) -> dict[str, float]:
+        """Take a step in which the drafter learns when, and from what, `online` says."""
+        if not online.overlaps:
+            self._decide(online)
+        began = time.perf_counter()
+        metrics = self.trainer.train_step(batches, drafter=online.joined_pass(), **options)
+        self._seconds = time.perf_counter() - began
+        predicted = self.trainer.prediction
+        if online.overlaps:
+            metrics |= self._learned
+            self._learned = {}
+        elif online.due and not online.separate:
+            online.last_update = self.done
+        elif online.due:
+            metrics |= online.update(self.trainer, self.done)
+            metrics["drafter/seconds_added"] = online.seconds
+            if predicted is None and self.config.drafter.replay == "newest":
+                predicted = self.trainer.prediction
+            self.trainer.prediction = predicted
+        if not online.decided_by_rank0:
+            length = None if predicted is None else predicted.tokens_per_round(max(predicted.steps))
+            metrics |= online.observe(Observed(online.last_update == self.done, length))
         return metrics
 
     def _advantages(self, group: Group) -> list[float]:
@@ -280,6 +342,23 @@ class Session:
 
     def _adapt(self) -> None:
         self._adapted = self.rollouts.adapt(self.trainer.prediction)
+        online = self.online
+        if online is None:
+            return
+        updated = online.last_update == self.done - 1
+        hidden = min(online.seconds, self.rollouts.seconds) if online.overlaps and updated else 0.0
+        added = online.seconds - hidden if updated else 0.0
+        if online.overlaps:
+            self._adapted |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": added}
+        if online.decided_by_rank0:
+            rates = self.rollouts.learning.forecast.rates() or ()
+            known = added if online.separate else None
+            stopped = online.rule.stopped
+            found = Observed(updated, None, self.rollouts.rounds, rates, self._seconds, known)
+            self._adapted |= online.observe(found)
+            if online.rule.stopped != stopped:
+                verb = "starts" if stopped else "stops"
+                self.recorder.event("drafter", f"step {self.done - 1}: training {verb}: {online.rule.decide()[1]}")
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
@@ -349,10 +428,14 @@ class Session:
     def _write_state(self) -> None:
         state: dict[str, Any] = {"data": self.data.state()}
         drawn: list[Group] = []
+        replay: list[Group] = []
         if self.generates:
             state |= self.rollouts.state()
             drawn = self.rollouts.pending()
-        self.checkpoints.write_state(self.done, state, drawn)
+        if self.online is not None:
+            state["online"] = self.online.state()
+            replay = self.online.held.groups()
+        self.checkpoints.write_state(self.done, state, drawn, replay)
 
     def _resume(self) -> tuple[dict[str, Any], list[Group]]:
         """Load the newest checkpoint. Returns its state and pending groups, or empty ones. Raises CheckpointError."""
@@ -360,11 +443,13 @@ class Session:
         if not found:
             return {}, []
         path = found[-1]
-        state, drawn = self.checkpoints.read_state(path)
+        state, drawn, replay = self.checkpoints.read_state(path)
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
         self.trainer.load(path)
         self.data.restore(state["data"])
+        if self.online is not None:
+            self.online.restore(state.get("online", {}), replay)
         self.done = state["step"]
         return state, drawn
 

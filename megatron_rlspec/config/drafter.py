@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, LearningRate, Name, Section, Weight
+from megatron_rlspec.config.base import FUNCTION, Count, LearningRate, Name, Positive, Section, Tokens, Weight
 
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 
@@ -26,7 +26,43 @@ class DrafterConfig(Section):
         "KL(q, p); tv: total variation, 1 - acceptance rate; or module:function, see examples/custom_loss",
     )
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
-    lr: LearningRate = Field(1e-4, description="learning rate of the drafter")
+    temperature: float = Field(
+        0.0, ge=0, le=100, description="temperature of both distributions in the loss; 0: that of the rollouts"
+    )
+    reward_weight: Literal["none", "reward", "rank"] = Field(
+        "none",
+        description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
+        "negative (reward), or its rank over the mean rank (rank)",
+    )
+    reward_clip: float = Field(
+        4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
+    )
+    refused_weight: Weight = Field(
+        1.0, description="weight of positions from which an engine drafted a token that was refused, times the sample's"
+    )
+    update: Literal["every", "triggered", "pays"] = Field(
+        "every",
+        description="when the drafter is trained: every update_every steps; when its predicted accept length has lost "
+        "update_drop since its last update (triggered); or when that saves more time than it takes (pays)",
+    )
+    update_every: Positive = Field(1, description="steps between two updates under update=every")
+    update_drop: float = Field(0.02, gt=0, lt=1, description="share of the accept length, under update=triggered")
+    overlap: bool = Field(
+        False,
+        description="train the drafter on earlier rollouts while engines draw the next one; the push after the next "
+        "step publishes it",
+    )
+    replay: Literal["none", "newest", "uniform", "reward", "disagreement"] = Field(
+        "none",
+        description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a pass "
+        "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
+    )
+    replay_tokens: Tokens = Field(262144, description="most tokens of the buffer; 9 bytes a token, and 2 KB a sample")
+    replay_bytes: Tokens = Field(2**28, description="most bytes of memory of the buffer")
+    update_tokens: Count = Field(
+        0, description="most tokens of one update from the buffer; 0: as many as the newest rollout has"
+    )
+    lr: LearningRate = Field(1e-4, description="learning rate of the drafter; ten times the policy's keeps up with it")
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         20,
         description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
@@ -41,3 +77,20 @@ class DrafterConfig(Section):
             known = "'ce', 'forward_kl', 'reverse_kl' or 'tv'"
             raise ValueError(f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})")
         return self
+
+    @model_validator(mode="after")
+    def _joined_unless_detached(self) -> DrafterConfig:
+        if self.mtp_detach_heads or not self.train:
+            return self
+        for name in ("update", "update_every", "overlap", "replay", "temperature"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "
+                    f"{name}={str(value).lower()} needs mtp_detach_heads=true"
+                )
+        return self
+
+    @property
+    def separate(self) -> bool:
+        """Return whether updates are passes of their own over stored rollouts, not part of the policy's step."""
+        return self.overlap or self.replay != "none"

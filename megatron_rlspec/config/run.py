@@ -68,6 +68,15 @@ class Config(Section):
                 "algorithm.dynamic_sampling=true drops groups of equal rewards, "
                 "and rollout.temperature=0 draws every sample of a group alike"
             )
+        if self.drafter.overlap and self.rollout.staleness:
+            raise ValueError(
+                "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "
+                "expected one of the two"
+            )
+        if self.drafter.update != "every" and self.spec.mode == "off":
+            raise ValueError(
+                f"drafter.update={self.drafter.update} decides by the acceptance of drafts; spec.mode=off has none"
+            )
         if self.sft.drafter_only and not self.drafter.train:
             raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
         if self.sft.drafter_only and not self.drafter.mtp_detach_heads:

@@ -31,7 +31,7 @@ def pack(
     advantages: Sequence[float] | PerToken | None = None,
     old_logprobs: PerToken | None = None,
     reference_logprobs: PerToken | None = None,
-    drafter_weights: Sequence[float] | None = None,
+    drafter_weights: Sequence[float] | PerToken | None = None,
     version: int | None = None,
     aggregation: Aggregation = "token",
     constant_length: int | None = None,
@@ -49,7 +49,7 @@ def pack(
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
     old_logprobs            `[L]` token-aligned per sample; `behaviour_logprobs` if omitted
-    drafter_weights         one per sample, not negative; 1 if omitted
+    drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted
     version                 of the policy to be trained; None leaves `staleness` out
     aggregation             what Σ policy_weight · loss_mask · loss / counts["policy"] is over the whole step.
                             token: the mean over trained tokens
@@ -138,7 +138,7 @@ def _columns(
     advantages: Sequence[float] | PerToken | None,
     old_logprobs: PerToken | None,
     reference_logprobs: PerToken | None,
-    drafter_weights: Sequence[float] | None,
+    drafter_weights: Sequence[float] | PerToken | None,
 ) -> dict[str, list[torch.Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
     behaviour = [sample.behaviour_logprobs for sample in samples]

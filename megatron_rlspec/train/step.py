@@ -42,6 +42,8 @@ from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, mean
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
 
+DrafterPass = Literal["learn", "predict", "skip"]
+
 
 class Trainer:
     """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks must call it.
@@ -135,11 +137,13 @@ class Trainer:
         *,
         objective: Literal["sft", "grpo"] = "sft",
         train_policy: bool = True,
+        drafter: DrafterPass = "learn",
         logprob_gap: float = math.inf,
     ) -> dict[str, float]:
         """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
         train_policy  False: the policy only computes hidden states; only the drafter learns
+        drafter       learn; predict: only compute its loss and `prediction`; skip: do not run it
         logprob_gap   largest allowed mean |log-prob difference| between engines and policy; above it, the engines
                       sampled from other weights
 
@@ -150,6 +154,9 @@ class Trainer:
             raise ValueError(
                 "drafter.mtp_detach_heads=false trains the policy through the drafter; it cannot stay frozen"
             )
+        if not train_policy and drafter == "skip":
+            self.prediction = None
+            return {}
         self.policy.train()
         self.learner.zero_grad()
         if coefficient := self.config.model.moe_aux_loss_coeff:
@@ -157,10 +164,11 @@ class Trainer:
             sequence = self.config.parallel.sequence
             per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
             self.model_config.moe_aux_loss_coeff = per_token
-        if self.drafter is not None and self.drafter_step is not None:
+        if self.drafter is not None and self.drafter_step is not None and drafter != "skip":
             self.drafter.train()
             self.drafter_step.begin()
-        sums = self._run(batches, partial(self._losses, objective, train_policy), forward_only=not train_policy)
+        losses = partial(self._losses, objective, train_policy, drafter)
+        sums = self._run(batches, losses, forward_only=not train_policy)
         totals = reduce_sums(sums)
         self.prediction = prediction_of(totals, self._steps)
         metrics = means(totals)
@@ -168,7 +176,7 @@ class Trainer:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
-        if self.config.drafter.train:
+        if self.config.drafter.train and drafter == "learn":
             metrics |= self._drafter_step()
         if train_policy:
             self.refresh_embedding()
@@ -259,30 +267,39 @@ class Trainer:
         )
 
     def _losses(
-        self, objective: str, train_policy: bool, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+        self,
+        objective: str,
+        train_policy: bool,
+        drafter: DrafterPass,
+        batch: PackedBatch,
+        packed: PackedSequences,
+        hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
         hidden = hidden[:, 0]
         layer = self._output_layer(1.0 if objective == "sft" else self.temperature)
+        taught = replace(layer, temperature=self.config.drafter.temperature or layer.temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
-        step = self.drafter_step
+        step = self.drafter_step if drafter != "skip" else None
         student: Student | None = None
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            student = step.student(self._draft(batch, packed, hidden), targets, layer, predict=predict)
+            with torch.set_grad_enabled(drafter == "learn"):
+                student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
         shared = step is not None and step.shares_policy_logits and train_policy
+        shared = shared and taught.temperature == layer.temperature
         if train_policy:
             observe = student.observe if student is not None and shared else None
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
         if step is not None and student is not None:
-            drafter, drafter_sums = step.learn(student, targets, None if shared else hidden)
+            drafter_loss, drafter_sums = step.learn(student, targets, None if shared else hidden)
             sums |= drafter_sums
-            if self.config.drafter.mtp_detach_heads:
-                drafter.backward()
-            else:
-                loss = loss + drafter
+            if not self.config.drafter.mtp_detach_heads:
+                loss = loss + drafter_loss
+            elif drafter == "learn":
+                drafter_loss.backward()
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
@@ -333,25 +350,29 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
 
 def _drafter_objective(config: Config) -> DrafterObjective:
     drafter = config.drafter
-    rollout = config.rollout
     return DrafterObjective(
         depth=drafter.depth,
         loss=drafter_loss_named(drafter.loss),
         depth_decay=drafter.depth_decay,
         predicted_steps=_predicted_steps(config),
         verifier=config.spec.verifier,
-        sampled=unfiltered(rollout.temperature, rollout.top_p, rollout.top_k),
+        sampled=_taught_what_is_sampled(config),
     )
+
+
+def _taught_what_is_sampled(config: Config) -> bool:
+    """Return whether the teacher's distribution is the one that rollouts draw from."""
+    rollout = config.rollout
+    whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
+    return whole and config.drafter.temperature in (0, rollout.temperature)
 
 
 def _predicted_steps(config: Config) -> tuple[int, ...]:
     """Return the step counts that rollouts may run, ascending; none if training cannot predict their acceptance."""
     spec = config.spec
-    rollout = config.rollout
     if spec.mode == "off":
         return ()
-    whole = unfiltered(rollout.temperature, rollout.top_p, rollout.top_k)
-    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not whole):
+    if spec.verifier == "rejection" and (config.drafter.loss == "ce" or not _taught_what_is_sampled(config)):
         return ()
     steps = spec.candidate_steps if spec.mode == "adaptive" else (spec.num_steps,)
     return tuple(sorted({k for k in steps if k > 0}))
