@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
-from megatron_rlspec import doctor, environment
+from megatron_rlspec import data, doctor, environment
 from megatron_rlspec.config import Config, ConfigError, load, options
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.inputs import check_inputs
@@ -22,6 +22,7 @@ from megatron_rlspec.weights.model_directory import check_model
 COMMANDS = {
     "train": ("megatron_rlspec.cli:train", "GRPO with a co-trained drafter (start it under torchrun)"),
     "sft": ("megatron_rlspec.cli:sft", "supervised warm start of policy and drafter (under torchrun)"),
+    "answer": ("megatron_rlspec.cli:answer", "let a model write answers to prompts: what a drafter is warmed up on"),
     "serve": (
         "megatron_rlspec.rollout.sglang.server.serve:main",
         "one SGLang engine with lossless verification, weight pushes and adaptive drafting",
@@ -58,7 +59,14 @@ ERRORS = {
     "megatron_rlspec.session:RunStopped": 1,
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
-EXTRAS = {"torch": "train", "megatron": "train", "transformers": "train", "sglang": "sglang", "matplotlib": "plot"}
+EXTRAS = {
+    "torch": "train",
+    "megatron": "train",
+    "transformers": "train",
+    "sglang": "sglang",
+    "matplotlib": "plot",
+    "gguf": "gguf",
+}
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
@@ -166,10 +174,23 @@ def sft(argv: list[str]) -> None:
     check_inputs(config, "sft")
     interruption = Interruption().install()
     with interruption.translating():
-        doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0)
+        doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0 and bool(config.data.eval_path))
         from megatron_rlspec import loop
 
         loop.warm_start(config, interruption)
+
+
+def answer(argv: list[str]) -> None:
+    """Run `rlspec answer`. Prints at its end what the file holds."""
+    config = parse("answer", argv)
+    hf_config = check_model(config.model.path, "serve", drafter=False, longest=config.model.max_length)
+    data.check_prompts(config.data.path, config.data)
+    if not hf_config.get("num_nextn_predict_layers"):
+        config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
+    with Interruption().install().translating():
+        from megatron_rlspec import answer
+
+        print(answer.answer(config, hf_config))
 
 
 def dry_run(argv: list[str]) -> None:
@@ -195,7 +216,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None = None) -> Config:
+def parse(command: Literal["train", "sft", "answer"], argv: list[str], ranks: int | None = None) -> Config:
     """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
     parser = _Parser(
         prog=f"rlspec {command}",
@@ -219,7 +240,9 @@ def parse(command: Literal["train", "sft"], argv: list[str], ranks: int | None =
     if unknown:
         raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
     config = load(known.config, overrides)
-    if ranks:
+    if command == "answer":
+        config.check_answer()
+    elif ranks:
         config.check_run(command, ranks, f"--ranks is {ranks}")
     elif started := environment.ranks_started(os.environ):
         config.check_run(command, started, f"torchrun started {started}")

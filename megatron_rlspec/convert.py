@@ -13,6 +13,8 @@ from rich.table import Table
 from megatron_rlspec import arguments, files
 from megatron_rlspec.weights.convert import Conversion, convert, plan, weight_files
 from megatron_rlspec.weights.families import names_where
+from megatron_rlspec.weights.gguf_file import DTYPES
+from megatron_rlspec.weights.model_config import refusal
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -20,14 +22,17 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 def parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="rlspec convert",
-        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included. Any TP/PP/EP may have "
-        "written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either. Any "
+        "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
-        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
+        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
     )
-    p.add_argument("source", help="Hugging Face directory, or Megatron directory (with its tracker file, or one step)")
+    p.add_argument(
+        "source", help="Hugging Face or Megatron directory (with its tracker file, or one step), or a .gguf file"
+    )
     p.add_argument("target", help="directory to write; it must not exist")
-    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source")
+    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf")
+    p.add_argument("--dtype", choices=tuple(DTYPES), help="dequantise a GGUF file to this type (default bfloat16)")
     p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
     p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
     p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
@@ -50,10 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             hf=options.hf,
             add_mtp=options.add_mtp,
             spec=options.spec,
+            dtype=options.dtype or "",
         )
         if options.check and not work.family.record.transformers:
-            checked = ", ".join(names_where(lambda facts: facts.transformers))
-            raise ValueError(f"--check: computes logits of {checked} only, not of {work.family.name}")
+            checked = names_where(lambda facts: facts.transformers)
+            raise ValueError(f"--check: {refusal(work.family.name, 'checked', checked)}")
+        if options.check and work.source.is_file() and work.to == "megatron":
+            raise ValueError("--check: of a GGUF file the Hugging Face form is checked; expected --to hf")
         if options.dry_run:
             _show(work)
             return 0
@@ -72,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_rlspec.train.check_conversion import compare_logits
 
         try:
-            print(compare_logits(work.source, work.target))
+            print(compare_logits(work.target if work.source.is_file() else work.source, work.target))
         except ValueError as error:
             print(f"rlspec convert: {error}", file=sys.stderr)
             return 1

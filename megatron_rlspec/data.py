@@ -2,7 +2,7 @@
 Prompts can also be questions of an environment (`environments.py`).
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
-instead of a label. An error names file and line of the row. Rows that are too long are dropped and counted; no other
+instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An error names file and line of the row. Rows that are too long are dropped and counted; no other
 row is dropped.
 """
 
@@ -175,7 +175,19 @@ class Demonstrations(Source[Sample]):
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         longest = config.model.max_length
         rows, dropped = read_demonstrations(path, config.data, tokenizer, longest, config.sft.response_key)
+        self.held_out: list[Sample] = []
+        if config.sft.held_out:
+            rows, self.held_out = without_prompts(rows, config.sft.held_out, config.train.seed, path)
         super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError for a token id that the model does not have."""
+        for sample in (*self.rows, *self.held_out):
+            if sample.tokens.max() >= vocab_size:
+                raise DataError(
+                    f"{sample.request_id}: token {sample.tokens.max()}; expected ids below vocab_size={vocab_size}, "
+                    "of answers by this model"
+                )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -241,8 +253,9 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
     """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
-        _prompt(where, row, options)
-        _response(where, row, response_key)
+        if _ids(where, row) is None:
+            _prompt(where, row, options)
+            _response(where, row, response_key)
         rows += 1
     _require(path, range(rows), 0, "samples")
 
@@ -284,29 +297,56 @@ def read_demonstrations(
 ) -> tuple[list[Sample], int]:
     """Return all demonstrations as samples of at most `max_tokens` tokens, and the number of longer ones.
 
-    The response and the end-of-sequence token after it are trained. Prompt and response are tokenized apart, as in a
-    rollout, where the policy generates from the prompt's last token on. Raises DataError.
+    The response is trained, and after a written one the end-of-sequence token. Prompt and response are tokenized apart,
+    as in a rollout, where the policy generates from the prompt's last token on. A row of `rlspec answer` is neither
+    tokenized nor ended: its ids are those that a model drew. Raises DataError.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
-    rows = []
-    for where, row in read_rows(path):
-        rows.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
-    prompts = _tokenize(tokenizer, [prompt for prompt, _ in rows], max_tokens)
-    responses = _tokenize(tokenizer, [response for _, response in rows], max_tokens)
+    drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    texts: list[tuple[str, str]] = []
+    for i, (where, row) in enumerate(read_rows(path)):
+        if ids := _ids(where, row):
+            drawn[i] = ids
+            texts.append(("", ""))
+        else:
+            texts.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
+    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], max_tokens)
+    responses = _tokenize(tokenizer, [response for _, response in texts], max_tokens)
     samples = []
     dropped = 0
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if prompt is None or response is None or len(prompt) + len(response) + 1 > max_tokens:
+        if i in drawn:
+            prompt, response = drawn[i]
+        elif response is not None:
+            response = np.append(response, tokenizer.eos_token_id)
+        if prompt is None or response is None or len(prompt) + len(response) > max_tokens:
             dropped += 1
             continue
-        tokens = np.concatenate([prompt, response, [tokenizer.eos_token_id]])
+        tokens = np.concatenate([prompt, response])
         mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
         no_logprobs = np.zeros(len(tokens), np.float32)
-        text, written = rows[i]
+        text, written = texts[i]
         samples.append(Sample(f"row-{i}", Prompt(i, prompt, text=text), tokens, mask, no_logprobs, text=written))
     _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
     return samples, dropped
+
+
+def without_prompts(
+    rows: Sequence[Sample], held_out: int, seed: int, path: str | Path
+) -> tuple[list[Sample], list[Sample]]:
+    """Split off all rows of `held_out` prompts, which `seed` chooses: (rows to train on, rows to evaluate on).
+
+    Raises DataError if no prompt is left to train on.
+    """
+    prompts = list(dict.fromkeys(row.prompt.tokens.tobytes() for row in rows))
+    if held_out >= len(prompts):
+        raise DataError(f"{path}: {len(prompts)} different prompts; sft.held_out={held_out} leaves none to train on")
+    chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:held_out]}
+    parts: tuple[list[Sample], list[Sample]] = ([], [])
+    for row in rows:
+        parts[row.prompt.tokens.tobytes() in chosen].append(row)
+    return parts
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -321,10 +361,11 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                yield where, _json_row(where, line)
+                yield where, json_row(where, line)
 
 
-def _json_row(where: str, line: bytes) -> dict[str, Any]:
+def json_row(where: str, line: bytes) -> dict[str, Any]:
+    """Parse one row of JSONL. Raises DataError, which begins with `where`."""
     try:
         row = files.parse_json(line.decode(), where)
     except UnicodeDecodeError as error:
@@ -418,6 +459,20 @@ def _render_chat(
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and can raise any error
         raise DataError(f"{where}: the chat template refuses the messages: {_first_line(error)}") from None
+
+
+def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
+    if "response_tokens" not in row:
+        return None
+    found = []
+    for key in ("prompt_tokens", "response_tokens"):
+        ids = _field(where, row, key, "a row of `rlspec answer` has it, which")
+        fits = isinstance(ids, list) and ids and all(type(one) is int and 0 <= one < 2**31 for one in ids)
+        if not fits:
+            raise DataError(f"{where}: {key} is {_kind(ids)}, expected a list of token ids, at least one")
+        found.append(np.asarray(ids, np.int64))
+    return found[0], found[1]
 
 
 def _response(where: str, row: Mapping[str, Any], key: str) -> str:

@@ -36,7 +36,7 @@ def check_inputs(config: Config, command: Literal["train", "sft"]) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    evaluates = command == "train" or config.sft.eval_every > 0
+    evaluates = command == "train" or (config.sft.eval_every > 0 and bool(config.data.eval_path))
     with _reward_checked(config.reward.kind if evaluates else "exact"):
         check_model(config.model.path, "train", drafter=config.drafter.train, longest=config.model.max_length)
         if config.spec.cost_table:

@@ -25,14 +25,11 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.open import StartingEngines
+from megatron_rlspec.rollout.open import StartingEngines, learning
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.forecast import Prediction
-from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import (
     Group,
     Prompt,
@@ -75,17 +72,7 @@ class StartingRollouts:
         self.run_dir = run_dir
         path = config.data.eval_path
         self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
-        spec = config.spec
-        adapter = Adapter(
-            spec.candidate_steps,
-            spec.cost_table,
-            Roofline.of_model(hf_config, spec.ridge_tokens),
-            margin=spec.switching_margin,
-            probe_share=spec.probe_share,
-            catch_up_share=spec.catch_up_share,
-            learn=spec.learn_costs,
-        )
-        self.learning = Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
+        self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         self.starting = StartingEngines(config, run_dir)
 

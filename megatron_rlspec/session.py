@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,12 +63,14 @@ class Session:
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         self.run_dir = Path(config.train.run_dir)
-        self.generates = not supervised or config.sft.eval_every > 0
+        self.generates = not supervised or (config.sft.eval_every > 0 and bool(config.data.eval_path))
         self.done = 0  # optimizer steps so far; the version of the parameters is done + 1
         self._steps = config.sft.steps if supervised else config.train.steps
         # Without one, in a warm start, the drafter learns from every batch alike.
         self.online = OnlineLearner(config) if config.drafter.train and not supervised else None
         self._last_accept_length = 0.0
+        self._accept_lengths: list[float] = []  # on held-out answers, of every evaluation so far
+        self._tokens = 0  # trained by the drafter at depth 1
         self._bad_steps = 0  # in a row
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
         self._pushed: dict[str, float] = {}
@@ -104,6 +107,8 @@ class Session:
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
         self.data = source(data_path, self.tokenizer, config)
+        if isinstance(self.data, data.Demonstrations):
+            self.data.check_ids(self.hf_config["vocab_size"])
         if self.main and self.generates:  # engines start while the trainer is built
             starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir)
             self._closing.callback(starting.close)
@@ -241,8 +246,8 @@ class Session:
         assert isinstance(self.data, data.Demonstrations)
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
-    def pack(self, groups: list[Group]) -> list[PackedBatch]:
-        """Return this rank's micro-batches. Advantages are computed within each group."""
+    def pack(self, groups: list[Group], depth: int = 0) -> list[PackedBatch]:
+        """Return this rank's micro-batches, for `drafter.depth` or `depth`. Advantages are computed within each group."""
         algorithm = self.config.algorithm
         parallel = self.config.parallel
         samples: list[Sample] = []
@@ -256,7 +261,7 @@ class Session:
             samples,
             advantages=advantages,
             drafter_weights=self.online.weights(samples) if self.online is not None else None,
-            depth=self.config.drafter.depth,
+            depth=depth or self.config.drafter.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
             version=self.done + 1 if self.config.rollout.staleness else None,
             aggregation=algorithm.aggregation,
@@ -276,6 +281,7 @@ class Session:
         else:
             metrics = self._train_online(self.online, batches, options)
         self.done += 1
+        self._tokens += int(metrics.get("drafter/tokens_1", 0))
         self._newest = (metrics, self._newest[1])
         self._pushed = {}
         self._adapted = {}
@@ -427,6 +433,7 @@ class Session:
 
     def _write_state(self) -> None:
         state: dict[str, Any] = {"data": self.data.state()}
+        state |= {"accept_lengths": self._accept_lengths, "tokens": self._tokens}
         drawn: list[Group] = []
         replay: list[Group] = []
         if self.generates:
@@ -450,6 +457,8 @@ class Session:
         self.data.restore(state["data"])
         if self.online is not None:
             self.online.restore(state.get("online", {}), replay)
+        self._accept_lengths = [float(value) for value in state.get("accept_lengths", ())]
+        self._tokens = int(state.get("tokens", 0))
         self.done = state["step"]
         return state, drawn
 
@@ -468,11 +477,37 @@ class Session:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
 
         It may end if the held-out reward is at least `sft.stop_reward` and the accept length grew by less than
-        `sft.plateau` since the last evaluation.
+        `sft.plateau` since the last evaluation. With `sft.held_out` it may end if the accept length on held-out answers
+        has stopped rising, too.
         """
-        options = self.config.sft
-        if not self.due(options.eval_every):
+        if not self.due(self.config.sft.eval_every):
             return False
+        stop = self._measure_drafter() if self.config.sft.held_out else True
+        return (self._good_rollouts(step) if self.generates else True) and stop
+
+    def _measure_drafter(self) -> bool:
+        """Measure the drafter on held-out answers. Returns whether its accept length has stopped rising."""
+        assert isinstance(self.data, data.Demonstrations)
+        options = self.config.sft
+        groups = [Group(row.prompt, [row]) for row in self.data.held_out]
+        with self.clock("train"):
+            found = self.trainer.accept_lengths(self.pack(groups, max(options.eval_drafts)), options.eval_drafts)
+        past = self._accept_lengths
+        past.append(float(np.mean(list(found.values()))))
+        if self.main:
+            lengths = ", ".join(f"{value:.3f} at k = {k}" for k, value in found.items())
+            self.recorder.event(
+                "drafter",
+                f"step {self.done}, {self._tokens} tokens: accept length {lengths} on {len(groups)} held-out answers",
+                step=self.done,
+                tokens=self._tokens,
+                **{f"accept_length_{k}": value for k, value in found.items()},
+            )
+        return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + options.plateau
+
+    def _good_rollouts(self, step: int) -> bool:
+        """Push, and evaluate with the engines. Returns whether reward and accept length allow the warm start to end."""
+        options = self.config.sft
         with self.clock("push"):
             self.push()
         stop = torch.zeros((), device=broadcast_device())

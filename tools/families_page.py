@@ -20,7 +20,10 @@ here. Nothing of it has run on a GPU ([what is open there](gpu.md)).
 """
 DRAFTERS = """\
 The drafter: "its own" is in the family's checkpoints, and `rlspec convert --add-mtp` makes a fresh one. "MiMo's" is a
-fresh one, with which SGLang runs the model as MiMo.
+fresh one, with which SGLang runs the model as MiMo. The drafter of a Llama is MiMo's without biases of q, k and v. Engines
+have those biases, so the checkpoint holds them as 0, and the trainer does not have them.
+
+Each command that refuses a model names the column, and the architectures with "yes" in it.
 """
 FOOT = """\
 Limits of the table:
@@ -69,6 +72,11 @@ FACTS = {
         lambda name, record: record.served,
         "a real SGLang engine on a CPU computes Transformers' log-probabilities before and after a push, and drafts",
         "`tests/rollout/test_served_families.py`",
+    ),
+    "embedded": Fact(
+        lambda name, record: record.embedded,
+        "the embedded engine computes Transformers' log-probabilities, for small models",
+        "`tests/rollout_embedded/test_embedded_families.py`",
     ),
     "checked": Fact(
         lambda name, record: bool(record.transformers),

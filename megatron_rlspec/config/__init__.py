@@ -5,6 +5,7 @@ made of the fields. A wrong option raises `ConfigError`: one line with the optio
 """
 
 from megatron_rlspec.config.algorithm import AlgorithmConfig
+from megatron_rlspec.config.answer import AnswerConfig
 from megatron_rlspec.config.base import ConfigError
 from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
@@ -23,6 +24,7 @@ from megatron_rlspec.config.train import TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AnswerConfig",
     "Config",
     "ConfigError",
     "DataConfig",

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from megatron_rlspec.config.algorithm import AlgorithmConfig
+from megatron_rlspec.config.answer import AnswerConfig
 from megatron_rlspec.config.base import ConfigError, Section
 from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
@@ -41,6 +42,7 @@ class Config(Section):
     drafter: DrafterConfig = DrafterConfig()
     parallel: ParallelConfig = ParallelConfig()
     sft: SftConfig = SftConfig()
+    answer: AnswerConfig = AnswerConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
@@ -92,6 +94,7 @@ class Config(Section):
         """
         source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
         evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
+        measurable = self.data.eval_path or (command == "sft" and self.sft.held_out)
         parallel, longest = self.parallel, self.model.max_length
         shards = parallel.tensor * parallel.pipeline * parallel.context
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
@@ -100,8 +103,14 @@ class Config(Section):
             (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
             (not what, f"{source} is empty; expected a .jsonl or .parquet file to train on"),
             (
-                evaluates and not self.data.eval_path,
-                f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty",
+                evaluates and not measurable,
+                f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty"
+                + (" and sft.held_out=0" if command == "sft" else ""),
+            ),
+            (
+                command == "sft" and self.sft.held_out and not self.drafter.repeated_layer,
+                f"sft.held_out={self.sft.held_out} measures chains of one repeated layer; expected "
+                "drafter.repeated_layer=true",
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),
@@ -123,16 +132,34 @@ class Config(Section):
         if taken := taken_by(run_dir, self.train.resume):
             raise ConfigError(f"train.run_dir={run_dir}: {taken}")
 
+    def check_answer(self) -> None:
+        """Raise ConfigError if `rlspec answer` cannot be started so."""
+        longest = self.model.max_length
+        for wrong, message in (
+            (not self.model.path, "model.path is empty; expected a Hugging Face directory"),
+            (not self.data.path, "data.path is empty; expected a .jsonl or .parquet file of prompts"),
+            (
+                not self.answer.path.endswith(".jsonl"),
+                f"answer.path={self.answer.path}: expected a .jsonl file to write",
+            ),
+            (
+                self.rollout.max_total_tokens < longest,
+                f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
+                f"model.max_length={longest}",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message)
+        check_writable(Path(self.answer.path).parent, "answer.path's directory")
 
-def check_writable(run_dir: Path) -> None:
+
+def check_writable(run_dir: Path, option: str = "train.run_dir") -> None:
     """Raise ConfigError if the run cannot write there. A missing directory is made, and removed again."""
     missing = run_dir.absolute()
     try:
         if missing.is_dir():
             if not os.access(missing, os.W_OK | os.X_OK):
-                raise ConfigError(
-                    f"train.run_dir={run_dir}: not writable; expected a directory that the run can write to"
-                )
+                raise ConfigError(f"{option}={run_dir}: not writable; expected a directory that the run can write to")
             return
         while not os.path.lexists(missing.parent):
             missing = missing.parent
@@ -141,5 +168,5 @@ def check_writable(run_dir: Path) -> None:
             missing.rmdir()
     except OSError as error:
         raise ConfigError(
-            f"train.run_dir={str(run_dir)[:200]}: {error.strerror}; expected a directory that the run can write to"
+            f"{option}={str(run_dir)[:200]}: {error.strerror}; expected a directory that the run can write to"
         ) from None

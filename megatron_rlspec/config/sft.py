@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import Count, Name, Positive, Section, Text
 
@@ -14,17 +14,38 @@ class SftConfig(Section):
     response_key: Name = Field("response", description="column of the written response")
     steps: Positive = Field(1000, description="most steps")
     samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="responses of one step")
+    held_out: Count = Field(
+        0,
+        description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
+        "trainer measures the drafter's accept length on them at sft.eval_drafts, without an engine",
+    )
+    eval_drafts: tuple[Annotated[int, Field(gt=0, le=64)], ...] = Field(
+        (1, 3, 5), description="drafts per round at which the accept length on held-out answers is measured"
+    )
     drafter_only: bool = Field(False, description="train the drafter, leave the policy as it is")
     eval_every: Count = Field(
-        0, description="steps between evaluations, in which an engine answers data.eval_path; 0: none"
+        0,
+        description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer measures "
+        "the drafter on sft.held_out prompts, if there are any; 0: none",
     )
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(64, description="held-out prompts of one evaluation")
     stop_reward: float = Field(
         1.0,
         ge=-1e6,
         le=1e6,
-        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising",
+        description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising; "
+        "without data.eval_path the reward does not count",
     )
     plateau: float = Field(
-        0.1, gt=0, le=1e6, description="accept length has stopped rising if an evaluation adds less than this"
+        0.1,
+        gt=0,
+        le=1e6,
+        description="accept length has stopped rising if an evaluation adds less than this; with sft.held_out: if the "
+        "last two evaluations together add less than this",
     )
+
+    @model_validator(mode="after")
+    def _steps_differ(self) -> SftConfig:
+        if not self.eval_drafts or len(set(self.eval_drafts)) < len(self.eval_drafts):
+            raise ValueError(f"eval_drafts={list(self.eval_drafts)}: expected different numbers from 1 to 64")
+        return self

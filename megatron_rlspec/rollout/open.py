@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,9 @@ from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
@@ -91,6 +95,21 @@ class StartingEngines:
         self._closed = True
         for process in self._processes.values():
             process.close()
+
+
+def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
+    """Return the learning of speculation that a run begins with. Raises CostTableError."""
+    spec = config.spec
+    adapter = Adapter(
+        spec.candidate_steps,
+        spec.cost_table,
+        Roofline.of_model(hf_config, spec.ridge_tokens),
+        margin=spec.switching_margin,
+        probe_share=spec.probe_share,
+        catch_up_share=spec.catch_up_share,
+        learn=spec.learn_costs,
+    )
+    return Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
 
 
 def _transport(push: PushConfig) -> Transport:

@@ -32,13 +32,16 @@ def compare_logits(first: Path, second: Path, tolerance: float = 2e-3) -> str:
     """Compare logits; return one line with the largest differences. Raises ValueError above `tolerance`.
 
     Differences are relative to the standard deviation of the logits. One checkpoint is a Hugging Face one. The other is
-    a Megatron one, or also a Hugging Face one, which is then read as Megatron would read it. Both models are in memory
-    at the same time, in float32.
+    a Megatron one, or also a Hugging Face one, which is then read as Megatron would read it; its drafter may be new, so
+    Transformers reads the drafter from there. Both models are in memory at the same time, in float32.
     """
     hf, megatron = (first, second) if (first / "config.json").exists() else (second, first)
     config, tensors = read_hf(hf)
     tokens = torch.randint(0, config["vocab_size"], (_TOKENS,), generator=torch.Generator().manual_seed(0))
     expected = transformers_logits(config, tensors, tokens)
+    if (megatron / "config.json").exists():
+        config, tensors = read_hf(megatron)
+        expected = (expected[0], transformers_logits(config, tensors, tokens)[1])
     found = megatron_logits(megatron, config, tokens)
     report = []
     for what, ours, theirs in zip(("policy", "drafter"), found, expected, strict=True):
@@ -96,7 +99,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
 def transformers_logits(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute logits of a Qwen2-shaped checkpoint for tokens [L]: policy [L, V], drafter [L - 1, V] or None."""
+    """Compute logits of a dense checkpoint for tokens [L]: policy [L, V], drafter [L - 1, V] or None."""
     plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
     target = _dense_model(config, plain)
     own = {name: t.float() for name, t in tensors.items() if "mtp_layers" not in name}

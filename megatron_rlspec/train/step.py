@@ -193,6 +193,29 @@ class Trainer:
             rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
         return [self._from_last_stage(row) for row in rows]
 
+    @torch.no_grad()
+    def accept_lengths(self, batches: Sequence[PackedBatch], steps: Sequence[int]) -> dict[int, float]:
+        """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
+
+        The texts are the policy's own, and the drafter's likeliest token is the draft, as in an engine: what a text
+        accepts follows from it. `batches` have a depth of max(steps), for a repeated layer. No engine takes part.
+        """
+        depth = max(steps)
+        self.policy.eval()
+        found: list[Any] = []
+        if self.drafter is not None and self.drafter_learner is not None:
+            self.drafter.eval()
+            self.drafter.depth = depth
+            goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False)
+            replay = DrafterStep(self.drafter_learner, goal)
+        try:
+            found = self._run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
+        finally:
+            if self.drafter is not None:
+                self.drafter.depth = self.config.drafter.depth
+        prediction = prediction_of(reduce_sums(found), tuple(steps))
+        return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
+
     def keep_reference(self) -> None:
         """Copy the current policy to the CPU, for `reference_logprobs`."""
         self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
@@ -277,7 +300,8 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
         hidden = hidden[:, 0]
-        layer = self._output_layer(1.0 if objective == "sft" else self.temperature)
+        # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
+        layer = self._output_layer(1.0 if objective == "sft" and train_policy else self.temperature)
         taught = replace(layer, temperature=self.config.drafter.temperature or layer.temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
@@ -319,6 +343,17 @@ class Trainer:
         with torch.no_grad():
             rows, _ = self._output_layer(self.temperature).logprobs(batch, hidden[:, 0])
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), rows
+
+    def _replayed(
+        self, step: DrafterStep, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Sums]:
+        """Report what the texts of a micro-batch accept, for `accept_lengths`."""
+        hidden = hidden[:, 0]
+        targets = _drafter_targets(batch)
+        outputs = self._draft(batch, packed, hidden)
+        student = step.student(outputs, targets, self._output_layer(1.0), predict=True)
+        _, sums = step.learn(student, targets, None)
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
 
     def _output_layer(self, temperature: float) -> OutputLayer:
         return OutputLayer(self.policy.head_weight(), temperature)

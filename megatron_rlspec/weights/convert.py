@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.weights import checkpoint, tensor_file
+from megatron_rlspec.weights import checkpoint, gguf_file, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
-from megatron_rlspec.weights.families import record_of
+from megatron_rlspec.weights.families import FAMILIES, names_where, record_of
+from megatron_rlspec.weights.model_config import refusal
 from megatron_rlspec.weights.model_directory import check_model
 from megatron_rlspec.weights.names import NameTable, name_table
 from megatron_rlspec.weights.tensor_file import TensorFile
@@ -128,12 +130,18 @@ def _parts(family: NameTable, prefix: str) -> set[str]:
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
 
-    Raises ValueError if no engine runs a drafter for this family.
+    Llama becomes MiMo, too, with biases of 0. Transformers then runs it as Qwen2. Raises ValueError if no engine runs a
+    drafter for this family.
     """
-    name = record_of(config).added_drafter
+    record = record_of(config)
+    name = record.added_drafter
     if not name:
-        raise ValueError(f"--add-mtp: no engine runs a drafter for {config['architectures'][0]}")
-    return {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+        drafted = names_where(lambda facts: facts.added_drafter)
+        raise ValueError(f"--add-mtp: {refusal(config['architectures'][0], 'given a drafter', drafted)}")
+    found = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+    if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
+        found |= {"model_type": "qwen2", "attention_bias": False}
+    return found
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class Conversion:
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     small_files: Path
     fresh_drafter: bool
+    made: TemporaryDirectory[str] | None = None  # `small_files` of a GGUF source; removed with this object
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that an interrupted conversion must share with this one to be continued."""
@@ -165,6 +174,7 @@ def plan(
     hf: str | Path | None = None,
     add_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
+    dtype: str = "",
 ) -> Conversion:
     """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
@@ -172,18 +182,21 @@ def plan(
     hf    Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that this
           converter left beside the checkpoint
     spec  the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
+    dtype of the tensors of a GGUF source, default bfloat16; other sources keep theirs
     """
     source = Path(source)
     target = Path(target)
-    if not source.is_dir():
-        what = "not a directory" if source.exists() else "no such directory"
-        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
-    kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
-    to = to or ("megatron" if kind == "hf" else "hf")
-    if kind == to and not add_mtp:
-        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
+    kind, to = _kinds(source, to, add_mtp=add_mtp)
+    if dtype and kind != "gguf":
+        raise ValueError(f"--dtype {dtype}: {source} is no GGUF file; its tensors keep their types")
     files.check_new_directory(target)
-    if hf:
+    made = None
+    if kind == "gguf":
+        reader = gguf_file.read(source)
+        made = TemporaryDirectory(prefix="rlspec-gguf-")
+        small_files = Path(made.name)
+        gguf_file.write_small_files(source, reader, small_files, dtype or "bfloat16")
+    elif hf:
         small_files = Path(hf)
     else:
         small_files = source if kind == "hf" else checkpoint_directory(source)
@@ -194,15 +207,18 @@ def plan(
         raise ValueError(
             f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
         )
+    own = family
     if add_mtp:
         config = config_with_drafter(config)
         family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
-    if kind == "hf":
+    if kind == "gguf":
+        tensors = HfSource(own, gguf_file.GgufTensors(source, reader, own, dtype or "bfloat16"))
+    elif kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         lazy = read_hf(source)[1]
-        checkpoint.check(family, lazy, drafter=bool(family.drafter_names) and not add_mtp)
-        tensors = HfSource(family, lazy)
+        checkpoint.check(own, lazy, drafter=bool(own.drafter_names) and not add_mtp)
+        tensors = HfSource(own, lazy)
     else:
         tensors = TorchDistReader(source, family)
         known = set(tensors)
@@ -211,7 +227,21 @@ def plan(
             raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
     if add_mtp:
         tensors = WithFreshDrafter(family, tensors)
-    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp)
+    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp, made)
+
+
+def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Literal["gguf"], Kind]:
+    """Return the kinds of source and target. Raises CheckpointError or ValueError."""
+    if gguf_file.is_gguf(source):
+        return "gguf", to or "hf"
+    if not source.is_dir():
+        what = "not a directory" if source.exists() else "no such directory"
+        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file")
+    kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
+    to = to or ("megatron" if kind == "hf" else "hf")
+    if kind == to and not add_mtp:
+        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
+    return kind, to
 
 
 def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
@@ -302,13 +332,17 @@ def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((label, tuple(names)) for label, names in groups.items())
 
 
-def _has_drafter(kind: Kind, source: Path, family: NameTable) -> bool:
+def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
+    if kind == "gguf":
+        return False
     if kind == "hf":
         return any(name in read_hf(source)[1] for name in family.drafter_names)
     return any(map(family.is_drafter, TorchDistReader(source, family)))
 
 
 def weight_files(source: Path) -> list[Path]:
-    """List the files with tensors of a checkpoint of either kind."""
+    """List the files with tensors of a checkpoint."""
+    if source.is_file():
+        return [source]
     directory = source if (source / "config.json").exists() else checkpoint_directory(source)
     return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

@@ -40,7 +40,9 @@ from megatron_rlspec.weights.layouts import (
     gated_qkv,
     grouped_qkv,
     stacked,
+    zero_biased_qkv,
 )
+from megatron_rlspec.weights.model_config import refusal
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,24 @@ def norms(megatron: str, hf: str) -> Iterator[Row]:
     yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
 
 
-def attention(megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False) -> Iterator[Row]:
-    """Yield grouped-query attention; `bias`: of q, k and v; `gate`: on its output (Qwen3-Next)."""
-    layout = (gated_qkv if gate else grouped_qkv)(g.groups, g.heads // g.groups, g.head_dim)
-    for part in ("weight", "bias") if bias else ("weight",):
-        sources = tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv")
-        yield Row(f"{megatron}self_attention.linear_qkv.{part}", sources, layout, COLUMN)
+def attention(
+    megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False, zero_bias: bool = False
+) -> Iterator[Row]:
+    """Yield grouped-query attention.
+
+    bias       of q, k and v
+    gate       on its output (Qwen3-Next)
+    zero_bias  the checkpoint holds biases of 0, Megatron none
+    """
+    sizes = (g.groups, g.heads // g.groups, g.head_dim)
+    layout = (gated_qkv if gate else grouped_qkv)(*sizes)
+    names = {part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")}
+    qkv = f"{megatron}self_attention.linear_qkv."
+    if zero_bias:
+        yield Row(f"{qkv}weight", names["weight"] + names["bias"], zero_biased_qkv(*sizes), COLUMN)
+    else:
+        for part in ("weight", "bias") if bias else ("weight",):
+            yield Row(f"{qkv}{part}", names[part], layout, COLUMN)
     if qk_norm:
         for x in "qk":
             yield Row(f"{megatron}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",))
@@ -216,16 +230,18 @@ def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Itera
 def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
 
-    A drafter added to a Qwen2 model has MiMo's names and order, so that SGLang runs the model as MiMo.
+    A drafter added to a Qwen2 or Llama model has MiMo's names and order, so that SGLang runs the model as MiMo. MiMo
+    has biases of q, k and v in SGLang, in vLLM and (as Qwen2) in Transformers. Those of a Llama are 0 in its checkpoint.
     """
     g = Geometry.of(config)
     record = record_of(config)
     bias = record.has_qkv_bias(config)
     qk_norm = record.has_qk_norm(config)
+    zero_bias = record.stores_qkv_bias(config) and not bias
 
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
-        yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm)
+        yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm, zero_bias=zero_bias)
         yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
 
     yield from outer(g)
@@ -376,7 +392,8 @@ class Family:
     """What is true of every model of one architecture. docs/adding-a-family.md explains each field.
 
     rows                  config.json -> a row for each tensor
-    qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says
+    qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says; "or_zero":
+                          they have, but with attention_bias=false those in the checkpoint are 0, and Megatron has none
     rotary_share          share of a head's channels that is rotated, unless config.json says
     zero_first_embedding  the drafter reads 0 for the embedding at position 0
     zero_centered_norms   norms multiply by 1 + w, so that a norm without effect holds 0
@@ -395,7 +412,7 @@ class Family:
     """
 
     rows: Callable[[Mapping[str, Any]], Iterator[Row]]
-    qkv_bias: Literal["always", "never", "config"] = "config"
+    qkv_bias: Literal["always", "never", "config", "or_zero"] = "config"
     qk_norm: Literal["always", "never", "config"] = "never"
     rotary_share: float = 1.0
     zero_first_embedding: bool = False
@@ -411,8 +428,14 @@ class Family:
     served: bool = False
 
     def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this model's q, k and v projections have biases."""
-        return bool(config.get("attention_bias")) if self.qkv_bias == "config" else self.qkv_bias == "always"
+        """Return whether this model's q, k and v projections have biases other than 0."""
+        stated = config.get("attention_bias")
+        answers = {"always": True, "never": False, "config": bool(stated), "or_zero": stated is not False}
+        return answers[self.qkv_bias]
+
+    def stores_qkv_bias(self, config: Mapping[str, Any]) -> bool:
+        """Return whether this model's checkpoint and its engines hold q, k and v biases, perhaps of 0."""
+        return self.qkv_bias == "or_zero" or self.has_qkv_bias(config)
 
     def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
         """Return whether this model normalises queries and keys."""
@@ -427,12 +450,14 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="never",
         transformers="Llama",
         embedded=True,
+        added_drafter="MiMoForCausalLM",
         sglang_files=("llama",),
         pushed=True,
+        served=True,
     ),
     "MiMoForCausalLM": Family(
         dense,
-        qkv_bias="always",
+        qkv_bias="or_zero",
         zero_first_embedding=True,
         transformers="Qwen2",
         embedded=True,
@@ -506,7 +531,7 @@ def record_of(config: Mapping[str, Any]) -> Family:
     """Return the record of a config.json's family. Raises ValueError for an unknown architecture."""
     architecture = (config.get("architectures") or ["missing"])[0]
     if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(refusal(architecture, "converted", FAMILIES))
     return FAMILIES[architecture]
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rlspec.weights.tensor_file import CheckpointError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -53,6 +55,25 @@ def stacked(*sizes: int) -> Layout:
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     """Make Megatron's linear_qkv, weight or bias: for each key/value group the query heads, then key, then value."""
     return _grouped(groups, (heads_per_group * head_dim, head_dim, head_dim))
+
+
+def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
+    """Make Megatron's linear_qkv weight from the weights of q, k and v and from their biases, which must be 0.
+
+    Megatron's layer has no bias. The checkpoint has them for engines whose class of the model always adds one.
+    """
+    weights = grouped_qkv(groups, heads_per_group, head_dim)
+
+    def fuse(parts: Sequence[Tensor]) -> Tensor:
+        if any(bias.count_nonzero() for bias in parts[3:]):
+            raise CheckpointError("biases of q, k and v that are not 0, but config.json says attention_bias=false")
+        return weights.fuse(parts[:3])
+
+    def split(full: Tensor) -> Sequence[Tensor]:
+        parts = weights.split(full)
+        return *parts, *(part.new_zeros(len(part)) for part in parts)
+
+    return Layout(fuse, split)
 
 
 def gated_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -35,7 +35,7 @@ HARMLESS = frozenset(
     "num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
     "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    "is_decoder tie_encoder_decoder".split()
+    "is_decoder tie_encoder_decoder is_llama_config".split()
 )
 
 
@@ -197,8 +197,10 @@ class Qwen2(Dense):
     attention_bias: Literal[True] | None = Field(None, description="this architecture always has q, k and v biases")
 
 
-class MiMo(Qwen2):
+class MiMo(Dense):
     model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2")
+
+    attention_bias: bool | None = Field(None, description="false: the q, k and v biases in the checkpoint are all 0")
 
 
 class Qwen3(Dense):
@@ -246,6 +248,11 @@ SCHEMAS: dict[str, type[Shared]] = {
 }
 
 
+def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
+    """Return the line that refuses an architecture: which column of the families' table says no, and of which yes."""
+    return f"architecture {short(architecture)} is not {column}; those are {', '.join(known)} (docs/families.md)"
+
+
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
     """Check a config.json and return it typed. Raises ModelConfigError: `where`, key, value, expectation.
 
@@ -257,9 +264,7 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     if trained and "kv_lora_rank" in config:
         raise ModelConfigError(f"config.json of {where}: kv_lora_rank: latent attention is converted, but not trained")
     if trained and name and schema is None:
-        raise ModelConfigError(
-            f"config.json of {where}: architecture {short(name)} is not trained; those are {', '.join(SCHEMAS)}"
-        )
+        raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     schema = (schema or Trained) if trained else Converted
     try:
         found = schema.model_validate(dict(config))

@@ -99,14 +99,21 @@ def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> dict[str,
         else:
             tensors[name] = torch.empty(hidden, 2 * hidden)
     random_(tensors, seed)
+    if FAMILIES[config["architectures"][0]].qkv_bias == "or_zero" and config["attention_bias"] is False:
+        for name in tensors:
+            tensors[name] *= not name.endswith("_proj.bias")
     dtype = getattr(torch, config["torch_dtype"])
     return {name: tensor if "correction_bias" in name else tensor.to(dtype) for name, tensor in tensors.items()}
 
 
+MODELS = {name: config_of(name) for name in PUSHED}
+MODELS["MiMoForCausalLM of a Llama"] = config_of("MiMoForCausalLM", attention_bias=False)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("architecture", PUSHED)
-def test_every_pushed_byte_is_in_the_right_place(sglang_models, architecture, tp, tmp_path):
-    config = config_of(architecture)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pushed_byte_is_in_the_right_place(sglang_models, model, tp, tmp_path):
+    config = MODELS[model]
     family = name_table(config)
     tensors = checkpoint(config, tmp_path / "checkpoint")
     ranks = sglang_models.engine(config, tmp_path / "engine", tp)

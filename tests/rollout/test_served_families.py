@@ -26,22 +26,23 @@ from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher
 
-SERVED = names_where(lambda record: record.served)
+SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
+SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
 FAST = "Glm4MoeForCausalLM"  # stands for all in the short suite
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
 TEMPERATURE = 0.8
 Tensors = dict[str, Tensor]
 
 
-def served(architecture: str) -> Any:
-    return pytest.param(architecture, marks=[] if architecture == FAST else [pytest.mark.slow])
+def served(model: str) -> Any:
+    return pytest.param(model, marks=[] if model == FAST else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="module", params=[served(name) for name in SERVED])
 def served_model(request, tmp_path_factory) -> Iterator[tuple[SGLangEngine, dict[str, Any], Tensors]]:
-    architecture = request.param
+    config = SERVED[request.param]
+    architecture = config["architectures"][0]
     folder = tmp_path_factory.mktemp(architecture)
-    config = config_of(architecture, bos_token_id=1, eos_token_id=2)
     tensors = checkpoint(config, folder / "names")
     write_hf(folder / "model", config, {name: tensor.clone() for name, tensor in tensors.items()})
     drafts = ["--spec", "adaptive", "--candidate-steps", "0,1,2,3"] if FAMILIES[architecture].sglang_drafter else []

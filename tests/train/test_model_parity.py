@@ -20,6 +20,7 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
 
 CASES = {
     "MiMoForCausalLM": {},
+    "MiMoForCausalLM of a Llama": {"architectures": ["MiMoForCausalLM"], "attention_bias": False},
     "LlamaForCausalLM": {"model_type": "llama", "attention_bias": False},
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": False, "head_dim": 16},

@@ -202,7 +202,10 @@ def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
         ([hf, str(tmp_path / "x"), "--add-mtp"], "has a drafter already"),
         ([str(tmp_path / "plain"), str(tmp_path / "x")], "lacks 16 of the drafter's 16 tensors"),
         ([str(tmp_path / "quantised"), str(tmp_path / "x")], "quantised weights are not converted"),
-        ([str(tmp_path / "qwen3"), str(tmp_path / "x"), "--add-mtp"], "no engine runs a drafter for Qwen3ForCausalLM"),
+        (
+            [str(tmp_path / "qwen3"), str(tmp_path / "x"), "--add-mtp"],
+            "architecture Qwen3ForCausalLM is not given a drafter; those are LlamaForCausalLM, MiMoForCausalLM",
+        ),
         ([str(tmp_path / "megatron"), str(tmp_path / "x")], "config.json: No such file"),
         ([str(tmp_path / "experts"), str(tmp_path / "x"), "--check"], "only, not of Glm4MoeForCausalLM"),
     ):

@@ -95,7 +95,7 @@ def test_impossible_requests_are_refused_with_the_reason():
         family.shard(qkv, torch.zeros(192, 64), 0, 5)
     with pytest.raises(ValueError, match="padded_vocab=100 is smaller than the 128 rows"):
         list(family.to_megatron(tensors, padded_vocab=100))
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; known: .*MiMoForCausalLM"):
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not converted; those are .*MiMoForCausalLM"):
         name_table({"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(ValueError, match="config.json has no 'vocab_size'"):
         name_table({k: v for k, v in config.items() if k != "vocab_size"})

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.weights.families import FAMILIES, names_where
+from megatron_rlspec.weights.model_config import refusal
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Architecture:
         name = (config.get("architectures") or ["none"])[0]
         known = names_where(lambda facts: facts.embedded)
         if name not in known:
-            raise ValueError(f"the embedded engine runs {', '.join(known)}; config.json says {name}")
+            raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
         facts = FAMILIES[name]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -63,7 +64,7 @@ class Architecture:
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
             theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-            qkv_bias=facts.has_qkv_bias(config),
+            qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp=facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
             eos=eos_ids,
