@@ -2,8 +2,8 @@
 Prompts can also be questions of an environment (`environments.py`).
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
-instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An error names file and line of the row. Rows that are too long are dropped and counted; no other
-row is dropped.
+instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An
+error names file and line of the row. Rows that are too long are dropped and counted; no other row is dropped.
 """
 
 from __future__ import annotations

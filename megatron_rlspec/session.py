@@ -247,7 +247,7 @@ class Session:
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
     def pack(self, groups: list[Group], depth: int = 0) -> list[PackedBatch]:
-        """Return this rank's micro-batches, for `drafter.depth` or `depth`. Advantages are computed within each group."""
+        """Return this rank's micro-batches. Advantages are computed within each group. `depth`: not drafter.depth."""
         algorithm = self.config.algorithm
         parallel = self.config.parallel
         samples: list[Sample] = []

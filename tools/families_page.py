@@ -20,8 +20,8 @@ here. Nothing of it has run on a GPU ([what is open there](gpu.md)).
 """
 DRAFTERS = """\
 The drafter: "its own" is in the family's checkpoints, and `rlspec convert --add-mtp` makes a fresh one. "MiMo's" is a
-fresh one, with which SGLang runs the model as MiMo. The drafter of a Llama is MiMo's without biases of q, k and v. Engines
-have those biases, so the checkpoint holds them as 0, and the trainer does not have them.
+fresh one, with which SGLang runs the model as MiMo. The drafter of a Llama is MiMo's without biases of q, k and v.
+Engines have those biases, so the checkpoint holds them as 0, and the trainer does not have them.
 
 Each command that refuses a model names the column, and the architectures with "yes" in it.
 """

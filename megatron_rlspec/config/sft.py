@@ -25,8 +25,8 @@ class SftConfig(Section):
     drafter_only: bool = Field(False, description="train the drafter, leave the policy as it is")
     eval_every: Count = Field(
         0,
-        description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer measures "
-        "the drafter on sft.held_out prompts, if there are any; 0: none",
+        description="steps between evaluations: an engine answers data.eval_path, if that is given; the trainer "
+        "measures the drafter on sft.held_out prompts, if there are any; 0: none",
     )
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(64, description="held-out prompts of one evaluation")
     stop_reward: float = Field(

@@ -231,7 +231,7 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
 
     A drafter added to a Qwen2 or Llama model has MiMo's names and order, so that SGLang runs the model as MiMo. MiMo
-    has biases of q, k and v in SGLang, in vLLM and (as Qwen2) in Transformers. Those of a Llama are 0 in its checkpoint.
+    has biases of q, k and v in SGLang, in vLLM and (as Qwen2) in Transformers. A Llama's are 0 in its checkpoint.
     """
     g = Geometry.of(config)
     record = record_of(config)
