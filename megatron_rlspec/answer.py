@@ -43,15 +43,16 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
     journal = Journal(path, settings(config), prompts)
     missing = [request for request in requests(config, prompts) if request.id not in journal.done]
     tokens = 0
-    began = time.perf_counter()
+    seconds = 1.0
     if missing:
         starting = StartingEngines(config, path.with_name(f"{path.name}.logs"))
         try:
             engines = starting.wait()
+            began = time.perf_counter()
             tokens = _draw(config, hf_config, list(engines.values()), missing, journal, tokenizer)
+            seconds = time.perf_counter() - began
         finally:
             starting.close()
-    seconds = time.perf_counter() - began
     rate = f"; {tokens} new tokens, {tokens / seconds:.0f} per second" if missing else ""
     left_out = f"; {dropped} prompts of more than {longest} tokens left out" if dropped else ""
     ended = sum(status == "finished" for status in journal.done.values())
@@ -74,11 +75,12 @@ def settings(config: Config) -> dict[str, Any]:
     model = Path(config.model.path)
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*.safetensors"))]
     rollout = config.rollout
+    source = Path(config.data.path)  # a file, or the name of an environment's task
     return {
         "model": hashlib.sha256(files.read_bytes(model / "config.json")).hexdigest(),
         "weights": hashlib.sha256(repr(stamps).encode()).hexdigest(),
         "dtype": config.model.dtype,
-        "prompts": hashlib.sha256(Path(config.data.path).read_bytes()).hexdigest(),
+        "prompts": hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else config.data.path,
         "apply_chat_template": config.data.apply_chat_template,
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
