@@ -60,6 +60,14 @@ def runs(start, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    names = ("every", "overlap", "overlap-pays")
+    on_ranks(2, trained, start, folder, {name: LEARNERS[name] for name in names})
+    return folder
+
+
 def bits(run: Path, *, drafter: bool) -> str:
     tensors = read_hf(run / "hf")[1]
     return digest(tensors[name] for name in sorted(tensors) if (".mtp_layers." in name) == drafter)
@@ -79,6 +87,13 @@ def test_policy_and_texts_do_not_depend_on_the_learner(runs, name):
     assert bits(runs / name, drafter=False) == bits(runs / "every", drafter=False)
     assert texts(runs / name) == texts(runs / "every") and len(texts(runs / name)) >= 12
     assert column(runs / name, "rollout/reward") == column(runs / "every", "rollout/reward")
+
+
+@pytest.mark.parametrize("name", ["overlap", "overlap-pays"])
+def test_ranks_decide_alike_while_rank_0_draws(on_two_ranks, name):
+    assert bits(on_two_ranks / name, drafter=False) == bits(on_two_ranks / "every", drafter=False)
+    assert texts(on_two_ranks / name) == texts(on_two_ranks / "every")
+    assert column(on_two_ranks / name, "drafter/updated")[1] == 1
 
 
 def test_the_learners_differ(runs):
