@@ -37,7 +37,8 @@ def own_and_slimes(loss, temperature):
         replace(s, loss_mask=(torch.arange(len(s.tokens)) >= len(s.prompt.tokens)).float().numpy()) for s in samples(6)
     ]
     chosen = [s for s in chosen if len(s.prompt.tokens) < len(s.tokens)]
-    batches = pack(chosen, depth=3, tokens_per_micro_batch=400, advantages=[0.0] * len(chosen))
+    shares = [0.5 + i / 4 for i in range(len(chosen))]
+    batches = pack(chosen, depth=3, tokens_per_micro_batch=400, advantages=[0.0] * len(chosen), drafter_weights=shares)
     assert len(batches) == 1
     with torch.no_grad():
         packed = describe(batches[0], trainer.model_config, trainer.rotary_base, trainer.device)
@@ -66,6 +67,7 @@ def own_and_slimes(loss, temperature):
         rlspec_loss=loss,
         rlspec_lr=1e-2,
         rlspec_clip_grad=0.0,
+        rlspec_update_every=2,
         rlspec_zero_first_embedding=True,
         rlspec_candidate_steps=[0, *STEPS],
     )
@@ -77,13 +79,18 @@ def own_and_slimes(loss, temperature):
     masks = [torch.as_tensor(s.loss_mask)[len(s.prompt.tokens) :] for s in laid_out]
     data = {"total_lengths": [len(t) for t in tokens], "loss_masks": masks}
     boundaries = SimpleNamespace(cu_seqlens_q=batches[0].cu_seqlens_padded)
-    slimes.begin(trained_tokens(data, range(len(tokens)), 3))
-    slimes.fields = drafter_fields(
-        {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}, 3, 0, 1
-    )
+    shares = [shares[i] for i in order]
+    counts = trained_tokens(data, range(len(tokens)), 3, shares)
+    slimes.begin(counts)
+    fields = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": boundaries}
+    slimes.fields = drafter_fields(fields, 3, 0, 1, weights=shares)
     slimes._learn(hidden, {})
     inside = {n: p.main_grad.clone() for n, p in model.named_parameters() if n.startswith("mtp.")}
     metrics = slimes.step()
+    slimes.begin(counts)
+    assert not slimes.due and slimes.step() == {}  # update_every=2
+    slimes.begin(counts)
+    assert slimes.due
 
     gradients = {}
     step = trainer.drafter_learner.step

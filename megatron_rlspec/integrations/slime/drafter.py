@@ -26,7 +26,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rlspec.integrations.slime.batch import DrafterFields
+from megatron_rlspec.rl.weights import RewardWeight
 from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.updates import EverySteps, Observed
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.drafter_step import (
@@ -53,6 +55,9 @@ class Options:
     warmup_steps: int = 20
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    reward_weight: RewardWeight = "none"
+    reward_clip: float = 4.0
+    update_every: int = 1
     zero_first_embedding: bool = False
     candidate_steps: tuple[int, ...] = ()  # step counts the engines may run; acceptance is predicted for all above 0
     temperature: float = 1.0  # of slime's rollouts
@@ -116,6 +121,8 @@ class SlimeDrafter:
         self.model = model
         self.options = options
         self.learner: Learner | None = None
+        self.rule = EverySteps(options.update_every)
+        self.due = True  # whether the present step trains the drafter
         self.denominators: list[float] = []
         self.sums: list[Sums] = []  # of the step's micro-batches
         self.fields: DrafterFields | None = None
@@ -145,18 +152,22 @@ class SlimeDrafter:
         self.drafter_step = DrafterStep(self.learner, options.objective)
 
     def begin(self, own_counts: list[float]) -> None:
-        """Start a step; `own_counts [depth]`: predictions that this data-parallel rank trains, over its CP ranks."""
+        """Start a step; `own_counts [depth]`: weights that this data-parallel rank trains, over its CP ranks."""
         assert self.learner is not None, "thaw() comes first"
+        self.due, _ = self.rule.decide()
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
-        self.denominators = [max(1.0, n) for n in counts.tolist()]
+        self.denominators = [n or 1.0 for n in counts.tolist()]
         self.sums = []
         self.predicted = None
         self.drafter_step.begin()
 
     def step(self) -> dict[str, float]:
-        """Reduce, clip and update; return means over the step's trained predictions, per depth."""
+        """Reduce, clip and update; return means over the step's trained predictions, per depth. {} if it is not due."""
         assert self.learner is not None, "thaw() comes first"
+        self.rule.observe(Observed(self.due))
+        if not self.due:
+            return {}
         with self._trainable():
             norm, updated = self.drafter_step.update()
         self.learner.zero_grad()
@@ -176,7 +187,7 @@ class SlimeDrafter:
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
         wanted = kwargs.pop("mtp_kwargs", None)
-        if wanted and self.model.training and torch.is_grad_enabled():
+        if wanted and self.due and self.model.training and torch.is_grad_enabled():
             self._learn(hidden_states.detach(), kwargs)
         kwargs["mtp_in_postprocess"] = False
         return original(hidden_states, *args, **kwargs)
@@ -186,7 +197,7 @@ class SlimeDrafter:
             raise RuntimeError("the micro-batch carries no drafter fields: slime's get_batch was not wrapped")
         here = self.fields
         step = self.drafter_step
-        targets = DrafterTargets(here.labels, here.mask, self.denominators, here.cu_seqlens_padded, here.layout)
+        targets = DrafterTargets(here.labels, here.weight, self.denominators, here.cu_seqlens_padded, here.layout)
         layer = OutputLayer(self._head_weight(), training_temperature(self.options.temperature))
         with self._trainable(), torch.enable_grad():
             outputs = self._unroll(hidden, here, given)

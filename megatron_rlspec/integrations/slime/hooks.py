@@ -25,7 +25,7 @@ from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.batch import drafter_fields, trained_tokens
+from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
 from megatron_rlspec.speculation.forecast import Prediction
@@ -150,14 +150,18 @@ def _layout(args: Namespace) -> dict[str, Any]:
 def _with_fields(get_batch: Callable) -> Callable:
     @functools.wraps(get_batch)
     def wrapped(data_iterator: Any, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False) -> Any:
+        learns = _drafter is not None and _drafter.learner is not None and _drafter.due and torch.is_grad_enabled()
+        samples = data_iterator.micro_batch_indices[data_iterator.offset] if learns else []
         batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
-        if _drafter is not None and _drafter.learner is not None and torch.is_grad_enabled():
+        if _drafter is not None and learns:
+            weights = _weights(data_iterator.rollout_data)
             _drafter.fields = drafter_fields(
                 batch,
                 _drafter.options.depth,
                 ps.get_context_parallel_rank(),
                 ps.get_context_parallel_world_size(),
                 "contiguous" if allgather_cp else "zigzag",
+                [weights[i] for i in samples],
             )
         return batch
 
@@ -176,7 +180,8 @@ def _around_step(train_one_step: Callable) -> Callable:
         micro_batches = given["num_microbatches"]
         ahead = iterator.micro_batch_indices[iterator.offset : iterator.offset + micro_batches]
         samples = [i for indices in ahead for i in indices]
-        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth))
+        weights = _weights(iterator.rollout_data)
+        _drafter.begin(trained_tokens(iterator.rollout_data, samples, _drafter.options.depth, weights))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.step()
         _fill_tracker(metrics, micro_batches)
@@ -184,6 +189,11 @@ def _around_step(train_one_step: Callable) -> Callable:
         return {**losses, **metrics}, grad_norm
 
     return wrapped
+
+
+def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
+    assert _drafter is not None
+    return sample_weights(rollout_data, _drafter.options.reward_weight, _drafter.options.reward_clip)
 
 
 def _write_prediction(step: Mapping[str, Any]) -> None:

@@ -36,7 +36,10 @@ CHAINED = {
     "--eval-function-path": (f"{METRICS}.generate_rollout", "rlspec_inner_eval_path"),
     "--custom-rollout-log-function-path": (f"{METRICS}.log_rollout", "rlspec_inner_log_path"),
 }
-DRAFTER = ("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay", "clip_grad")
+DRAFTER = (
+    *("depth", "loss", "depth_decay", "lr", "warmup_steps", "weight_decay", "clip_grad"),
+    *("reward_weight", "reward_clip", "update_every"),
+)
 # (flag, the value that is refused or None for the bare flag, why)
 REFUSED = (
     ("--use-rollout-routing-replay", None, "rollouts record no routing for the MTP layer's router"),
