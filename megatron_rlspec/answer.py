@@ -45,6 +45,11 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
     tokens = 0
     seconds = 1.0
     if missing:
+        print(
+            f"rlspec answer: loading {config.model.path} ({hf_config['architectures'][0]}) in {config.model.dtype}, "
+            f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
+            flush=True,
+        )
         starting = StartingEngines(config, path.with_name(f"{path.name}.logs"))
         try:
             engines = starting.wait()

@@ -70,6 +70,7 @@ EXTRAS = {
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
+MEGATRON_OWN_DEFAULT = "full scope is deprecated"  # megatron-core's warning about its own default of cuda_graph_scope
 GPU_DEVICE = "/dev/nvidiactl"
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 # The disk is full or read-only, or a path is of no use: no bug of ours.
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
+    warnings.filterwarnings("ignore", MEGATRON_OWN_DEFAULT, UserWarning)
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))
 

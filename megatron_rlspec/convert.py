@@ -66,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(work)
             return 0
         _convert_visibly(work, options.quiet)
+        if not options.quiet:
+            form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
+            fresh = " with a fresh drafter" if work.fresh_drafter else ""
+            print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
     except ValueError as error:  # CheckpointError and FileError among them
         print(f"rlspec convert: {error}", file=sys.stderr)
         return 2

@@ -103,6 +103,8 @@ class Session:
                 f"model.max_length={longest}, but config.json of {config.model.path} "
                 f"says max_position_embeddings={context}"
             )
+        if self.main:
+            print(self._loading(supervised), flush=True)
         self.tokenizer = data.load_tokenizer(config.model.path)
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
@@ -132,6 +134,18 @@ class Session:
                 cancelled = self.interruption.asked
                 self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, pending, cancelled)
                 self._closing.callback(self.rollouts.close)
+
+    def _loading(self, supervised: bool) -> str:
+        """Return the line that says what is being loaded."""
+        config = self.config
+        weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        engine = f", engine {config.rollout.engine}" if self.generates else ""
+        return (
+            f"rlspec {'sft' if supervised else 'train'}: loading {config.model.path} "
+            f"({self.hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype} on {ranks} rank{'s' if ranks != '1' else ''}{engine}; "
+            f"run directory {self.run_dir}"
+        )
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
         """Load the drafter's optimizer state of the run that wrote `model.path`. Returns the event's text, or ""."""
@@ -377,6 +391,8 @@ class Session:
             path = self.run_dir / "hf" / moments.FILE
             path.parent.mkdir()
             tensor_file.save(found, path)
+        if self.main:
+            print(f"written: {self.run_dir / 'hf'}, policy and drafter as a Hugging Face checkpoint", flush=True)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
