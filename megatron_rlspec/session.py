@@ -143,8 +143,8 @@ class Session:
         engine = f", engine {config.rollout.engine}" if self.generates else ""
         return (
             f"rlspec {'sft' if supervised else 'train'}: loading {config.model.path} "
-            f"({self.hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype} on {ranks} rank{'s' if ranks != '1' else ''}{engine}; "
-            f"run directory {self.run_dir}"
+            f"({self.hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
+            f"ranks: {ranks}{engine}; run directory {self.run_dir}"
         )
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
