@@ -92,3 +92,23 @@ def test_a_refusal_names_the_column_of_the_table(column, tmp_path, capsys):
     with pytest.raises(ValueError) as error:
         act()
     assert str(error.value).endswith(expected)
+
+
+def test_vllm_finds_every_tensor_of_its_mimo_drafter(llama):
+    """vLLM chooses MiMo's drafter by the architecture, and renames as its `mimo_mtp.py` says: by hand here."""
+    config, tensors = read_hf(llama / "with-drafter")
+    assert config["architectures"][0] == "MiMoForCausalLM" and config["num_nextn_predict_layers"] == 1
+    outside = {"token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"}
+    stacked = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+    stacked["up_proj"] = "gate_up_proj"
+    found = set()
+    for name in tensors:
+        if not name.startswith("model.mtp_layers.0."):
+            continue
+        parts = name.removeprefix("model.mtp_layers.0.").split(".")
+        inner = "" if parts[0] in outside else "mtp_block."
+        found.add(inner + ".".join(stacked.get(part, part) for part in parts))
+    block = ["self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"]
+    block += ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"]
+    block += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    assert found == {f"{name}.weight" for name in outside} | {f"mtp_block.{name}" for name in block}
