@@ -337,8 +337,8 @@ def train(plan: Plan, folder: Path, figures: Figures) -> None:
     rows = 8192 if plan.device == "cuda" else 64
     accept, mask = torch.rand(rows, 3, device=plan.device), torch.ones(rows, 3, device=plan.device)
     took = statistics.median(timed(lambda: walk(accept, accept, mask, (1, 2, 3))) for _ in range(plan.repeats))
-    was = (220, 220, "measured on a busy CPU, before responses were walked in parallel") if rows == 8192 else ()
-    figures.say(f"predicting acceptance, one response of {rows}", took, "ms", "host time in each micro-batch", was)
+    was = (220, 220, "measured on a busy CPU, by a loop on the host") if rows == 8192 else ()
+    figures.say(f"predicting acceptance, one response of {rows}", took, "ms", "in each micro-batch, on the device", was)
 
 
 def _train_shape(plan: Plan) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 `HostReads` runs code on CPU tensors and remembers which of them would be on the GPU: those that code asked for with
 `device="cuda"` or moved there, and what operators make of them. Their `device` reads "cuda:0", so code takes its GPU
 branch. Each time the host needs a value of such a tensor, it would wait for all kernels before it: `found` counts
-these places. The values are real, so control flow is, too.
+these places. A copy to the GPU waits for them, too, unless it is `non_blocking`. The values are real, so control flow
+is, too.
 
     with HostReads() as reads:
         model = Model().to("cuda")
@@ -123,6 +124,8 @@ class HostReads(TorchFunctionMode):
             return self._moved(func, here, target, args, kwargs)
         out = func(*args, **kwargs)
         if target == GPU:
+            if here is None and func in (torch.tensor, torch.as_tensor, torch.asarray):
+                self.record("waiting copy to the GPU")
             self.put(out)
         return out
 
@@ -147,8 +150,8 @@ class HostReads(TorchFunctionMode):
         out = x if func in (torch.Tensor.cuda, torch.Tensor.cpu) else func(*args, **kwargs)
         if was == target:
             return out
-        if target == CPU:
-            self.record("copy without waiting" if kwargs.get("non_blocking") else "copy to the CPU")
+        if what := _waiting_copy(target, kwargs.get("non_blocking")):
+            self.record(what)
         out = self.take(out)
         if target == GPU:
             self.put(out)
@@ -168,9 +171,11 @@ class _Operators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         on_gpu = [x for x in tensors if self.reads.holds(x)]
-        if name == "copy_":  # the place of the first tensor decides
-            if on_gpu and not self.reads.holds(tensors[0]):
-                self.reads.record("copy without waiting" if kwargs.get("non_blocking") else "copy to the CPU")
+        if name == "copy_":
+            places = [self.reads.holds(x) for x in tensors]
+            what = _waiting_copy(GPU if places[0] else CPU, kwargs.get("non_blocking") or args[2:] == (True,))
+            if places[0] != places[-1] and what:
+                self.reads.record(what)
             return func(*args, **kwargs)
         if on_gpu:
             if what := _read(name, args, kwargs):
@@ -182,6 +187,12 @@ class _Operators(TorchDispatchMode):
         if on_gpu:
             self.reads.put(out)
         return out
+
+
+def _waiting_copy(target: torch.device, non_blocking: Any) -> str | None:
+    if non_blocking:
+        return "copy without waiting" if target == CPU else None
+    return "copy to the CPU" if target == CPU else "waiting copy to the GPU"
 
 
 def _read(name: str, args: Any, kwargs: Any) -> str | None:
@@ -214,7 +225,7 @@ def _frames() -> Iterator[tuple[Path, str]]:
 def _caller() -> str:
     nearest = None
     for path, function in _frames():
-        if path.name == Path(__file__).name or "torch" in path.parts:
+        if path.name == Path(__file__).name or "torch" in path.parts or "__torch_function__" in function:
             continue
         root = next((i for i, part in enumerate(path.parts) if part in ROOTS and path.parts[i - 1] != "tests"), None)
         if root is not None:

@@ -39,6 +39,12 @@ def by_repetition(x):
     return torch.repeat_interleave(x, torch.ones_like(x, dtype=torch.int64))
 
 
+def to_and_fro(x):
+    return torch.zeros(4).pin_memory().to(x.device, non_blocking=True) + x.to("cpu", non_blocking=True).to(
+        x.device, non_blocking=True
+    )
+
+
 READS = {
     by_item: "item",
     by_mask: "boolean index",
@@ -48,6 +54,7 @@ READS = {
     by_list: "tolist",
     by_numpy: "numpy",
     by_repetition: "repeat_interleave",
+    to_and_fro: "copy without waiting",
     torch.nonzero: "nonzero",
 }
 
@@ -64,7 +71,9 @@ def test_a_read_is_found_where_it_happens_and_only_on_the_gpu(work):
     with HostReads() as reads:
         work(torch.tensor(values))
         assert not reads.found
-        work(torch.tensor(values, device="cuda"))
+        there = torch.tensor(values, device="cuda")
+        reads.found.clear()
+        work(there)
     name = "test_a_read_is_found_where_it_happens_and_only_on_the_gpu" if work is torch.nonzero else work.__name__
     assert dict(reads.found) == {f"{HERE}{name}: {READS[work]}": 1}
 
@@ -73,6 +82,8 @@ def test_work_that_stays_on_the_gpu_is_no_read():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     with HostReads() as reads:
         there = x.to(GPU)
+        assert list(reads.found) == [f"{HERE}test_work_that_stays_on_the_gpu_is_no_read: waiting copy to the GPU"]
+        reads.found.clear()
         out = no_read(there)
         assert (there.device, x.device, out.device) == (GPU, torch.device("cpu"), GPU)
     assert not reads.found and not reads.misplaced
@@ -92,6 +103,7 @@ def test_a_read_in_a_backward_pass_is_found():
 
     with HostReads() as reads:
         model = torch.nn.Linear(3, 1).to("cuda")
+        reads.found.clear()
         Reading.apply(model(torch.ones(2, 3, device="cuda"))).sum().backward()
         torch.autograd.grad(Reading.apply(model(torch.ones(2, 3, device="cuda"))).sum(), model.parameters())
     assert {name.split(".")[-1]: count for name, count in reads.found.items()} == {

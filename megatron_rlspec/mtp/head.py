@@ -18,6 +18,7 @@ class VocabParallelHead:
     start        the token id of the first row
     total        token ids of all ranks together
     group        tensor-parallel ranks; None if one rank holds the whole vocabulary
+    finite       whether all weights are finite, if that is known; finding out waits for the device
 
     Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
     """
@@ -27,10 +28,16 @@ class VocabParallelHead:
     start: int
     total: int
     group: dist.ProcessGroup | None
+    finite: bool | None = None
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, temperature: float, group: dist.ProcessGroup | None, vocab_size: int | None
+        cls,
+        weight: torch.Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        finite: bool | None = None,
     ) -> VocabParallelHead:
         """Make a head from this rank's `weight [V/tp, H]`. Rows of ids from `vocab_size` on are padding and are
         dropped.
@@ -46,14 +53,17 @@ class VocabParallelHead:
         if not rank * held < total <= size * held:
             raise ValueError(f"vocab_size={total}, but rank {rank} of {size} holds {held} rows from {rank * held}")
         real = weight.detach()[: total - rank * held]
-        return cls(real, temperature, rank * held, total, group if size > 1 else None)
+        return cls(real, temperature, rank * held, total, group if size > 1 else None, finite)
 
     @property
     def width(self) -> int:
         return self.weight.shape[0]
 
     def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id."""
+        """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
+
+        It reads both, so on a GPU it waits; training passes tensors of the CPU.
+        """
         rows = mask.nonzero().squeeze(1)
         used = labels.index_select(0, rows)
         if bool(((used < 0) | (used >= self.total)).any()):
@@ -65,7 +75,7 @@ class VocabParallelHead:
     @cached_property
     def finite_weight(self) -> torch.Tensor:
         """Return `weight` with NaN and infinities replaced by 0, because 0 · infinity in a gradient would be NaN."""
-        if bool(torch.stack(self.weight.aminmax()).isfinite().all()):
+        if self.finite or self.finite is None and all_finite(self.weight):
             return self.weight
         return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -133,7 +143,8 @@ class VocabParallelHead:
     def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
         """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
         local, mine = self._local(ids)
-        value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(ids.shape).reshape(mine.shape)
+        value = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
+        value = value.expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
 
     def set_at(self, x: torch.Tensor, ids: torch.Tensor, value: float) -> torch.Tensor:
@@ -163,6 +174,11 @@ class VocabParallelHead:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, 1)
+
+
+def all_finite(weight: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
+    return bool(torch.stack(weight.aminmax()).isfinite().all())
 
 
 def accumulate_in(x: torch.Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in
+from megatron_rlspec.packing.transfer import to_device
 
 Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -28,21 +29,25 @@ def policy_logprobs(
     chunk: int = 1024,
     vocab_size: int | None = None,
     observe: Observer | None = None,
+    finite: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probabilities of `labels [N]` and, if asked, the entropy `[N]`; differentiable in hidden and weight.
 
     Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
     chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
     `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. `Student.observe`
-    is such a function. Raises ValueError for a label that is no token id.
+    is such a function. `labels` and `mask` are best on the CPU: the rows are then chosen without waiting for a GPU; so
+    are the row numbers that `observe` gets. `finite`: as in `VocabParallelHead`. Raises ValueError for a label that is
+    no token id.
     """
-    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
-    rows = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
+    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+    chosen = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
+    rows = to_device(chosen, hidden.device)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
         weight if head.width == len(weight) else weight[: head.width],
-        labels.index_select(0, rows),
-        (head, chunk, with_entropy, observe, rows),
+        to_device(labels.index_select(0, chosen), hidden.device),
+        (head, chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
     return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None

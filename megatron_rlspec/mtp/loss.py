@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, checked
 from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in, lowest
+from megatron_rlspec.packing.transfer import to_device
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
@@ -128,7 +129,8 @@ class Student:
 
     Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
     layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
-    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`.
+    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
+    Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 
     def __init__(
@@ -147,22 +149,25 @@ class Student:
         tp_group: dist.ProcessGroup | None = None,
         vocab_size: int | None = None,
         keep_rows: bool = False,
+        finite: bool | None = None,
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
         self._kind = kind
         self._chunk = chunk
-        self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
+        self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
         self._teacher, order = teacher.sort(stable=True)
-        self._rows = rows.index_select(0, order)
+        rows = rows.index_select(0, order)
+        device = hidden.device
+        self._rows = to_device(rows, device)
         self._source = hidden
         self._hidden = hidden.detach().index_select(0, self._rows)
-        self._labels = labels.index_select(0, self._rows)
-        self._weight = token_weight.detach().index_select(0, self._rows).to(accumulate_in(hidden))
-        self._groups = torch.zeros_like(self._rows) if groups is None else groups.index_select(0, self._rows)
+        self._labels = to_device(labels.index_select(0, rows), device)
+        self._weight = to_device(token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device)
+        self._groups = to_device(torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device)
         self._scalar_metrics = groups is None
         self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
         self._total = self._weight.new_zeros(())
@@ -184,7 +189,8 @@ class Student:
         self._taught = True
         for first in range(0, len(self._rows), self._chunk):
             part = slice(first, first + self._chunk)
-            self._learn(part, top=TeacherTopK(*(x.index_select(0, self._teacher[part]) for x in teacher)))
+            rows = to_device(self._teacher[part], self._rows.device)
+            self._learn(part, top=TeacherTopK(*(x.index_select(0, rows) for x in teacher)))
 
     @torch.no_grad()
     def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
@@ -194,7 +200,7 @@ class Student:
         needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
         for rows in needed.split(self._chunk):
             if len(rows):
-                scores = self._head.scores(teacher_hidden.index_select(0, rows - first))
+                scores = self._head.scores(teacher_hidden.index_select(0, to_device(rows - first, self._rows.device)))
                 self.observe(rows, scores, self._head.log_sum_exp(scores))
 
     @torch.no_grad()
@@ -206,6 +212,7 @@ class Student:
         """
         self._taught = True
         logp = scores.sub_(lse[:, None])
+        rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
         end = torch.searchsorted(self._teacher, rows[-1] + 1)
         first, last = torch.stack([begin, end]).tolist()
@@ -214,7 +221,7 @@ class Student:
             at = torch.searchsorted(rows, self._teacher[part])
             if not torch.equal(rows[at], self._teacher[part]):
                 raise ValueError("the teacher of a drafter row is not among the rows with computed logits")
-            self._learn(part, logp=logp.index_select(0, at))
+            self._learn(part, logp=logp.index_select(0, to_device(at, logp.device)))
 
     def finish(self) -> tuple[torch.Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
-from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.types import Verifier
 
 
@@ -105,8 +103,13 @@ def deepen(table: torch.Tensor, depth: int) -> torch.Tensor:
     return torch.stack(columns[:depth], 1)
 
 
-def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]) -> Prediction:
+def walk(
+    accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
+
+    Return the sums of `forecast.Prediction`, (reached, accepted), `[K, D]` float64, on the device of `accept`: nothing
+    waits for a GPU.
 
     `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
     mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
@@ -117,37 +120,39 @@ def walk(accept: torch.Tensor, reach: torch.Tensor, mask: torch.Tensor, steps: S
         raise ValueError(f"accept {list(accept.shape)}, reach {list(reach.shape)} and mask {list(mask.shape)} differ")
     if not steps or min(steps) < 1 or max(steps) > depth:
         raise ValueError(f"steps={list(steps)} must lie between 1 and the {depth} depths of `accept`")
-    valid = mask.detach().cpu().numpy() != 0
-    alpha = np.where(valid, accept.detach().double().cpu().numpy(), 0.0)
-    carried = np.cumprod(np.where(valid, reach.detach().double().cpu().numpy(), 0.0), axis=1)
-    carried = np.concatenate([np.ones((len(carried), 1)), carried], axis=1)  # [T, D + 1]: depth d reached from t
-    starts = _round_starts(valid[:, 0], carried, steps)
-    weight = starts[:, :, None] * (carried[:, :-1] * valid)[:, None, :]  # [T, K, D]
-    weight *= np.arange(depth)[None, None, :] < np.array(steps)[None, :, None]
-    return Prediction(tuple(steps), weight.sum(0), (weight * alpha[:, None, :]).sum(0))
+    valid = mask != 0
+    alpha = accept.detach().double().masked_fill(~valid, 0)
+    carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
+    carried = torch.nn.functional.pad(carried, (1, 0), value=1.0)  # [T, D + 1]: depth d reached from t
+    reached = alpha.new_zeros(len(steps), depth)
+    accepted = torch.zeros_like(reached)
+    for row, k in enumerate(steps):
+        starts = _round_starts(valid[:, 0], carried[:, : k + 1])
+        weight = starts[:, None] * carried[:, :k] * valid[:, :k]
+        reached[row, :k] = weight.sum(0)
+        accepted[row, :k] = (weight * alpha[:, :k]).sum(0)
+    return reached, accepted
 
 
-def _round_starts(inside: np.ndarray, carried: np.ndarray, steps: Sequence[int]) -> np.ndarray:
-    """Return the probability that a round starts at each position, `[T, K]`; all responses run in parallel."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
-    first = edges[::2]
-    length = edges[1::2] - edges[::2]
-    order = np.argsort(-length, kind="stable")
-    first = first[order]
-    length = length[order]
-    depth = carried.shape[1] - 1
-    ends = np.zeros((len(carried), depth + 1, len(steps)))  # P(a round from t at steps[k] accepts exactly j)
-    for k, most in enumerate(steps):
-        ends[:, :most, k] = carried[:, :most] - carried[:, 1 : most + 1]
-        ends[:, most, k] = carried[:, most]
-    starts = np.zeros((len(carried), len(steps)))
-    ahead = np.zeros((len(first), depth + 1, len(steps)))  # P(start) at the present position and the next `depth`
-    ahead[:, 0] = 1.0
-    running = np.searchsorted(-length, -np.arange(1, (length[0] if len(length) else 0) + 1), side="right")
-    for offset, n in enumerate(running):
-        at = first[:n] + offset
-        now = starts[at] = ahead[:n, 0].copy()
-        ahead[:n, :-1] = ahead[:n, 1:]
-        ahead[:n, -1] = 0.0
-        ahead[:n] += now[:, None, :] * ends[at]
-    return starts
+def _round_starts(inside: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`.
+
+    Let v_t[j] be the probability of a start at t + j, 0 <= j <= k. At the first position of a response it is (1, 0,
+    ...), and v_{t+1} = v_t A_t: row 0 of A_t is the distribution of drafts accepted by a round from t, the other rows
+    shift v by one. All products of A from a response's first position on come from one scan over doubling strides.
+    """
+    positions, size = carried.shape
+    at = torch.arange(positions, device=carried.device)
+    before = torch.nn.functional.pad(inside, (1, 0))[:-1]
+    offset = at - torch.where(inside & ~before, at, 0).cummax(0).values if positions else at
+    identity = torch.eye(size, dtype=carried.dtype, device=carried.device)
+    step = identity.roll(-1, 1).expand(positions, size, size).clone()
+    step[:, 0] = torch.cat([carried[:, :-1] - carried[:, 1:], carried[:, -1:]], 1)
+    product = torch.where((offset > 0)[:, None, None], step.roll(1, 0), identity)
+    stride = 1
+    while stride < positions:
+        longer = torch.bmm(product[:-stride], product[stride:])
+        rest = torch.where((offset[stride:] >= stride)[:, None, None], longer, product[stride:])
+        product = torch.cat([product[:stride], rest])
+        stride *= 2
+    return product[:, 0, 0].masked_fill(~inside, 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
 STD_FLOOR = 1e-6  # slime's value: added to a group's standard deviation; a smaller deviation carries no signal
@@ -94,11 +95,11 @@ def policy_loss(
     The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means.
     Metrics carry slime's names. Raises ValueError if KL or entropy is asked for and its tensor is None.
     """
-    mask = (batch.loss_mask != 0).to(logprobs.device)
+    mask = to_device(batch.loss_mask != 0, logprobs.device)
 
     def trained(values: Tensor) -> Tensor:
         """Move to the device of `logprobs`, with 0 where nothing is trained: 0 · infinity would be NaN."""
-        return values.to(logprobs).masked_fill(~mask, 0)
+        return to_device(values, logprobs.device).to(logprobs.dtype).masked_fill(~mask, 0)
 
     logprobs = trained(logprobs)
     old = trained(batch.old_logprobs)
@@ -182,7 +183,7 @@ def _own_loss(
     """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
 
     def trained(values: Tensor) -> Tensor:
-        return values.to(logprobs).masked_fill(~mask, 0)
+        return to_device(values, logprobs.device).to(logprobs.dtype).masked_fill(~mask, 0)
 
     def trained_if_any(values: Tensor | None) -> Tensor | None:
         return None if values is None else trained(values)
@@ -194,7 +195,7 @@ def _own_loss(
         advantages=trained(batch.advantages),
         entropy=trained_if_any(entropy),
         mask=mask.to(logprobs),
-        sequence_ids=batch.sequence_ids.to(logprobs.device),
+        sequence_ids=to_device(batch.sequence_ids, logprobs.device),
         staleness=trained_if_any(batch.staleness),
         options=algorithm,
     )
@@ -237,7 +238,7 @@ def _sequence_log_ratio(
     each of the n tokens' losses gives 1/n of its gradient to every token, and the n shares add up to one whole gradient
     per token. This form needs no gradient from other ranks.
     """
-    sequence = batch.sequence_ids.to(log_ratio.device).clamp(min=0)
+    sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)
     rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)]).masked_fill(~mask, 0)
     sums = rows.new_zeros(2, batch.counts["samples"]).index_add(1, sequence, rows)
     if sequence_sum is not None:

@@ -30,6 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import varlen
 from megatron_rlspec.train.attention_plan import AttentionPlan, Batched, plan_attention
 
@@ -73,7 +74,7 @@ def packed_sequences(
     """Describe one micro-batch. `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split."""
     lengths = cu_seqlens_padded[1:] - cu_seqlens_padded[:-1]
     longest = int(lengths.max()) if len(lengths) else 0
-    cu = cu_seqlens_padded.to(device=device, dtype=torch.int32)
+    cu = to_device(cu_seqlens_padded.to(torch.int32), device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu,

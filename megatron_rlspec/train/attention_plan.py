@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.packing.context_parallel import cp_index
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train.varlen import Varlen
 
 # Chunks whose lengths differ by less than this share run as one padded batch.
@@ -92,7 +93,8 @@ def plan_attention(
             q += rows
     order = None
     if cp_size > 1:
-        order = torch.cat([cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
+        shares = [cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]
+        order = to_device(torch.cat(shares).argsort(), device)
     if device.type == "cpu" if batched is None else batched:
         spans = tuple(span for span in before if span.keys)
         return AttentionPlan(_batched(chunks, q, groups, device, spans), order)

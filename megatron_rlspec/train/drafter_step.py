@@ -22,6 +22,7 @@ from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.mtp.loss import Kind, Student
 from megatron_rlspec.mtp.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
@@ -89,27 +90,28 @@ class DrafterStep:
         `predict`: keep what `learn` needs for the prediction of acceptance.
         """
         goal = self.objective
-        device = outputs[0].device
+        place = targets.labels[0].device
         t = len(targets.labels[0])
         scale = [goal.depth_decay**d / targets.counts[d] for d in range(goal.depth)]
         weight = torch.cat([w * s for w, s in zip(targets.weight, scale, strict=True)])
         # Depth d at position t learns the policy's distribution at position t + d. Rows of weight 0 may have any index.
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
-        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
+        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(place)
         teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
         return Student(
             torch.cat(list(outputs)),
             layer.weight.detach(),
-            torch.cat(list(targets.labels)).to(device),
-            weight.to(device),
+            torch.cat(list(targets.labels)),
+            weight,
             goal.loss,
             teacher_index=teacher,
-            groups=torch.arange(goal.depth, device=device).repeat_interleave(t),
+            groups=torch.arange(goal.depth, device=place).repeat_interleave(t),
             num_groups=goal.depth,
             temperature=layer.temperature,
             tp_group=layer.tensor_group,
             keep_rows=predict,
+            finite=layer.finite,
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
@@ -142,13 +144,13 @@ class DrafterStep:
         """
         goal = self.objective
         accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
-        mask = torch.stack([w != 0 for w in targets.weight], 1).to(accept)
+        mask = to_device(torch.stack([w != 0 for w in targets.weight], 1), accept.device).to(accept.dtype)
         table = _of_all_context_ranks(torch.cat([accept, reach, mask], 1), targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
         accept, reach, mask = (deepen(part, max(goal.predicted_steps)) for part in table.split(goal.depth, 1))
-        found = walk(accept, reach, mask, goal.predicted_steps)
-        return {f"prediction/{n}": torch.from_numpy(getattr(found, n)).to(accept) for n in ("reached", "accepted")}
+        reached, accepted = walk(accept, reach, mask, goal.predicted_steps)
+        return {"prediction/reached": reached, "prediction/accepted": accepted}
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
@@ -174,7 +175,7 @@ def describe(batch: PackedBatch, config: TransformerConfig, base: float, device:
         )
     groups = config.num_query_groups // config.tensor_model_parallel_size
     packed = packed_sequences(batch.cu_seqlens_padded, groups, cp_size, cp_rank, device)
-    return at_positions(packed, batch.position_ids.to(device), config, base)
+    return at_positions(packed, to_device(batch.position_ids, device), config, base)
 
 
 def at_positions(packed: PackedSequences, positions: Tensor, config: TransformerConfig, base: float) -> PackedSequences:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rlspec import custom
 from megatron_rlspec.config import AlgorithmConfig
 from megatron_rlspec.mtp.logprobs import Observer, policy_logprobs
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.rl.grpo import policy_loss
 from megatron_rlspec.types import PackedBatch
 
@@ -24,10 +25,14 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read."""
+    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read.
+
+    `finite`: whether all weights are finite, if that is known.
+    """
 
     weight: Tensor
     temperature: float
+    finite: bool | None = None
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -40,12 +45,13 @@ class OutputLayer:
         return policy_logprobs(
             hidden,
             self.weight,
-            batch.labels.to(hidden.device),
+            batch.labels,
             self.temperature,
             self.tensor_group,
             with_entropy,
-            mask=batch.loss_mask.to(hidden.device),
+            mask=batch.loss_mask,
             observe=observe,
+            finite=self.finite,
         )
 
 
@@ -54,7 +60,7 @@ def sft(
 ) -> tuple[Tensor, Sums]:
     """Compute cross-entropy on the trained tokens."""
     logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
-    weight = (batch.loss_mask * batch.policy_weight).to(hidden.device)
+    weight = to_device(batch.loss_mask * batch.policy_weight, hidden.device)
     loss = -(logprobs * weight).sum() / batch.counts["policy"]
     return loss, {"policy/loss": loss.detach(), "policy/tokens": (weight != 0).sum()}
 

@@ -23,7 +23,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.mtp.head import all_finite
 from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
@@ -82,6 +84,7 @@ class Trainer:
         self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
         self._steps = _predicted_steps(config) if options.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
+        self._head_is_finite: bool | None = None  # known during a step
         self.reference: list[Tensor] = []
         self.embedding: Tensor | None = None
         self.refresh_embedding()
@@ -168,7 +171,10 @@ class Trainer:
             self.drafter.train()
             self.drafter_step.begin()
         losses = partial(self._losses, objective, train_policy, drafter)
+        if self.last_stage:
+            self._head_is_finite = all_finite(self.policy.head_weight())
         sums = self._run(batches, losses, forward_only=not train_policy)
+        self._head_is_finite = None
         totals = reduce_sums(sums)
         self.prediction = prediction_of(totals, self._steps)
         metrics = means(totals)
@@ -273,8 +279,8 @@ class Trainer:
         def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             packed = describe(batch, self.model_config, self.rotary_base, self.device)
-            tokens = batch.tokens.to(self.device)
-            positions = batch.position_ids.to(self.device)
+            tokens = to_device(batch.tokens, self.device)
+            positions = to_device(batch.position_ids, self.device)
             with torch.set_grad_enabled(not forward_only):
                 hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
             return hidden, partial(loss, batch, packed)
@@ -331,9 +337,9 @@ class Trainer:
         assert self.drafter_learner is not None and self.embedding is not None
         return self.drafter_learner.ddp(
             hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
-            [tokens.to(self.device) for tokens in batch.drafter_tokens],
+            [to_device(tokens, self.device) for tokens in batch.drafter_tokens],
             self.embedding,
-            batch.position_ids.to(self.device),
+            to_device(batch.position_ids, self.device),
             packed,
         )
 
@@ -356,7 +362,7 @@ class Trainer:
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
 
     def _output_layer(self, temperature: float) -> OutputLayer:
-        return OutputLayer(self.policy.head_weight(), temperature)
+        return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
 
     def _from_last_stage(self, x: Tensor) -> Tensor:
         if ps.get_pipeline_model_parallel_world_size() == 1:

@@ -17,6 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron_rlspec.packing.transfer import to_device
+
 _aten = torch.ops.aten
 _BLOCK = 1 << 24  # elements of one block of scores
 
@@ -47,7 +49,7 @@ class Varlen:
         in_order = all(first == end - keys for (_, first, keys), end in zip(pieces, ends, strict=True))
         rows = None
         if not in_order:
-            rows = torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]).to(device)
+            rows = to_device(torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces]), device)
         return cls(q, k, _cumulative(q, device), _cumulative(k, device), rows)
 
     @cached_property
@@ -110,7 +112,7 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _gathered(pieces: Varlen, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,18 +5,22 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.mtp import predict
 from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.mtp.predict import (
     accept_probabilities,
     deepen,
     of_rows,
     target_probabilities,
-    walk,
 )
 from megatron_rlspec.speculation.forecast import Calibration, Forecast, Prediction
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 V, DEPTH = 6, 3
+
+
+def walk(accept, reach, mask, steps):
+    return Prediction(tuple(steps), *(x.numpy() for x in predict.walk(accept, reach, mask, steps)))
 
 
 def masks(lengths, depth=DEPTH, gap=2):

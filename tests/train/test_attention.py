@@ -38,11 +38,17 @@ def bounds(cu_q, cu_k):
     return zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
 
 
+def exactly(*tensors):
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+
+
 def operator_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
     """Do what `aten::_flash_attention_forward` does with packed sequences, written down from its contract."""
     assert cu_q.dtype == cu_k.dtype == torch.int32 and (dropout, causal, debug) == (0.0, True, False)
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     assert all(x.stride(-1) == 1 for x in (q, k, v))
+    dtype = q.dtype
+    q, k, v = exactly(q, k, v)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[1], len(q))
     for q0, q1, k0, k1 in bounds(cu_q, cu_k):
@@ -53,12 +59,14 @@ def operator_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, 
         lse[:, q0:q1] = scores.logsumexp(-1)
         out[q0:q1] = torch.einsum("nij,jnc->inc", scores.softmax(-1), v[k0:k1].repeat_interleave(repeat, 1))
     unused = torch.empty(2, dtype=torch.uint64)
-    return out, lse, unused, unused, unused
+    return out.to(dtype), lse, unused, unused, unused
 
 
 def operator_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused, *, scale):
     """Do what `aten::_flash_attention_backward` does: p = exp(score - lse), delta = grad · out."""
     assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and (dropout, causal) == (0.0, True)
+    dtype = q.dtype
+    grad, q, k, v, out = exactly(grad, q, k, v, out)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     delta = (grad * out).sum(-1).T
@@ -70,7 +78,7 @@ def operator_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout
         dq[q0:q1] = torch.einsum("nij,jnc->inc", ds, key)
         dk[k0:k1] = torch.einsum("nij,inc->jnc", ds, q[q0:q1]).unflatten(1, (-1, repeat)).sum(2)
         dv[k0:k1] = torch.einsum("nij,inc->jnc", p, grad[q0:q1]).unflatten(1, (-1, repeat)).sum(2)
-    return dq, dk, dv
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 FLASH = {"_flash_attention_forward": operator_forward, "_flash_attention_backward": operator_backward}
