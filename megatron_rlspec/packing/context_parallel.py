@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from megatron_rlspec.packing.transfer import to_device
+
 Layout = Literal["zigzag", "contiguous"]
 
 
@@ -63,4 +65,4 @@ def join_from_cp(
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
-    return torch.cat(list(shards), dim).index_select(dim, order.argsort().to(shards[0].device))
+    return torch.cat(list(shards), dim).index_select(dim, to_device(order.argsort(), shards[0].device))
