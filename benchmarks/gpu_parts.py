@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -297,27 +298,13 @@ def _roomy(directory: str, needed: int) -> str:
 def train(plan: Plan, folder: Path, figures: Figures) -> None:
     """Take three steps with and without the drafter, on one rank, and follow the rounds of one long response."""
     from megatron_rlspec import environment
-    from megatron_rlspec.config import Config
     from megatron_rlspec.mtp.predict import walk
-    from megatron_rlspec.train import dry_run
     from megatron_rlspec.train.step import Trainer
 
     environment.prepare(os.environ)
     shape = _train_shape(plan)
-    configs = {}
-    for name, trained in (("policy and drafter", True), ("policy alone", False)):
-        settings = {
-            "model": {"dtype": plan.dtype, "max_length": plan.train_length},
-            "drafter": {"depth": plan.train_depth, "train": trained},
-            "train": {"tokens_per_micro_batch": plan.train_sequences * plan.train_length},
-            "rollout": {"max_new_tokens": plan.train_length // 2},
-        }
-        configs[name] = Config.model_validate(settings)
-    expected = {}  # before there are process groups, which a dry run makes for itself
-    for name, config in configs.items():
-        with figures.attempt(f"dry run, {name}"):
-            static = dry_run.memory(config, shape, dry_run.stages(config, shape, 1), 0, 1).total / _GIB
-            expected[name] = (static, static, "--dry-run: weights, gradients, optimizer, inputs of layers")
+    configs = _train_configs(plan)
+    expected = _static_gib(folder)
     batches = _batches(plan, shape["vocab_size"])
     milliseconds = {}
     for name, config in configs.items():
@@ -328,7 +315,8 @@ def train(plan: Plan, folder: Path, figures: Figures) -> None:
             milliseconds[name] = statistics.median(taken[1:])
             note = f"{plan.train_layers} layers, {plan.train_sequences} samples of {plan.train_length}"
             figures.say(f"{name}: a step", milliseconds[name], "ms", f"{note}; the first took {taken[0]:.0f}")
-            say_peak(figures, name, peak_gib(), "other activations come on top", expected.get(name, ()))
+            why = "--dry-run: weights, gradients, optimizer, inputs of layers"
+            say_peak(figures, name, peak_gib(), "other activations come on top", (expected[name], expected[name], why))
         trainer = None
         gc.collect()
     if len(milliseconds) == 2:
@@ -339,6 +327,39 @@ def train(plan: Plan, folder: Path, figures: Figures) -> None:
     took = statistics.median(timed(lambda: walk(accept, accept, mask, (1, 2, 3))) for _ in range(plan.repeats))
     was = (220, 220, "measured on a busy CPU, by a loop on the host") if rows == 8192 else ()
     figures.say(f"predicting acceptance, one response of {rows}", took, "ms", "in each micro-batch, on the device", was)
+
+
+def _train_configs(plan: Plan) -> dict[str, Any]:
+    from megatron_rlspec.config import Config
+
+    configs = {}
+    for name, trained in (("policy and drafter", True), ("policy alone", False)):
+        settings = {
+            "model": {"dtype": plan.dtype, "max_length": plan.train_length},
+            "drafter": {"depth": plan.train_depth, "train": trained},
+            "train": {"tokens_per_micro_batch": plan.train_sequences * plan.train_length},
+            "rollout": {"max_new_tokens": plan.train_length // 2},
+        }
+        configs[name] = Config.model_validate(settings)
+    return configs
+
+
+def _static_gib(folder: Path) -> dict[str, float]:
+    """Return what `--dry-run` says of each configuration, computed in a process that sees no GPU, as it needs."""
+    command = [sys.executable, __file__, "dry_run", str(folder), str(folder / "static.json")]
+    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+    return json.loads((folder / "static.json").read_text())
+
+
+def dry_run(plan: Plan, folder: Path, figures: Figures) -> None:
+    """Write the static memory of each configuration of `train` to `figures.out`, in GiB."""
+    from megatron_rlspec.train import dry_run
+
+    shape = _train_shape(plan)
+    static = {}
+    for name, config in _train_configs(plan).items():
+        static[name] = dry_run.memory(config, shape, dry_run.stages(config, shape, 1), 0, 1).total / _GIB
+    figures.out.write_text(json.dumps(static))
 
 
 def _train_shape(plan: Plan) -> dict[str, Any]:
@@ -464,7 +485,7 @@ def verify(plan: Plan, folder: Path, figures: Figures) -> None:
 
 
 PARTS: dict[str, Callable[[Plan, Path, Figures], None]] = {
-    part.__name__: part for part in (model, decode, push, train, attention, verify)
+    part.__name__: part for part in (model, decode, push, train, dry_run, attention, verify)
 }
 
 

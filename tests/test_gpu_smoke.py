@@ -62,7 +62,7 @@ def test_estimates_stand_beside_the_figures_of_the_default_plan_only(smoke):
 def test_too_little_memory_is_a_figure_and_not_a_failure(smoke):
     long = row(what="forward, one sequence of 32,768: peak", state="out of memory", value=None)
     found = smoke.beside(long, estimated=True)
-    assert found["estimate"] == [192, 192] and found["verdict"] == "did not fit"
+    assert found["estimate"] == [0.4, 0.9] and found["verdict"] == "did not fit"
     assert smoke.shown(found) == "out of memory"
     assert smoke.beside(row(state="failed", value=None), estimated=True)["verdict"] == ""
 

@@ -44,10 +44,11 @@ def processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RLSPEC_API_KEY", KEY)
         try:
-            for name, arguments in same.LAUNCHES.items():  # one by one: each takes a share of the memory that is free
+            for name, arguments in same.LAUNCHES.items():
                 options = [*SERVE, *arguments]
                 started[name] = launch(checkpoint, logs / f"{name}.log", arguments=options, environment=EXACT)
-                started[name].wait(300)
+            for process in started.values():
+                process.wait(300)
             yield started
         finally:
             for process in started.values():

@@ -24,7 +24,7 @@ def oracle(lengths, q, k, v, links, scale):
     outs = []
     for q_s, k_s, v_s, *links_s in zip(*(x.split(lengths) for x in (q, k, v, *links)), strict=True):
         k_s, v_s, *links_s = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k_s, v_s, *links_s))
-        hidden = torch.ones(len(q_s), len(q_s)).triu(1).bool()
+        hidden = torch.ones(len(q_s), len(q_s), device=q.device).triu(1).bool()
         scores = torch.einsum("inc,jnc->inj", q_s, k_s).masked_fill(hidden[:, None], -math.inf)
         own = [torch.einsum("inc,inc->in", q_s, key)[..., None] for key in links_s[::2]]
         p = (torch.cat([scores, *own], -1) * scale).softmax(-1)

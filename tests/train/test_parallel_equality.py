@@ -115,7 +115,7 @@ def measure(cell, weights):
     weights = weights[cell["tied"], cell["unrolling"] == "separate"]
     trainer = build(cell, weights)
     exported = dict(trainer.export())
-    total = sum(x.sum(dtype=torch.float64) for x in trainer.logprobs(own_batches(trainer)))
+    total = sum(x.sum(dtype=torch.float64) for x in trainer.logprobs(own_batches(trainer))).to(trainer.device)
     torch.distributed.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
     result = {
         "same": all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in exported.items()),
