@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import short_run
 import tiny_mimo
+import torch
 from train_ranks import on_ranks
 
 from megatron_rlspec import answer, data
 from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.metrics import read_records
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.model_directory import check_model
 
 DRAFTS = (1, 3, 5)
@@ -107,6 +110,24 @@ def test_held_out_prompts_are_not_trained(start, tmp_path):
     rows.check_ids(vocab_size=10_000)
     with pytest.raises(data.DataError, match="expected ids below vocab_size=3"):
         rows.check_ids(vocab_size=3)
+
+
+def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
+    config = options(start, tmp_path / "a.jsonl")
+    answered(config)
+    run_dir = tmp_path / "run"
+    warm = {"sft.path": config.answer.path, "sft.drafter_only": "true", "sft.held_out": 3, "sft.eval_every": 1}
+    warm |= {"sft.plateau": 1.0, "sft.steps": 9, "sft.samples_per_step": 8, "data.eval_path": "", "train.save_every": 2}
+    output = short_run.run(start, run_dir, command="sft", **warm, **{"drafter.loss": "forward_kl"})
+    lines = output.splitlines()
+    assert f"rlspec sft: loading {start / 'model'} (MiMoForCausalLM" in lines[0]
+    assert f"written: {run_dir / 'hf'}, policy and drafter as a Hugging Face checkpoint" in lines
+    found = [event for event in read_records(run_dir / "events.jsonl") if event["kind"] == "drafter"]
+    assert [event["step"] for event in found] == [1, 2, 3], "two evaluations without a rise end it"
+    assert [event["tokens"] for event in found] == sorted({event["tokens"] for event in found})
+    assert all(1 <= event[f"accept_length_{k}"] <= k + 1 for event in found for k in DRAFTS)
+    policy = [dict(read_hf(path)[1]) for path in (start / "model", run_dir / "hf")]
+    assert all(torch.equal(policy[1][name], tensor) == ("mtp" not in name) for name, tensor in policy[0].items())
 
 
 def replayed(hf_config, tensors, samples) -> dict[int, float]:

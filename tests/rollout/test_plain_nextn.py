@@ -28,7 +28,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.slow
 def test_sglangs_own_server_takes_the_directory(tmp_path):
-    config = config_of("LlamaForCausalLM", tie_word_embeddings=True, vocab_size=257, eos_token_id=256)
+    sizes = {"head_dim": 8, "vocab_size": 257, "eos_token_id": 256}  # SGLang on a CPU: head_dim is hidden_size / heads
+    config = config_of("LlamaForCausalLM", tie_word_embeddings=True, **sizes)
     write_hf(tmp_path / "llama", config, checkpoint(config, tmp_path / "names"))
     tokenizer().save_pretrained(tmp_path / "llama")
     convert(plan(tmp_path / "llama", tmp_path / "model", add_mtp=True, to="hf"))
