@@ -128,14 +128,15 @@ def _drawn(value: object) -> float:
 
 def plots(records: Records) -> list[tuple[str, str]]:
     """Return (title, base64 PNG) of every picture for which the records hold a value."""
+    recorded = {key for record in records for key in record}
     parts = [part for part in ("generate", "train", "push") if f"seconds_{part}" in records[-1]]
     shares = sorted({key for record in records for key in record if key.startswith("spec/share_")})
     wanted = [
         ("reward", ["rollout/reward"], "line"),
         ("accept length (tokens per round)", ["rollout/accept_length", "spec/accept_length"], "line"),
         ("share of rounds per configuration", shares, "stack"),
-        ("drafter loss by depth", sorted(k for k in records[-1] if k.startswith("drafter/loss_")), "line"),
-        ("drafter agreement by depth", sorted(k for k in records[-1] if k.startswith("drafter/match_")), "line"),
+        ("drafter loss by depth", sorted(k for k in recorded if k.startswith("drafter/loss_")), "line"),
+        ("drafter agreement by depth", sorted(k for k in recorded if k.startswith("drafter/match_")), "line"),
         ("seconds of a step", [f"seconds_{part}" for part in parts], "stack"),
         ("rollout tokens per second", ["rollout/tokens_per_second"], "line"),
         ("response length", [f"rollout/{name}_response" for name in ("median", "p90", "longest")], "line"),
@@ -144,7 +145,6 @@ def plots(records: Records) -> list[tuple[str, str]]:
         ("drafter objective: weighted sum over depths", ["drafter/objective"], "line"),
         ("gradient norms", ["policy/grad_norm", "drafter/grad_norm"], "line"),
     ]
-    recorded = {key for record in records for key in record}
     pictures = []
     for title, keys, kind in wanted:
         keys = [key for key in keys if key in recorded]
@@ -176,7 +176,9 @@ def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> st
         axes.stackplot(steps, series, labels=labels)
     else:
         for values, label in zip(series, labels, strict=True):
-            axes.plot(steps, values, label=label, marker="." if len(steps) < 3 else None)
+            known = [i for i, value in enumerate(values) if not math.isnan(value)]  # a drafter may learn every N steps
+            marker = "." if len(known) < 3 else None
+            axes.plot([steps[i] for i in known], [values[i] for i in known], label=label, marker=marker)
     axes.set(title=title, xlabel="step")
     if len(keys) > 1:
         axes.legend(fontsize="small")

@@ -102,3 +102,8 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         report.main([str(tmp_path)])
     assert stop.value.code == 2 and "expected a run directory" in capsys.readouterr().err
+
+
+def test_a_drafter_that_learns_every_second_step_has_its_pictures():
+    records = [{"step": i, "drafter/loss_1": 2.0 - i} if i % 2 == 0 else {"step": i} for i in range(4)]
+    assert [title for title, _ in report.plots(records)] == ["drafter loss by depth"]
