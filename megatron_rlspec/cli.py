@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
 from megatron_rlspec import data, doctor, environment
-from megatron_rlspec.config import Config, ConfigError, load, options
+from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.inputs import check_inputs
 from megatron_rlspec.interruption import Interrupted, Interruption
@@ -23,6 +23,7 @@ COMMANDS = {
     "train": ("megatron_rlspec.cli:train", "GRPO with a co-trained drafter (start it under torchrun)"),
     "sft": ("megatron_rlspec.cli:sft", "supervised warm start of policy and drafter (under torchrun)"),
     "answer": ("megatron_rlspec.cli:answer", "let a model write answers to prompts: what a drafter is warmed up on"),
+    "replay": ("megatron_rlspec.cli:replay", "train a drafter again along a recorded run (under torchrun)"),
     "serve": (
         "megatron_rlspec.rollout.sglang.server.serve:main",
         "one SGLang engine with lossless verification, weight pushes and adaptive drafting",
@@ -33,6 +34,7 @@ COMMANDS = {
     ),
     "plan": ("megatron_rlspec.speculation.plan:main", "the best speculative config per batch, from a cost table"),
     "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
+    "compare": ("megatron_rlspec.compare:main", "accept lengths of several drafters on one policy, paired"),
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
     "slime": (
         "megatron_rlspec.integrations.slime.launch:main",
@@ -89,6 +91,15 @@ engines and, at the end, hf/: the policy and its drafter as a Hugging Face check
 after its present step, with a checkpoint; --train.resume true continues it.
 
 Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
+
+REPLAY_NOTES = """\
+The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
+
+  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay runs/recorded \\
+      --drafter.loss tv --train.run_dir runs/tv
+
+With as many ranks as the run, and the same options, the drafter is bit for bit the one that the run trained.
+docs/replay.md has the variants."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,6 +206,20 @@ def answer(argv: list[str]) -> None:
         print(answer.answer(config, hf_config))
 
 
+def replay(argv: list[str]) -> None:
+    """Run `rlspec replay`."""
+    environment.prepare(os.environ)
+    config = parse("replay", argv)
+    draws = config.replay.policy_step >= 0
+    check_inputs(config, "replay")
+    interruption = Interruption().install()
+    with interruption.translating():
+        doctor.refuse_if_affected(config, engines=draws)
+        from megatron_rlspec import loop
+
+        loop.replay(config, interruption)
+
+
 def dry_run(argv: list[str]) -> None:
     """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -218,16 +243,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse(command: Literal["train", "sft", "answer"], argv: list[str], ranks: int | None = None) -> Config:
+def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | None = None) -> Config:
     """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
     parser = _Parser(
         prog=f"rlspec {command}",
-        usage=f"rlspec {command} [--config FILE] [--section.key value ...]",
+        usage=f"rlspec {command} {'RUN ' if command == 'replay' else ''}[--config FILE] [--section.key value ...]",
         description=COMMANDS[command][1],
-        epilog=TRAIN_NOTES,
+        epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    if command == "replay":
+        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options():
@@ -238,10 +265,10 @@ def parse(command: Literal["train", "sft", "answer"], argv: list[str], ranks: in
             f"--{option.name}", metavar=option.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
         )
     known, unknown = parser.parse_known_args(list(_joined(argv)))
-    overrides = {name: value for name, value in vars(known).items() if name != "config"}
+    overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
     if unknown:
         raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
-    config = load(known.config, overrides)
+    config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
     if command == "answer":
         config.check_answer()
     elif ranks:

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
 
 from megatron_rlspec import data
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.weights.model_directory import check_model
 
@@ -29,21 +28,22 @@ except Exception as error:
 """
 
 
-def check_inputs(config: Config, command: Literal["train", "sft"]) -> None:
+def check_inputs(config: Config, command: Command) -> None:
     """Raise ConfigError, DataError or CostTableError for model, data, cost table or reward that cannot be used.
 
     On rank 0 of a job alone: the others would read the same. A reward's module is imported in a child process.
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    evaluates = command == "train" or (config.sft.eval_every > 0 and bool(config.data.eval_path))
+    draws = command == "train" or (command == "replay" and config.replay.policy_step >= 0)
+    evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path) if command == "sft" else draws
     with _reward_checked(config.reward.kind if evaluates else "exact"):
         check_model(config.model.path, "train", drafter=config.drafter.train, longest=config.model.max_length)
         if config.spec.cost_table:
             CostTable.load(config.spec.cost_table)
-        if command == "train":
+        if draws:
             data.check_prompts(config.data.path, config.data)
-        else:
+        elif command == "sft":
             data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
         if config.data.eval_path and evaluates:
             data.check_prompts(config.data.eval_path, config.data)

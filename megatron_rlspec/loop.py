@@ -1,4 +1,4 @@
-"""The RL loop, and the supervised warm start before it.
+"""The RL loop, the supervised warm start before it, and replays of a recorded run.
 
 Every rank runs these lines. `Session` (session.py) implements the steps; only rank 0 talks to the engines.
 """
@@ -19,6 +19,7 @@ def train(config: Config, interruption: Interruption | None = None) -> None:
         for step in run.steps(config.train.steps):
             with run.clock("generate"):
                 groups = run.collect(step)  # rank 0: engines draw samples, rewards score them; all ranks get the groups
+            run.keep(groups)  # with train.record: the policy and these rollouts, for `rlspec replay`
             with run.clock("train"):
                 batches = run.pack(groups)  # advantages within each group, then this rank's micro-batches
                 metrics = run.train_step(batches, objective="grpo")  # one optimizer step of policy and drafter each
@@ -31,6 +32,7 @@ def train(config: Config, interruption: Interruption | None = None) -> None:
             run.checkpoint()
             if run.due(config.train.eval_every):
                 run.evaluate(f"step-{run.done:06d}")
+        run.keep()
         run.evaluate("last")
         run.finish()
 
@@ -49,4 +51,27 @@ def warm_start(config: Config, interruption: Interruption | None = None) -> None
             run.checkpoint()
             if run.good_enough(step):
                 break
+        run.finish()
+
+
+def replay(config: Config, interruption: Interruption | None = None) -> None:
+    """Train a drafter along a recorded run: with the policy and rollouts of every step, or with one policy of it.
+
+    Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
+    """
+    draws = config.replay.policy_step >= 0  # one policy stays, and engines draw from it
+    with Session(config, config.data.path, interruption=interruption) as run:
+        if draws:
+            run.push()
+        for step in run.steps(config.train.steps):
+            with run.clock("generate"):
+                groups = run.collect(step) if draws else run.recorded(step)
+            with run.clock("train"):
+                metrics = run.train_step(run.pack(groups), objective="grpo", train_policy=False)
+            if draws:
+                run.adapt()
+                with run.clock("push"):
+                    run.push()
+            run.record(step, metrics, groups if draws else ())
+            run.checkpoint()
         run.finish()

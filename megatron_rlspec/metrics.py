@@ -47,6 +47,34 @@ class Clock:
         return {f"seconds_{part}": value for part, value in seconds.items()}
 
 
+class RewardWatch:
+    """Find a reward that has halved: the mean over `WINDOW` steps, against the best such mean of earlier steps."""
+
+    WINDOW = 5
+
+    def __init__(self, earlier: Sequence[float] = ()) -> None:
+        """`earlier`: the rewards of the steps before a resume."""
+        self._newest: deque[float] = deque(maxlen=self.WINDOW)
+        self._best = 0.0
+        self._told = False
+        for reward in earlier:
+            self.observe(reward)
+
+    def observe(self, reward: float) -> str:
+        """Return a line when the reward has halved, "" otherwise. It comes again only after a recovery."""
+        self._newest.append(reward)
+        if len(self._newest) < self.WINDOW:
+            return ""
+        mean = sum(self._newest) / self.WINDOW
+        self._best = max(self._best, mean)
+        halved = mean < self._best / 2
+        told = self._told
+        self._told = halved
+        if not halved or told:
+            return ""
+        return f"the reward has halved: {mean:.3f} over the last {self.WINDOW} steps, {self._best:.3f} at its best"
+
+
 class Recorder:
     """Writes `metrics.jsonl` (one object per step), `events.jsonl`, `samples.jsonl` and TensorBoard files in `run_dir`.
 

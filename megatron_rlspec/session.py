@@ -24,7 +24,7 @@ from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.interruption import Interruption
 from megatron_rlspec.live import View
-from megatron_rlspec.metrics import Clock, Recorder
+from megatron_rlspec.metrics import Clock, Recorder, RewardWatch, read_records
 from megatron_rlspec.online import OnlineLearner
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
@@ -33,12 +33,15 @@ from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.trajectory import Trajectory, TrajectoryWriter
 from megatron_rlspec.types import Group, PackedBatch, Sample
 from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
+
+DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
 
 class RunStopped(RuntimeError):
@@ -63,7 +66,10 @@ class Session:
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         self.run_dir = Path(config.train.run_dir)
-        self.generates = not supervised or (config.sft.eval_every > 0 and bool(config.data.eval_path))
+        self.replays = bool(config.replay.run)
+        follows = self.replays and config.replay.policy_step < 0  # recorded rollouts, so no engine
+        evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path)
+        self.generates = evaluates if supervised else not follows
         self.done = 0  # optimizer steps so far; the version of the parameters is done + 1
         self._steps = config.sft.steps if supervised else config.train.steps
         # Without one, in a warm start, the drafter learns from every batch alike.
@@ -108,27 +114,38 @@ class Session:
         self.tokenizer = data.load_tokenizer(config.model.path)
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
         source = data.Demonstrations if supervised else data.Prompts
-        self.data = source(data_path, self.tokenizer, config)
+        follows = self.replays and not self.generates
+        self.data = None if follows else source(data_path, self.tokenizer, config)
         if isinstance(self.data, data.Demonstrations):
             self.data.check_ids(self.hf_config["vocab_size"])
+        self.trajectory = self._open_trajectory(tensors) if self.replays else None
         if self.main and self.generates:  # engines start while the trainer is built
             starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir)
             self._closing.callback(starting.close)
         self.trainer = Trainer(config, self.hf_config)
-        self.trainer.load_hf(tensors)
-        if config.algorithm.kl_coef:
+        self.trainer.load_hf(tensors, fresh_drafter=config.replay.fresh_drafter)
+        if self.trajectory is not None:
+            self._load_recorded(max(0, config.replay.policy_step))
+        elif config.algorithm.kl_coef or (config.train.drift_every and not supervised):
             self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
         resumed, pending = self._resume() if config.train.resume else ({}, [])
-        moments_event = self._take_drafter_moments(tensors) if config.drafter.train and not resumed else ""
+        warm = config.drafter.train and not config.replay.fresh_drafter
+        moments_event = self._take_drafter_moments(tensors) if warm and not resumed else ""
         self._recorded = self.done
         self._saved = self.done
         if self.main:
             engines = starting.wait() if self.generates else {}  # before the first write of the run
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
+            earlier = read_records(self.run_dir / "metrics.jsonl")
+            self._reward_watch = RewardWatch([r["rollout/reward"] for r in earlier if "rollout/reward" in r])
             if moments_event:
                 self.recorder.event("drafter", moments_event)
             files.write(self.run_dir / "config.json", config.model_dump_json(indent=1))
+            if config.train.record and not supervised:
+                self.writer = TrajectoryWriter(self.run_dir, int(config.train.record_gib * 2**30), self.done)
+                if self.writer.ended:
+                    self.recorder.event("trajectory", self.writer.ended)
             if self.generates:
                 prompts = self.data if isinstance(self.data, data.Prompts) else None
                 cancelled = self.interruption.asked
@@ -176,6 +193,48 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
+
+    # ---- the recorded trajectory -------------------------------------------------------------------------------------
+
+    def keep(self, groups: Sequence[Group] = ()) -> None:
+        """With `train.record`, write the present policy, and the rollouts that the next step trains on. Collective."""
+        if not self.config.train.record:
+            return
+        going = torch.tensor(self.main and not self.writer.ended, device=broadcast_device())
+        dist.broadcast(going, src=0)
+        if not going:
+            return
+        with self.clock("record"), exporting(self.trainer.export) as source:
+            if source is not None and (line := self.writer.keep(self.done, source("target"), groups)):
+                self.recorder.event("trajectory", line)
+
+    def recorded(self, step: int) -> list[Group]:
+        """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on."""
+        assert self.trajectory is not None
+        self._load_recorded(step)
+        if self.online is not None and self.online.overlaps:
+            self._update_beside_rollout()
+        return self.trajectory.groups(step)
+
+    def _load_recorded(self, step: int) -> None:
+        assert self.trajectory is not None
+        self.trainer.load_hf(self.trajectory.policy(step), fresh_drafter=True)
+
+    def _open_trajectory(self, tensors: LazyTensors) -> Trajectory:
+        """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short."""
+        options = self.config.replay
+        found = Trajectory(Path(options.run))
+        for name, tensor in found.policy(0).items():
+            if not torch.equal(tensors[name].to(tensor.dtype), tensor):
+                raise CheckpointError(
+                    f"model.path={self.config.model.path}: {name} differs from what {options.run} began with"
+                )
+        follows = options.policy_step < 0
+        asked = self._steps if follows else options.policy_step
+        if asked > found.steps:
+            name = "train.steps" if follows else "replay.policy_step"
+            raise ConfigError(f"{name}={asked}, but {options.run} has {found.steps} recorded steps")
+        return found
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +321,6 @@ class Session:
 
     def pack(self, groups: list[Group], depth: int = 0) -> list[PackedBatch]:
         """Return this rank's micro-batches. Advantages are computed within each group. `depth`: not drafter.depth."""
-        algorithm = self.config.algorithm
-        parallel = self.config.parallel
         samples: list[Sample] = []
         advantages: list[float] = []
         for group in groups:
@@ -271,6 +328,11 @@ class Session:
             advantages += self._advantages(group)
         if self.online is not None:
             self.online.add(groups)
+        return self._pack(samples, advantages, depth)
+
+    def _pack(self, samples: list[Sample], advantages: list[float], depth: int = 0) -> list[PackedBatch]:
+        algorithm = self.config.algorithm
+        parallel = self.config.parallel
         return pack(
             samples,
             advantages=advantages,
@@ -286,7 +348,8 @@ class Session:
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
         """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`."""
-        if self.trainer.reference and options["objective"] == "grpo":
+        learns = options["objective"] == "grpo" and options.get("train_policy", True)
+        if self.config.algorithm.kl_coef and learns:
             rows = self.trainer.reference_logprobs(batches)
             batches = [replace(b, reference_logprobs=row) for b, row in zip(batches, rows, strict=True)]
         options["logprob_gap"] = self.config.health.logprob_gap
@@ -296,6 +359,8 @@ class Session:
             metrics = self._train_online(self.online, batches, options)
         self.done += 1
         self._tokens += int(metrics.get("drafter/tokens_1", 0))
+        if learns and self.due(self.config.train.drift_every):
+            metrics |= self._drift(self._newest[1])
         self._newest = (metrics, self._newest[1])
         self._pushed = {}
         self._adapted = {}
@@ -317,6 +382,8 @@ class Session:
         elif online.due and not online.separate:
             online.last_update = self.done
         elif online.due:
+            if self.trajectory is not None and not self.generates:
+                self._load_recorded(self.done + 1)  # such an update follows the policy's step
             metrics |= online.update(self.trainer, self.done)
             metrics["drafter/seconds_added"] = online.seconds
             if predicted is None and self.config.drafter.replay == "newest":
@@ -326,6 +393,12 @@ class Session:
             length = None if predicted is None else predicted.tokens_per_round(max(predicted.steps))
             metrics |= online.observe(Observed(online.last_update == self.done, length))
         return metrics
+
+    def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
+        samples = [sample for group in groups for sample in group.samples]
+        chosen = samples[:: max(1, len(samples) // DRIFT_SAMPLES)][:DRIFT_SAMPLES]
+        return self.trainer.drift(self._pack(chosen, [0.0] * len(chosen)))
 
     def _advantages(self, group: Group) -> list[float]:
         algorithm = self.config.algorithm
@@ -382,6 +455,8 @@ class Session:
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
+        if self.trajectory is not None and self.config.replay.policy_step < 0:
+            self._load_recorded(self.done)
         self._save()
         with exporting(self.trainer.export) as source:
             if source is not None:
@@ -448,7 +523,7 @@ class Session:
         return path
 
     def _write_state(self) -> None:
-        state: dict[str, Any] = {"data": self.data.state()}
+        state: dict[str, Any] = {"data": self.data.state()} if self.data is not None else {}
         state |= {"accept_lengths": self._accept_lengths, "tokens": self._tokens}
         drawn: list[Group] = []
         replay: list[Group] = []
@@ -470,7 +545,8 @@ class Session:
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
         self.trainer.load(path)
-        self.data.restore(state["data"])
+        if self.data is not None:
+            self.data.restore(state["data"])
         if self.online is not None:
             self.online.restore(state.get("online", {}), replay)
         self._accept_lengths = [float(value) for value in state.get("accept_lengths", ())]
@@ -568,6 +644,8 @@ class Session:
             found = rollout_metrics(samples)
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
+            if halved := self._reward_watch.observe(found["reward"]):
+                self.recorder.event("reward", f"step {step}: {halved}")
             values["engine/restarts"] = float(self.rollouts.restarted)
             self.rollouts.restarted = 0
             self.recorder.samples(step, samples[:: max(1, len(samples) // 4)][:4], self.rollouts.decode)

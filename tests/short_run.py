@@ -30,7 +30,8 @@ SMALL = {
 
 def make_start(folder: Path) -> Path:
     """Fill `folder` with the quickstart's task and a small random model."""
-    script(EXAMPLES / "make_task.py", "--out", folder / "task", "--train", 32, "--rl", 64, "--eval", 8)
+    sizes = ("--task", "slips", "--train", 32, "--rl", 64, "--eval", 8)
+    script(EXAMPLES / "make_task.py", "--out", folder / "task", *sizes)
     shape = ("--layers", 4, "--hidden", 32, "--ffn", 64)
     script(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)
     return folder

@@ -15,15 +15,13 @@ from megatron_rlspec.weights.checkpoint import check, read_hf
 from megatron_rlspec.weights.names import name_table
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
-SIZES = ("--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
+SIZES = ("--task", "slips", "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("quickstart") / "task"
-    short_run.script(
-        QUICKSTART / "make_task.py", "--out", out, "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1
-    )
+    short_run.script(QUICKSTART / "make_task.py", "--out", out, *SIZES)
     return out
 
 
@@ -107,7 +105,8 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
 
 def test_bad_arguments_get_one_line_and_exit_code_2(task, tmp_path, capsys):
     for name, options, expected in (
-        ("make_task.py", ("--slip", 2), "slip in [0, 1]"),
+        ("make_task.py", ("--nights", 2), "nights in [0, 1]"),
+        ("make_task.py", ("--slip", 0.1), "expected --nights"),
         ("make_model.py", ("--task", task, "--heads", 3), "--kv-heads 2"),
     ):
         with pytest.raises(SystemExit) as ended:

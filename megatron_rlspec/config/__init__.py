@@ -10,14 +10,15 @@ from megatron_rlspec.config.base import ConfigError
 from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
 from megatron_rlspec.config.health import HealthConfig
-from megatron_rlspec.config.load import load, options
+from megatron_rlspec.config.load import load, load_replay, options
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
 from megatron_rlspec.config.push import PushConfig
+from megatron_rlspec.config.replay import ReplayConfig
 from megatron_rlspec.config.reward import RewardConfig
 from megatron_rlspec.config.rollout import RolloutConfig
-from megatron_rlspec.config.run import Config
+from megatron_rlspec.config.run import Command, Config
 from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.train import TrainConfig
@@ -25,6 +26,7 @@ from megatron_rlspec.config.train import TrainConfig
 __all__ = [
     "AlgorithmConfig",
     "AnswerConfig",
+    "Command",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -34,11 +36,13 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PushConfig",
+    "ReplayConfig",
     "RewardConfig",
     "RolloutConfig",
     "SftConfig",
     "SpecSection",
     "TrainConfig",
     "load",
+    "load_replay",
     "options",
 ]

@@ -21,6 +21,7 @@ from megatron_rlspec.config.upstream import answer, leaves, plain
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
+RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # a replay cannot change these
 FALSE = ("false", "0", "no", "off")
 
 
@@ -47,9 +48,12 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
     Raises ConfigError: one line with the file, the option, its value and what was expected.
     """
-    tree = _read(Path(path)) if path is not None else {}
+    return _validated(path, _read(Path(path)) if path is not None else {}, overrides or {})
+
+
+def _validated(path: str | Path | None, tree: dict[str, Any], overrides: Mapping[str, str]) -> Config:
     fields = dict(_fields())
-    for dotted, text in (overrides or {}).items():
+    for dotted, text in overrides.items():
         section, _, key = dotted.partition(".")
         table = tree.setdefault(section, {})
         if not isinstance(table, dict):
@@ -60,6 +64,38 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
     except ValidationError as error:
         where = f"{path}: " if path else ""
         raise ConfigError(where + _one_line(error)) from None
+
+
+def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str]) -> Config:
+    """Return the configuration of a replay: that of the recorded `run`, then the TOML file, then the overrides.
+
+    Raises ConfigError, also for options that change what was recorded.
+    """
+    recorded = Path(run) / "config.json"
+    try:
+        tree = files.read_json(recorded)
+    except files.FileError as error:
+        raise ConfigError(f"{error}; expected the directory of a recorded run") from None
+    own = _read(Path(path)) if path is not None else {}
+    changed = [name for section in own for name in leaves(own[section], section)] + list(overrides)
+    for name in changed:
+        if name.startswith(RECORDED):
+            raise ConfigError(f"{name} was recorded; a replay cannot change it")
+    if "train.run_dir" not in changed:
+        raise ConfigError("train.run_dir is not set; expected a directory for the replay")
+    tree["replay"] = {"run": run}
+    tree["train"] |= {"record": False, "resume": False}
+    for section, table in own.items():
+        tree.setdefault(section, {}).update(table)
+    config = _validated(path or recorded, tree, overrides)
+    if not (config.drafter.train and config.drafter.mtp_detach_heads):
+        raise ConfigError(
+            "a replay trains a drafter that the policy does not depend on; "
+            "expected drafter.train=true and drafter.mtp_detach_heads=true"
+        )
+    if config.drafter.update == "pays" and config.replay.policy_step < 0:
+        raise ConfigError("drafter.update=pays needs the times of rollouts, and this replay has none; expected another")
+    return config
 
 
 def options() -> Iterator[Option]:

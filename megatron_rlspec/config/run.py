@@ -19,12 +19,15 @@ from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
 from megatron_rlspec.config.push import PushConfig
+from megatron_rlspec.config.replay import ReplayConfig
 from megatron_rlspec.config.reward import RewardConfig
 from megatron_rlspec.config.rollout import RolloutConfig
 from megatron_rlspec.config.run_dir import taken_by
 from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.train import TrainConfig
+
+Command = Literal["train", "sft", "replay"]
 
 
 class Config(Section):
@@ -44,6 +47,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     answer: AnswerConfig = AnswerConfig()
     train: TrainConfig = TrainConfig()
+    replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -87,13 +91,13 @@ class Config(Section):
             )
         return self
 
-    def check_run(self, command: Literal["train", "sft"], world_size: int, because: str = "") -> None:
+    def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
 
         because  where the number of ranks comes from, for the message
         """
-        source, what = ("data.path", self.data.path) if command == "train" else ("sft.path", self.sft.path)
-        evaluates = self.train.eval_every if command == "train" else self.sft.eval_every
+        source, what = ("sft.path", self.sft.path) if command == "sft" else ("data.path", self.data.path)
+        evaluates = {"train": self.train.eval_every, "sft": self.sft.eval_every, "replay": 0}[command]
         measurable = self.data.eval_path or (command == "sft" and self.sft.held_out)
         parallel, longest = self.parallel, self.model.max_length
         shards = parallel.tensor * parallel.pipeline * parallel.context
@@ -101,6 +105,10 @@ class Config(Section):
         run_dir = Path(self.train.run_dir)
         problems = (
             (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
+            (
+                command != "replay" and self.replay.run,
+                f"replay.run={self.replay.run} is not an option of this command; expected rlspec replay RUN",
+            ),
             (not what, f"{source} is empty; expected a .jsonl or .parquet file to train on"),
             (
                 evaluates and not measurable,

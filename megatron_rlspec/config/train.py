@@ -25,6 +25,17 @@ class TrainConfig(Section):
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
     eval_every: Count = Field(0, description="steps between evaluations; 0: only before the first and after the last")
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(128, description="held-out prompts of one evaluation")
+    drift_every: Count = Field(
+        10,
+        description="steps between measurements of how far the policy is from model.path, on 16 samples; each rank "
+        "keeps a copy of its part of model.path on the CPU; 0: none",
+    )
+    record: bool = Field(
+        False, description="keep every step's rollouts and policy, for `rlspec replay`, in run_dir/trajectory"
+    )
+    record_gib: float = Field(
+        20.0, gt=0, le=1e6, description="recording ends when its files would exceed so many GiB; the run goes on"
+    )
     max_bad_steps: Count = Field(
         3, description="stop after so many steps in a row whose loss or gradient is not finite; 0: never"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.head import all_finite
+from megatron_rlspec.mtp.head import VocabParallelHead, all_finite
 from megatron_rlspec.mtp.loss import Student
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
@@ -45,6 +46,7 @@ from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
 
 DrafterPass = Literal["learn", "predict", "skip"]
+DRIFT_ROWS = 512  # tokens of a micro-batch whose distributions `Trainer.drift` compares
 
 
 class Trainer:
@@ -90,12 +92,18 @@ class Trainer:
         self.refresh_embedding()
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
-        """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing."""
-        modules = [self.policy] if self.drafter is None or fresh_drafter else [self.policy, self.drafter]
+        """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing.
+
+        `fresh_drafter` leaves the drafter and its optimizer as they are.
+        """
+        modules: list[nn.Module] = [self.policy]
+        learners = [self.learner]
+        if self.drafter is not None and self.drafter_learner is not None and not fresh_drafter:
+            modules.append(self.drafter)
+            learners.append(self.drafter_learner)
         shards.load(self.table, modules, self.model_config, tensors)
-        for learner in (self.learner, self.drafter_learner):
-            if learner is not None:
-                learner.optimizer.reload_model_params()
+        for learner in learners:
+            learner.optimizer.reload_model_params()
         self.refresh_embedding()
 
     def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
@@ -223,21 +231,47 @@ class Trainer:
         return {k: 1.0 if prediction is None else prediction.tokens_per_round(k) for k in steps}
 
     def keep_reference(self) -> None:
-        """Copy the current policy to the CPU, for `reference_logprobs`."""
+        """Copy the current policy to the CPU, for `reference_logprobs` and `drift`."""
         self.reference = [parameter.detach().cpu().clone() for parameter in self.policy.parameters()]
 
     @torch.no_grad()
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `logprobs` with the weights of `keep_reference`; then restore the current weights bit for bit."""
-        parameters = list(self.policy.parameters())
-        present = [parameter.clone() for parameter in parameters]
-        try:
-            for parameter, value in zip(parameters, self.reference, strict=True):
-                parameter.copy_(value)
+        with self._reference_weights():
             return self.logprobs(batches)
+
+    @torch.no_grad()
+    def drift(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """Measure how far the policy is from the weights of `keep_reference`, on a sample of the trained tokens.
+
+        drift/kl       mean KL(policy ‖ reference) of the next token, in nats, at the rollouts' temperature
+        drift/changed  share of tokens whose likeliest token differs
+
+        The sample is at most `DRIFT_ROWS` tokens of a micro-batch, evenly spaced.
+        """
+        self.policy.eval()
+        with self._reference_weights():
+            rows = self._run(batches, self._report_distribution, forward_only=True)
+        reference = iter(rows)
+        sums = self._run(batches, partial(self._report_drift, reference), forward_only=True)
+        totals = reduce_sums(sums)
+        (tokens,) = totals["drift/tokens"]
+        return {name: totals[name][0] / max(tokens, 1.0) for name in ("drift/kl", "drift/changed")}
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Exchange the policy's weights and the reference's during the block. The exchange is exact."""
+        self._exchange_with_reference()
+        try:
+            yield
         finally:
-            for parameter, value in zip(parameters, present, strict=True):
-                parameter.copy_(value)
+            self._exchange_with_reference()
+
+    def _exchange_with_reference(self) -> None:
+        for parameter, held in zip(self.policy.parameters(), self.reference, strict=True):
+            present = parameter.detach().to("cpu", copy=True)
+            parameter.data.copy_(held)
+            held.copy_(present)
 
     def refresh_embedding(self) -> None:
         """Update `embedding`, which the drafter reads: a view of the policy's, or a copy on a later pipeline stage."""
@@ -318,11 +352,13 @@ class Trainer:
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
             with torch.set_grad_enabled(drafter == "learn"):
                 student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
-        shared = step is not None and step.shares_policy_logits and train_policy
-        shared = shared and taught.temperature == layer.temperature
+        shared = step is not None and step.shares_policy_logits and taught.temperature == layer.temperature
+        observe = student.observe if student is not None and shared else None
         if train_policy:
-            observe = student.observe if student is not None and shared else None
             loss, sums = OBJECTIVES[objective](layer, batch, hidden, self.config.algorithm, observe)
+        elif observe is not None:
+            with torch.no_grad():  # the same chunks of logits as with the policy's loss, so the same bits
+                layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
             drafter_loss, drafter_sums = step.learn(student, targets, None if shared else hidden)
             sums |= drafter_sums
@@ -360,6 +396,32 @@ class Trainer:
         student = step.student(outputs, targets, self._output_layer(1.0), predict=True)
         _, sums = step.learn(student, targets, None)
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+
+    def _report_distribution(
+        self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), self._distribution(batch, hidden)[1]
+
+    def _report_drift(
+        self, reference: Iterator[Tensor], batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Sums]:
+        head, logp = self._distribution(batch, hidden)
+        logq = next(reference)
+        sums = {
+            "drift/tokens": torch.tensor(len(logp), device=logp.device),
+            "drift/kl": head.sum((logp.exp() * (logp - logq)).sum(-1)).sum(),
+            "drift/changed": (head.argmax(logp) != head.argmax(logq)).sum(),
+        }
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), sums
+
+    def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
+        """Return the head and log-probabilities `[n, V / tensor]` of at most `DRIFT_ROWS` of the trained tokens."""
+        layer = self._output_layer(self.temperature)
+        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group, None)
+        rows = batch.loss_mask.nonzero()[:, 0]
+        rows = to_device(rows[:: max(1, -(-len(rows) // DRIFT_ROWS))], hidden.device)
+        scores = head.scores(hidden[:, 0].index_select(0, rows))
+        return head, scores - head.log_sum_exp(scores)[:, None]
 
     def _output_layer(self, temperature: float) -> OutputLayer:
         return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)

@@ -1,0 +1,243 @@
+"""Compare drafters on one policy: accept lengths, and paired bootstrap intervals of their differences.
+
+All drafters answer the same prompts with the same seeds. Under position-keyed sampling the texts are equal, too, so a
+difference between two drafters comes from the drafters alone. A difference is shown only if its 95 % interval lies on
+one side of 0. The intervals hold for this policy and for prompts drawn like these.
+
+`rlspec compare POLICY NAME=DIR NAME=DIR ... --prompts FILE` prints the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rlspec import arguments, data, files
+from megatron_rlspec.config import Config
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.metrics import read_records
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.checkpoint import read_hf
+
+RESAMPLES = 2000
+STEPS = (1, 3, 5)
+BESIDE = ("drift/kl", "drift/changed", "policy/entropy", "rollout/reward")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its 95 % bootstrap interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    @property
+    def shown(self) -> str:
+        """Say what a difference shows."""
+        if self.low > 0:
+            return "above 0"
+        return "below 0" if self.high < 0 else "not shown: the interval holds 0"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Accept lengths of several drafters on one policy.
+
+    rounds       (drafter, drafts a round) -> `[prompts, 2]`: verify rounds and accepted drafts of every prompt
+    samples      the drawn samples, of the first drafter at the first number of drafts
+    equal_texts  prompts whose text is the same in all draws
+    """
+
+    rounds: Mapping[tuple[str, int], np.ndarray]
+    samples: Sequence[Sample]
+    equal_texts: int
+
+    def length(self, drafter: str, steps: int) -> Estimate:
+        """Estimate a drafter's tokens per round at `steps` drafts a round: 1 + accepted drafts / rounds."""
+        return estimate(self.rounds[drafter, steps])
+
+    def difference(self, drafter: str, other: str, steps: int) -> Estimate:
+        """Estimate by how much a drafter's accept length exceeds another's on the same prompts."""
+        return estimate(self.rounds[drafter, steps], self.rounds[other, steps])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every accept length and every paired difference."""
+        names = list(dict.fromkeys(name for name, _ in self.rounds))
+        steps = list(dict.fromkeys(k for _, k in self.rounds))
+        lengths = [{"steps": k, "drafter": n, **vars(self.length(n, k))} for k in steps for n in names]
+        differences = []
+        for k, (name, other) in itertools.product(steps, itertools.combinations(names, 2)):
+            found = self.difference(name, other, k)
+            differences.append({"steps": k, "drafter": name, "minus": other, **vars(found), "shown": found.shown})
+        return {
+            "prompts": len(self.samples),
+            "equal_texts": self.equal_texts,
+            "accept_lengths": lengths,
+            "differences": differences,
+        }
+
+
+def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1) -> Estimate:
+    """Estimate an accept length from `rounds [prompts, 2]`, or its difference to that of `other` on the same prompts.
+
+    Both are resampled together. So what is hard about a prompt for every drafter does not widen the interval of a
+    difference. Raises ValueError for shapes that differ.
+    """
+    if other is not None and other.shape != rounds.shape:
+        raise ValueError(f"rounds {rounds.shape} and {other.shape} are not of the same prompts")
+    n = len(rounds)
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)  # of each prompt
+    draws = np.concatenate([np.ones((1, n), np.int64), draws])
+
+    def lengths(table: np.ndarray) -> np.ndarray:
+        total = draws @ table.astype(np.float64)
+        return 1 + total[:, 1] / total[:, 0]
+
+    values = lengths(rounds) - (0 if other is None else lengths(other))
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return Estimate(float(values[0]), float(low), float(high))
+
+
+def measure(
+    engine: RolloutEngine,
+    drafters: Mapping[str, Mapping[str, Tensor]],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    steps: Sequence[int] = STEPS,
+    seed: int = 0,
+    version: int = 1,
+) -> Comparison:
+    """Draw one sample per prompt with every drafter, at each number of drafts a round.
+
+    engine    holds the policy. Its drafter is replaced, and the last one measured stays
+    drafters  name -> tensors under Hugging Face names, of which the MTP layers are used
+    version   of the first drafter's push; the others follow
+
+    Raises EngineError.
+    """
+    rounds = {}
+    texts = []
+    first: list[Sample] = []
+    for number, (name, tensors) in enumerate(drafters.items(), start=version):
+        engine.update_weights(number, [(key, tensors[key]) for key in tensors if ".mtp_layers." in key], "drafter")
+        for k in steps:
+            engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
+            salt = f"c{seed:06d}-d{number:04d}-k{k:02d}"
+            requests = [Request(f"{salt}-p{i:06d}", p, _seed(seed, i)) for i, p in enumerate(prompts)]
+            samples = engine.generate(requests, sampling)
+            rounds[name, k] = np.array([rounds_of(sample) for sample in samples])
+            texts.append([tuple(sample.response) for sample in samples])
+            first = first or samples
+    return Comparison(rounds, first, sum(len(set(drawn)) == 1 for drawn in zip(*texts, strict=True)))
+
+
+def rounds_of(sample: Sample) -> tuple[int, int]:
+    """Return the verify rounds and the accepted drafts of a sample."""
+    return sum(sample.accepted), sum(drafts * count for drafts, count in enumerate(sample.accepted))
+
+
+def policy_of(run_dir: Path) -> dict[str, float]:
+    """Return how far a run's policy has moved, and what it earned: the newest recorded values of `BESIDE`."""
+    found: dict[str, float] = {}
+    for record in read_records(run_dir / "metrics.jsonl"):
+        found |= {name: record[name] for name in BESIDE if name in record}
+    for event in read_records(run_dir / "events.jsonl"):
+        if event["kind"] == "evaluation":
+            found[f"held_out_reward_{event['name']}"] = event["reward"]
+    return found
+
+
+def _seed(seed: int, prompt: int) -> int:
+    return (seed * 1_000_003 + prompt) & 0x7FFF_FFFF
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `rlspec compare`."""
+    parser = arguments.Parser(prog="rlspec compare", description=__doc__.splitlines()[0])
+    parser.add_argument("policy", type=Path, help="Hugging Face directory of the policy")
+    parser.add_argument("drafters", nargs="+", metavar="NAME=DIR", help="Hugging Face directory with a drafter")
+    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
+    parser.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
+    parser.add_argument("--steps", type=arguments.distinct_integers(1, 63), default=list(STEPS), help="default: 1,3,5")
+    parser.add_argument("--temperature", type=arguments.number(0, 100), default=1.0)
+    most = "default: 1024, or half of the model's context if that is less"
+    parser.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)
+    parser.add_argument("--max-running-requests", type=arguments.integer(1, 2**20), default=256)
+    parser.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), default=131072)
+    parser.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
+    parser.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
+    options = parser.parse_args(argv)
+    places = {}
+    for text in options.drafters:
+        name, _, place = text.partition("=")
+        if not name or not place or name in places:
+            parser.error(f"{text}: expected NAME=DIR, each name once")
+        places[name] = place
+    if options.out is not None:
+        files.check_output(options.out)
+    drafters = {name: read_hf(place)[1] for name, place in places.items()}
+    hf_config, policy = read_hf(options.policy)
+    longest = hf_config["max_position_embeddings"]
+    config = Config.model_validate({"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}})
+    tokenizer = data.load_tokenizer(options.policy)
+    most_tokens = options.max_new_tokens or min(1024, longest // 2)
+    prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, longest - most_tokens)
+    engine: RolloutEngine
+    if options.url:
+        engine = SGLangEngine(options.url)
+        engine.update_weights(1, policy.items())
+    else:
+        engine = EmbeddedEngine(
+            hf_config,
+            policy.items(),
+            max_length=longest,
+            max_running_requests=options.max_running_requests,
+            max_total_tokens=max(options.max_total_tokens, longest + 64),
+        )
+    sampling = Sampling(options.temperature, max_new_tokens=most_tokens)
+    with closing(engine):
+        found = measure(engine, drafters, prompts[: options.count], sampling, options.steps, version=2)
+    result = found.to_json() | ({"policy": policy_of(options.run)} if options.run else {})
+    show(result)
+    if options.out is not None:
+        files.write_output(options.out, (json.dumps(result, indent=1) + "\n").encode())
+    return 0
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print accept lengths, paired differences with what they show, and the policy's figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Tokens per round, {result['prompts']} prompts, 95 % intervals over prompts")
+    for column in ("drafts", "drafter", "accept length", "shown"):
+        table.add_column(column)
+    for row in result["accept_lengths"]:
+        table.add_row(str(row["steps"]), row["drafter"], str(_estimate_of(row)), "")
+    for row in result["differences"]:
+        text = f"{row['drafter']} - {row['minus']}"
+        table.add_row(str(row["steps"]), text, str(_estimate_of(row)), row["shown"])
+    console = Console()
+    console.print(table)
+    console.print(f"texts equal under all drafters: {result['equal_texts']} of {result['prompts']}")
+    for name, value in result.get("policy", {}).items():
+        console.print(f"{name}: {value:.3f}")
+
+
+def _estimate_of(row: Mapping[str, Any]) -> Estimate:
+    return Estimate(row["value"], row["low"], row["high"])
