@@ -18,13 +18,20 @@ OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_pr
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=[("ce", "float32"), ("tv", "bfloat16")], ids="-".join)
+CASES = [
+    pytest.param({"drafter__loss": "ce", "model__dtype": "float32"}, id="joined"),
+    pytest.param({"drafter__loss": "tv", "model__dtype": "bfloat16", "drafter__replay": "uniform"}, id="buffer"),
+    pytest.param({"drafter__loss": "tv", "model__dtype": "float32"}, id="joined-tv", marks=pytest.mark.slow),
+    pytest.param({"drafter__overlap": "true", "drafter__update_every": 2}, id="overlap", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def recorded(request, start, tmp_path_factory) -> Path:
     """Return a run on two ranks that recorded its steps."""
-    loss, dtype = request.param
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
     options = OPTIONS | {"train__record": "true", "train__steps": STEPS, "train__drift_every": 1}
-    run(start, run_dir, ranks=2, **options, drafter__loss=loss, model__dtype=dtype, train__tokens_per_micro_batch=256)
+    run(start, run_dir, ranks=2, **options, **request.param, train__tokens_per_micro_batch=256)
     return run_dir
 
 

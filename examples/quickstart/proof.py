@@ -1,8 +1,9 @@
 """Print the quickstart's closing table: what RL, co-training and speculation gained.
 
-`python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control}, starts two engines on the final
-policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json and report.png. All
-comparisons use the same weights, prompts and seeds, and the engines run in turn.
+`python examples/quickstart/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control,upper}, starts two engines on the
+final policy, one that speculates and one launched without speculation. It writes RUN_DIR/summary.json and report.png.
+All comparisons use the same weights, prompts and seeds. Accept lengths are compared in pairs (`rlspec compare`), and
+the engines run in turn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,9 +22,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
+from torch import Tensor
 
+from megatron_rlspec import compare, data, files
 from megatron_rlspec import config as configuration
-from megatron_rlspec import data, files
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -31,14 +33,17 @@ from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig,
 from megatron_rlspec.weights.checkpoint import read_hf
 
 CONSOLE = Console()
-DRAFTERS = {"last": "rl", "frozen": "warm", "control": "control"}  # name in summary.json -> part of the run
+DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper bound": "upper"}  # -> part of the run
+STEPS = (3, 5)
+FEW = 4  # requests of the long tail
+MINUENDS = ("frozen", "control", "upper bound")  # what is taken from the co-trained drafter's accept length
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="directory of examples/quickstart.sh")
-    parser.add_argument("--prompts", type=int, default=96, help="prompts of one comparison")
-    parser.add_argument("--repeats", type=int, default=4, help="interleaved repetitions of the speed comparison")
+    parser.add_argument("--prompts", type=int, default=256, help="prompts on which accept lengths are compared")
+    parser.add_argument("--repeats", type=int, default=4, help="interleaved repetitions of the speed comparisons")
     args = parser.parse_args()
     run = args.run
     settings = configuration.Config.model_validate_json((run / "rl/config.json").read_text())
@@ -48,21 +53,24 @@ def main() -> None:
     steps = ",".join(map(str, settings.spec.candidate_steps))
     shared = ["--dtype", settings.model.dtype, "--verifier", settings.spec.verifier]
     speculating = ["--spec", "adaptive", "--num-steps", str(settings.spec.num_steps), "--candidate-steps", steps]
+    drafters = {name: read_hf(run / part / "hf")[1] for name, part in DRAFTERS.items()}
     with (
         launch(run / "rl/hf", run / "proof/speculating.log", arguments=shared + speculating) as fast,
         launch(run / "rl/hf", run / "proof/plain.log", arguments=[*shared, "--spec", "off"]) as slow,
     ):
         with CONSOLE.status("starting a speculating and a plain engine"):
-            engines = {"spec": SGLangEngine.of(fast.wait()), "plain": SGLangEngine.of(slow.wait())}
-        summary = rewards(run) | times(run) | predictions(run)
-        with CONSOLE.status("accept length of three drafters on the final policy's rollouts"):
-            summary |= accept_lengths(run, engines["spec"], prompts[: args.prompts], sampling)
-        engines["spec"].set_spec_rule(json.loads(rule_file(run / "rl").read_text()))
-        with CONSOLE.status("tokens per second, engines in turn"):
-            batch = prompts[: args.prompts]
-            summary |= speeds("rollout", engines, batch, sampling, args.repeats)
-            longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:2]
-            summary |= speeds("long_tail", engines, longest, sampling, args.repeats)
+            spec, plain = SGLangEngine.of(fast.wait()), SGLangEngine.of(slow.wait())
+        summary = rewards(run) | times(run) | predictions(run) | {"policy": compare.policy_of(run / "rl")}
+        with CONSOLE.status("accept lengths of four drafters on the final policy's rollouts"):
+            found = compare.measure(spec, drafters, prompts[: args.prompts], sampling, STEPS)
+            summary["comparison"] = found.to_json()
+        longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:FEW]
+        with CONSOLE.status("tokens per second, engines and drafters in turn"):
+            three = {name: drafters[name] for name in ("co-trained", "frozen", "control")}
+            summary["long_tail"] = speeds(spec, plain, three, longest, sampling, args.repeats)
+            spec.set_spec_rule(json.loads(rule_file(run / "rl").read_text()))
+            trained = {"co-trained": drafters["co-trained"]}
+            summary["rollout"] = speeds(spec, plain, trained, prompts[:96], sampling, args.repeats, fixed=False)
     files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
     show(summary)
     plot(run, summary)
@@ -117,93 +125,91 @@ def predictions(run: Path) -> dict:
     }
 
 
-def accepted_drafts(sample: Sample) -> int:
-    """Count the accepted drafts of one sample."""
-    return sum(drafts * rounds for drafts, rounds in enumerate(sample.accepted))
-
-
-def accept_lengths(run: Path, engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
-    """Measure tokens per round at three fixed steps with each drafter. The texts must be the same with all of them."""
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
-    found: dict = {"accept_length_num_steps": 3}
-    texts = {}
-    for version, (name, part) in enumerate([*DRAFTERS.items(), ("last", "rl")], start=1):
-        tensors = read_hf(run / part / "hf")[1]
-        drafter = [(key, tensors[key]) for key in tensors if ".mtp_layers." in key]
-        engine.update_weights(version, drafter, scope="drafter")
-        if version > len(DRAFTERS):
-            break  # the last push only restores the engine's own drafter
-        samples = draw(engine, prompts, sampling, salt=1)
-        texts[name] = [tuple(sample.response) for sample in samples]
-        rounds = np.array([sum(s.accepted) for s in samples])
-        drafts = np.array([accepted_drafts(s) for s in samples])
-        interval = stats.bootstrap(
-            (rounds, drafts), lambda r, d, axis: 1 + d.sum(axis) / r.sum(axis), paired=True, rng=1, n_resamples=2000
-        ).confidence_interval
-        found[f"accept_length_{name}"] = 1 + float(drafts.sum() / rounds.sum())
-        found[f"accept_length_{name}_interval"] = [float(interval.low), float(interval.high)]
-    same = sum(len(set(column)) == 1 for column in zip(*texts.values(), strict=True))
-    return found | {"texts_equal_under_all_drafters": f"{same} of {len(prompts)}"}
-
-
 def speeds(
-    name: str, engines: dict[str, SGLangEngine], prompts: Sequence[Prompt], sampling: Sampling, repeats: int
+    spec: SGLangEngine,
+    plain: SGLangEngine,
+    drafters: Mapping[str, Mapping[str, Tensor]],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    repeats: int,
+    *,
+    fixed: bool = True,
 ) -> dict:
-    """Measure median tokens per second of both engines over interleaved repetitions, and the median pairwise ratio."""
-    rates: dict[str, list[float]] = {key: [] for key in engines}
+    """Measure tokens per second of the plain engine and, with each drafter, of the other one, in turn.
+
+    `fixed`: the most drafts a round, always; otherwise the engine's rule decides. A ratio is taken within one
+    repetition; the result holds the median and the range of these ratios.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in ("plain", *drafters)}
+    if fixed:
+        spec.set_schedule(SpecSchedule.fixed(SpecConfig(max(STEPS))))
+    version = 1000 + len(prompts) * 10
     for repeat in range(repeats + 1):
-        for key in sorted(engines, reverse=bool(repeat % 2)):
+        order = list(rates) if repeat % 2 else list(rates)[::-1]
+        for name in order:
+            if name != "plain":
+                version += 1
+                drafter = [(key, drafters[name][key]) for key in drafters[name] if ".mtp_layers." in key]
+                spec.update_weights(version, drafter, scope="drafter")
+            engine = plain if name == "plain" else spec
             began = time.perf_counter()
-            tokens = sum(len(s.response) for s in draw(engines[key], prompts, sampling, salt=10 + repeat))
+            tokens = 0
+            for part in range(2):
+                tokens += sum(len(s.response) for s in draw(engine, prompts, sampling, salt=2 * (10 + repeat) + part))
             if repeat:  # the first repetition is a warm-up
-                rates[key].append(tokens / (time.perf_counter() - began))
-    ratios = np.divide(rates["spec"], rates["plain"])
-    return {
-        f"{name}_tokens_per_s_spec": float(np.median(rates["spec"])),
-        f"{name}_tokens_per_s_plain": float(np.median(rates["plain"])),
-        f"{name}_speedup": float(np.median(ratios)),
-        f"{name}_speedup_range": [float(ratios.min()), float(ratios.max())],
-        f"{name}_batch": len(prompts),
-        f"{name}_repeats": repeats,
-    }
+                rates[name].append(tokens / (time.perf_counter() - began))
+    found: dict = {"batch": len(prompts), "repeats": repeats, "plain": float(np.median(rates["plain"])), "drafters": {}}
+    for name in drafters:
+        ratios = np.divide(rates[name], rates["plain"])
+        found["drafters"][name] = {
+            "tokens_per_s": float(np.median(rates[name])),
+            "speedup": float(np.median(ratios)),
+            "range": [float(ratios.min()), float(ratios.max())],
+        }
+    return found
 
 
 def show(summary: dict) -> None:
     """Print the closing table."""
     table = Table(title=f"After {summary['steps']} GRPO steps")
-    for column in ("figure", "value", "95 % interval or range", "as expected?"):
+    for column in ("figure", "value", "95 % interval or range", "shown"):
         table.add_column(column)
 
-    def row(text: str, key: str, spread: str = "", expected: bool | None = None, form: str = "{:.3f}") -> None:
-        low_high = " … ".join(form.format(x) for x in summary[spread]) if spread else ""
-        verdict = ""
-        if expected is not None:
-            verdict = "[green]yes" if expected else "[bold red]NO"
-        table.add_row(text, form.format(summary[key]), low_high, verdict)
+    def row(text: str, value: float, spread: Sequence[float] = (), shown: str = "", form: str = "{:.3f}") -> None:
+        table.add_row(text, form.format(value), " … ".join(form.format(x) for x in spread), shown)
 
-    row("held-out reward, first", "reward_first", "reward_first_interval")
-    better = summary["reward_last_interval"][0] > summary["reward_first_interval"][1]
-    row("held-out reward, last", "reward_last", "reward_last_interval", better)
-    last, frozen, control = (summary[f"accept_length_{name}"] for name in DRAFTERS)
-    row("accept length, co-trained drafter", "accept_length_last", "accept_length_last_interval", last > frozen)
-    row("accept length, frozen warm-start drafter", "accept_length_frozen", "accept_length_frozen_interval")
-    better = last > control
-    row("accept length, control drafter", "accept_length_control", "accept_length_control_interval", better)
-    for name, text in (("rollout", "rollout"), ("long_tail", "long tail")):
-        batch = summary[f"{name}_batch"]
-        row(f"{text}, batch {batch}: tokens/s speculating", f"{name}_tokens_per_s_spec", form="{:.0f}")
-        row(f"{text}, batch {batch}: tokens/s plain", f"{name}_tokens_per_s_plain", form="{:.0f}")
-        faster = summary[f"{name}_speedup"] > 1
-        row(f"{text}, batch {batch}: speed-up", f"{name}_speedup", f"{name}_speedup_range", faster, "{:.2f}")
+    first = summary["reward_first_interval"]
+    last = summary["reward_last_interval"]
+    row("held-out reward, first", summary["reward_first"], first)
+    row("held-out reward, last", summary["reward_last"], last, "above the first" if last[0] > first[1] else "no rise")
+    policy = summary["policy"]
+    row("the policy moved: KL(policy, warm start) per token", policy["drift/kl"])
+    row("… share of tokens whose likeliest token changed", policy["drift/changed"])
+    row("… entropy per token", policy["policy/entropy"])
+    for found in summary["comparison"]["accept_lengths"]:
+        name = f"accept length, {found['steps']} drafts a round: {found['drafter']}"
+        row(name, found["value"], (found["low"], found["high"]))
+    for found in summary["comparison"]["differences"]:
+        if found["drafter"] == "co-trained":
+            name = f"{found['steps']} drafts a round, the same prompts: co-trained - {found['minus']}"
+            row(name, found["value"], (found["low"], found["high"]), found["shown"])
+    for part in ("long_tail", "rollout"):
+        speed = summary[part]
+        at = f"{part.replace('_', ' ')}, batch {speed['batch']}"
+        row(f"{at}: tokens/s plain", speed["plain"], form="{:.0f}")
+        for name, own in speed["drafters"].items():
+            row(f"{at}: {name} / plain", own["speedup"], own["range"], form="{:.2f}")
     if "prediction_error" in summary:
-        text = f"tokens per round predicted one step ahead, {summary['predicted_steps']} steps"
-        row(f"{text}: mean absolute error", "prediction_error", expected=summary["prediction_error"] <= 0.1)
-        row("the same, assuming the last rollout's rates", "last_value_error")
-        row("the same, without calibration", "uncalibrated_error")
+        text = f"tokens per round predicted one step ahead, {summary['predicted_steps']} steps: mean absolute error"
+        row(text, summary["prediction_error"])
+        row("the same, assuming the last rollout's rates", summary["last_value_error"])
     for part in ("generate", "push", "train"):
-        row(f"seconds, {part}", f"seconds_{part}", form="{:.1f}")
+        row(f"seconds, {part}", summary[f"seconds_{part}"], form="{:.1f}")
     CONSOLE.print(table)
-    CONSOLE.print(f"texts equal under all three drafters: {summary['texts_equal_under_all_drafters']}")
+    compared = summary["comparison"]
+    CONSOLE.print(f"texts equal under all drafters: {compared['equal_texts']} of {compared['prompts']}")
+    CONSOLE.print("frozen: the warm start's drafter; control: trained as long on the warm policy's answers")
+    CONSOLE.print("upper bound: trained twice as long on the final policy's answers")
 
 
 def plot(run: Path, summary: dict) -> None:
@@ -220,15 +226,20 @@ def plot(run: Path, summary: dict) -> None:
     c.set(title="seconds of a step", xlabel="step")
     c.legend(loc="upper right")
     bars(d, summary, {"warm start": "reward_first", "after RL": "reward_last"}, "held-out reward, 95 %")
-    labels = {"co-trained": "accept_length_last", "frozen": "accept_length_frozen", "control": "accept_length_control"}
-    bars(e, summary, labels, "accept length on the final policy, 95 %")
-    e.set_ylim(bottom=1)
-    names = [f"{name.replace('_', ' ')}\nbatch {summary[f'{name}_batch']}" for name in ("rollout", "long_tail")]
-    for offset, key, color in ((-0.2, "plain", "tab:gray"), (0.2, "spec", "tab:blue")):
-        values = [summary[f"{name}_tokens_per_s_{key}"] for name in ("rollout", "long_tail")]
-        f.bar(np.arange(2) + offset, values, 0.4, label={"plain": "plain", "spec": "speculating"}[key], color=color)
-    f.set(title="tokens per second (median)", xticks=[0, 1], xticklabels=names)
-    f.legend()
+    for place, name in enumerate(MINUENDS):
+        for steps, offset, color in zip(STEPS, (-0.1, 0.1), ("tab:blue", "tab:orange"), strict=True):
+            pairs = summary["comparison"]["differences"]
+            (pair,) = (p for p in pairs if (p["steps"], p["drafter"], p["minus"]) == (steps, "co-trained", name))
+            spread = [[pair["value"] - pair["low"]], [pair["high"] - pair["value"]]]
+            label = f"{steps} drafts" if place == 0 else None
+            e.errorbar(place + offset, pair["value"], yerr=spread, fmt="o", capsize=5, color=color, label=label)
+    e.axhline(0, color="black", linewidth=0.8)
+    e.set(title="accept length: co-trained minus …, 95 %", xticks=range(len(MINUENDS)), xticklabels=MINUENDS)
+    e.legend()
+    tail = summary["long_tail"]
+    names = ["plain", *tail["drafters"]]
+    f.bar(names, [tail["plain"], *(own["tokens_per_s"] for own in tail["drafters"].values())], alpha=0.8)
+    f.set(title=f"tokens per second, batch {tail['batch']} (median)")
     partial = run / ".report.png"
     figure.savefig(partial, dpi=110, format="png")
     partial.replace(run / "report.png")
