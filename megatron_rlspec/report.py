@@ -54,6 +54,25 @@ class EventRow(BaseModel):
     message: str
 
 
+class ComparisonRow(BaseModel):
+    """An accept length, or the difference of two: `minus` names the other drafter."""
+
+    steps: int
+    drafter: str
+    minus: str = ""
+    value: float
+    low: float
+    high: float
+    shown: str = ""
+
+
+class ComparisonTable(BaseModel):
+    """What `rlspec compare --out RUN_DIR/comparison.json` wrote."""
+
+    accept_lengths: list[ComparisonRow]
+    differences: list[ComparisonRow]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write the page and print its path. Raises RecordError and FileError."""
     parser = arguments.Parser(prog="rlspec report", description=__doc__)
@@ -103,10 +122,27 @@ def render(run_dir: Path, records: Records) -> str:
             last=last,
             plots=plots(records),
             events=read(run_dir / "events.jsonl", EventRow),
+            comparison=_comparison(run_dir / "comparison.json"),
             samples=[_sample(row) for row in read(run_dir / "samples.jsonl", SampleRow)[-SAMPLES_SHOWN:]],
             config=json.dumps(files.read_json(config), indent=1) if config.exists() else "",
         )
     )
+
+
+def _comparison(path: Path) -> list[list[str]]:
+    """Return the rows of a table that `rlspec compare --out` wrote: drafts, what, value and interval, what it shows."""
+    if not path.exists():
+        return []
+    try:
+        found = ComparisonTable.model_validate(files.read_json(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise RecordError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    rows = []
+    for row in (*found.accept_lengths, *found.differences):
+        what = f"{row.drafter} - {row.minus}" if row.minus else row.drafter
+        rows.append([str(row.steps), what, f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", row.shown])
+    return rows
 
 
 def _sample(row: SampleRow) -> dict[str, Any]:
@@ -142,6 +178,7 @@ def plots(records: Records) -> list[tuple[str, str]]:
         ("response length", [f"rollout/{name}_response" for name in ("median", "p90", "longest")], "line"),
         ("share of truncated responses", ["rollout/truncated"], "line"),
         ("policy loss", ["policy/loss"], "line"),
+        ("policy beside its start", ["drift/kl", "drift/changed"], "line"),
         ("drafter objective: weighted sum over depths", ["drafter/objective"], "line"),
         ("gradient norms", ["policy/grad_norm", "drafter/grad_norm"], "line"),
     ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_rlspec import report
+from megatron_rlspec import metrics, report
 from megatron_rlspec.metrics import pieces
 from megatron_rlspec.types import Prompt, Sample
 
@@ -62,6 +62,22 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
     assert "engine-0: plain" in page and "&lt;b&gt;" in page and "<b>" not in page and "2.00" in page
     assert "<pre>a<mark>&lt;i&gt;c</mark>d</pre>" in page and "<pre>no spans</pre>" in page
     assert "http" not in page  # nothing is loaded from elsewhere
+
+
+def test_the_page_shows_compared_drafters(run_dir, tmp_path):
+    row = {"steps": 3, "drafter": "own", "value": 2.5, "low": 2.4, "high": 2.6}
+    pair = row | {"minus": "frozen", "value": 0.1, "low": 0.05, "high": 0.15, "shown": "above 0"}
+    table = run_dir / "comparison.json"
+    table.write_text(json.dumps({"accept_lengths": [row], "differences": [pair]}))
+    try:
+        report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
+        page = (tmp_path / "page.html").read_text()
+        assert "<td>own - frozen<td>0.100 [0.050, 0.150]<td>above 0" in page
+        table.write_text('{"accept_lengths": [{"steps": 3}], "differences": []}')
+        with pytest.raises(metrics.RecordError, match="comparison.json: accept_lengths.0.drafter: Field required"):
+            report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
+    finally:
+        table.unlink()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -72,6 +72,7 @@ def main() -> None:
             trained = {"co-trained": drafters["co-trained"]}
             summary["rollout"] = speeds(spec, plain, trained, prompts[:96], sampling, args.repeats, fixed=False)
     files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
+    files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
     plot(run, summary)
     CONSOLE.print(f"written: {run / 'summary.json'}, {run / 'report.png'}")
