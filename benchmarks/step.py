@@ -52,7 +52,7 @@ def main() -> None:
 def measure(folder: Path, quick: bool, steps: int, staleness: int) -> dict[str, float | str]:
     """Run `rlspec train` in `folder`, and compute the figures from its records and processes."""
     for script, *given in (
-        ("make_task.py", "--out", folder / "task"),
+        ("make_task.py", "--task", "slips", "--out", folder / "task"),
         ("make_model.py", "--task", folder / "task", "--out", folder / "model"),
     ):
         subprocess.run([sys.executable, EXAMPLE / script, *map(str, given)], check=True, stdout=subprocess.DEVNULL)
