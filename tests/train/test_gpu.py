@@ -39,7 +39,8 @@ def test_a_step_is_the_one_of_the_cpu(name: str) -> None:
     assert (cpu["device"], gpu["device"]) == ("cpu", "cuda")
     assert gpu["same"] and gpu["exported"] == cpu["exported"]
     assert gpu["policy"] == gpu["policy_alone"], "the drafter moved the policy"
-    first, later, gradient = TOLERANCE["float64"]
+    # The angles of rotary embeddings are float32 everywhere, and a GPU rounds their cosines otherwise.
+    first, later, gradient = TOLERANCE["float32"]
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], rel=first)
     for ours, reference, allowed in zip(gpu["steps"], cpu["steps"], (first, later), strict=True):
         assert ours == pytest.approx(reference, rel=allowed, abs=allowed)
