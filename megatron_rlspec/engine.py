@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -22,9 +23,12 @@ class EngineError(RuntimeError):
 class EngineDescription(TypedDict):
     """An engine's description of itself.
 
-    configs  the speculative configurations that it can switch between, each (num_steps, topk, num_draft_tokens)
-    held     why speculation is held off; "" if it is not
-    unnamed  why pushes are checked by what the models' loaders were given, and not by what the engine holds; "" if not
+    configs           the speculative configurations that it can switch between, each (num_steps, topk,
+                      num_draft_tokens)
+    draft_vocabulary  how many words drafts are chosen from; 0: all
+    held              why speculation is held off; "" if it is not
+    unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
+                      "" if not
     """
 
     verifier: Verifier
@@ -33,6 +37,7 @@ class EngineDescription(TypedDict):
     tensor_parallel: int
     max_total_tokens: int
     max_running_requests: int
+    draft_vocabulary: int
     held: str
     unnamed: str
 
@@ -64,6 +69,12 @@ class RolloutEngine(Protocol):
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Choose the configuration of every later decode round by `speculation.rule.SpecRule.from_json(rule)`."""
+
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        """Choose drafts from `words`, different token ids, from the next round on. Texts stay the same.
+
+        The drafter's head is then these rows of the target's; later weight updates renew it.
+        """
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return and reset `SpecRule.report`; {} under a schedule and without speculation."""

@@ -335,13 +335,17 @@ class Rollouts:
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
-    def push(self, version: int, source: Source) -> dict[str, float]:
+    def push(self, version: int, source: Source, words: np.ndarray | None = None) -> dict[str, float]:
         """Send every tensor of `source` to every engine and check the engines. Returns metrics.
+
+        words  the ids that drafts are chosen from, from now on; None: no change
 
         Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
         """
         self._record_losses()
         self._add_restarted()
+        if words is not None:
+            self.engines.everywhere(lambda engine: engine.set_draft_vocabulary(words))
         try:
             report = self.health.push(version, source, predicted=self._expected_of_canary())
         except HealthError:

@@ -30,6 +30,7 @@ from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
 from megatron_rlspec.speculation.updates import Observed
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
@@ -113,6 +114,7 @@ class Session:
             print(self._loading(supervised), flush=True)
         self.tokenizer = data.load_tokenizer(config.model.path)
         data.check_vocabulary(self.tokenizer, self.hf_config["vocab_size"])
+        self.words = self._draft_vocabulary()
         source = data.Demonstrations if supervised else data.Prompts
         follows = self.replays and not self.generates
         self.data = None if follows else source(data_path, self.tokenizer, config)
@@ -163,6 +165,21 @@ class Session:
             f"({self.hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
             f"ranks: {ranks}{engine}; run directory {self.run_dir}"
         )
+
+    def _draft_vocabulary(self) -> DraftVocabulary | None:
+        """Return the counts that choose the words of drafts; None if drafts are chosen from all. Raises ConfigError."""
+        size = self.config.drafter.vocabulary
+        if not size:
+            return None
+        if self.config.rollout.engine == "sglang" and self.config.spec.verifier == "rejection":
+            raise ConfigError(
+                f"drafter.vocabulary={size}: SGLang's rejection sampling drafts from all words; expected "
+                "spec.verifier=position_keyed or target_only"
+            )
+        try:
+            return DraftVocabulary(size, self.hf_config["vocab_size"], ends_of_text(self.hf_config))
+        except ValueError as error:
+            raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
 
     def _take_drafter_moments(self, tensors: LazyTensors) -> str:
         """Load the drafter's optimizer state of the run that wrote `model.path`. Returns the event's text, or ""."""
@@ -320,7 +337,10 @@ class Session:
         return [Group(row.prompt, [row]) for row in self.data.take(self.config.sft.samples_per_step)]
 
     def pack(self, groups: list[Group], depth: int = 0) -> list[PackedBatch]:
-        """Return this rank's micro-batches. Advantages are computed within each group. `depth`: not drafter.depth."""
+        """Return this rank's micro-batches. Advantages are computed within each group.
+
+        depth  of a measurement, in place of drafter.depth; its samples do not count towards the words of drafts
+        """
         samples: list[Sample] = []
         advantages: list[float] = []
         for group in groups:
@@ -328,6 +348,9 @@ class Session:
             advantages += self._advantages(group)
         if self.online is not None:
             self.online.add(groups)
+        if self.words is not None and not depth:
+            self.words.observe(sample.response for sample in samples)
+            self.trainer.set_draft_vocabulary(self.words.ids())
         return self._pack(samples, advantages, depth)
 
     def _pack(self, samples: list[Sample], advantages: list[float], depth: int = 0) -> list[PackedBatch]:
@@ -427,7 +450,8 @@ class Session:
     def _push(self) -> None:
         with exporting(self.trainer.export) as source:
             if source is not None:
-                self._pushed = self.rollouts.push(self.done + 1, source)
+                words = None if self.words is None or self.config.spec.mode == "off" else self.words.ids()
+                self._pushed = self.rollouts.push(self.done + 1, source, words)
 
     def adapt(self) -> None:
         """Read the engines' acceptance and round times, and update the speculation rule."""
@@ -525,6 +549,8 @@ class Session:
     def _write_state(self) -> None:
         state: dict[str, Any] = {"data": self.data.state()} if self.data is not None else {}
         state |= {"accept_lengths": self._accept_lengths, "tokens": self._tokens}
+        if self.words is not None:
+            state["words"] = self.words.state()
         drawn: list[Group] = []
         replay: list[Group] = []
         if self.generates:
@@ -551,6 +577,8 @@ class Session:
             self.online.restore(state.get("online", {}), replay)
         self._accept_lengths = [float(value) for value in state.get("accept_lengths", ())]
         self._tokens = int(state.get("tokens", 0))
+        if self.words is not None and state.get("words"):
+            self.words.restore(state["words"])
         self.done = state["step"]
         return state, drawn
 

@@ -14,7 +14,7 @@ from megatron_rlspec.weights.checkpoint import read_hf
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole")
-    finish(train(start, run_dir, train__steps=3))
+    finish(train(start, run_dir, train__steps=3, drafter__vocabulary=24))
     return run_dir
 
 
@@ -50,14 +50,19 @@ def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path
 
 def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
     """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
-    embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed"}
-    run(start, tmp_path / "chains", **embedded)
+    embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0}
+    run(start, tmp_path / "chains", **embedded, drafter__vocabulary=16)
     run(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch")
     chains, trees, theirs = (
         read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "chains", tmp_path / "trees", whole)
     )
     for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
         assert chains[name] == trees[name] == theirs[name]
+    # Drafts from 16 words train another drafter, and the same policy bit for bit.
+    assert 0.3 < chains["drafter/covered_1"] <= 1 and "drafter/covered_1" not in trees
+    few, all_words = (read_hf(tmp_path / name / "hf")[1] for name in ("chains", "trees"))
+    differ = {name for name in few if not few[name].equal(all_words[name])}
+    assert differ and all(".mtp_layers." in name for name in differ)
     # The canary after the push has not left chains behind.
     assert chains["spec/share_k3"] == 1 and trees["spec/share_k3t2n11"] == 1
 

@@ -25,6 +25,11 @@ class DrafterConfig(Section):
         description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); reverse_kl: "
         "KL(q, p); tv: total variation, 1 - acceptance rate; or module:function, see examples/custom_loss",
     )
+    vocabulary: Annotated[int, Field(ge=0, le=1 << 24)] = Field(
+        0,
+        description="words that drafts are chosen from, the most frequent ones of the rollouts, renewed at every "
+        "push; the drafter's head then computes these rows only; 0: all words",
+    )
     depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
     temperature: float = Field(
         0.0, ge=0, le=100, description="temperature of both distributions in the loss; 0: that of the rollouts"
@@ -76,6 +81,11 @@ class DrafterConfig(Section):
         if self.loss not in LOSSES and not FUNCTION.fullmatch(self.loss):
             known = "'ce', 'forward_kl', 'reverse_kl' or 'tv'"
             raise ValueError(f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})")
+        if self.vocabulary and self.loss not in LOSSES:
+            raise ValueError(
+                f"vocabulary={self.vocabulary}: a loss of your own sees all words; expected vocabulary=0, or loss=ce, "
+                "forward_kl, reverse_kl or tv"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from megatron_rlspec.packing.transfer import to_device
+
 
 @dataclass(frozen=True)
 class VocabParallelHead:
@@ -85,12 +87,14 @@ class VocabParallelHead:
         The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
         minus infinity becomes a very low finite one with probability 0.
         """
-        scores = (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
-        scores.clamp_(min=lowest(scores.dtype))
+        scores = self._logits(hidden).clamp_(min=lowest(accumulate_in(hidden)))
         largest = scores.amax(-1)
         if self.group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return scores.sub_(largest[:, None])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
@@ -179,6 +183,79 @@ class VocabParallelHead:
 def all_finite(weight: torch.Tensor) -> bool:
     """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
     return bool(torch.stack(weight.aminmax()).isfinite().all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead(VocabParallelHead):
+    """The rows of the output layer of the words that drafts are chosen from (FR-Spec, arXiv 2502.14856, section 3).
+
+    ids      `[width]` this rank's words, ascending; [-1] on a rank that holds none of them
+    columns  `[width]` their columns in `full`
+    some     whether this rank holds any of the words
+
+    Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
+    """
+
+    ids: torch.Tensor
+    columns: torch.Tensor
+    some: bool
+    full: VocabParallelHead
+
+    @classmethod
+    def of_words(cls, full: VocabParallelHead, words: torch.Tensor) -> DraftHead:
+        """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
+
+        With `words` on the CPU, nothing is read from the device.
+        """
+        words = words.cpu().sort().values
+        if not len(words) or int(words[0]) < 0 or int(words[-1]) >= full.total:
+            raise ValueError(f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one")
+        columns = words[(words >= full.start) & (words < full.start + full.width)] - full.start
+        some = bool(len(columns))
+        if not some:
+            columns = words.new_zeros(1)
+        ids = columns + full.start if some else words.new_full((1,), -1)
+        columns = to_device(columns, full.weight.device)
+        return cls(
+            weight=full.weight.index_select(0, columns),
+            temperature=full.temperature,
+            start=full.start,
+            total=full.total,
+            group=full.group,
+            finite=full.finite,
+            ids=to_device(ids, full.weight.device),
+            columns=columns,
+            some=some,
+            full=full,
+        )
+
+    def holds(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
+        return self.sum(self._local(labels)[1][:, 0].to(accumulate_in(self.weight)))
+
+    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
+        value, best = scores.max(-1)
+        best = self.ids[best]
+        if self.group is not None:
+            top = value.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+            best.masked_fill_(value < top, self.total)
+            dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
+        return best
+
+    def of_full(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the words of log-probabilities `x [C, full.width]`."""
+        found = x.index_select(1, self.columns)
+        return found if self.some else found.fill_(lowest(found.dtype))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits(hidden)
+        return logits if self.some else logits.fill_(lowest(logits.dtype))
+
+    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = ids if ids.ndim == 2 else ids[:, None]
+        local = torch.searchsorted(self.ids, ids).clamp_(max=self.width - 1)
+        return local, self.ids[local] == ids
 
 
 def accumulate_in(x: torch.Tensor) -> torch.dtype:

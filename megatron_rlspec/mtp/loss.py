@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, checked
-from megatron_rlspec.mtp.head import VocabParallelHead, accumulate_in, lowest
+from megatron_rlspec.mtp.head import DraftHead, VocabParallelHead, accumulate_in, lowest
 from megatron_rlspec.packing.transfer import to_device
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
@@ -50,6 +50,7 @@ def drafter_loss(
     chunk: int = 1024,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
+    words: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return Σ token_weight · loss over rows, differentiable in `hidden [N, H]` only, and metrics.
 
@@ -69,11 +70,14 @@ def drafter_loss(
                            outcome for all others. It is a lower bound of the full loss; `overlap` is an upper bound
     groups [N] int64       the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
     vocab_size             tokens without padding; rows of `weight` beyond it are ignored
+    words [S]              the ids that drafts are chosen from; the student's softmax is over them only. Rows whose
+                           label is another word add 0 under ce; `docs/design.md`, Draft vocabulary
 
     Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
     `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
     q), the acceptance under rejection sampling) and `argmax_prob` (p(argmax q), the acceptance under the other
-    verifiers). Raises ValueError for arguments that contradict each other.
+    verifiers). With `words` also `covered` (labels among them); `ce` then sums over these rows only. Raises ValueError
+    for arguments that contradict each other.
     """
     student = Student(
         hidden,
@@ -88,6 +92,7 @@ def drafter_loss(
         chunk=chunk,
         tp_group=tp_group,
         vocab_size=vocab_size,
+        words=words,
     )
     if teacher_hidden is not None and teacher_top_k is not None:
         raise ValueError("give teacher_hidden or teacher_top_k, not both")
@@ -150,12 +155,16 @@ class Student:
         vocab_size: int | None = None,
         keep_rows: bool = False,
         finite: bool | None = None,
+        words: torch.Tensor | None = None,
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
+        if callable(kind) and words is not None:
+            raise ValueError(f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}")
         self._kind = kind
         self._chunk = chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+        self._reduced = None if words is None else DraftHead.of_words(self._head, words)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -173,7 +182,8 @@ class Student:
         self._total = self._weight.new_zeros(())
         self._taught = kind != "ce"
         # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
-        names = ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")
+        names = ["tokens", "loss", "ce", "match", "overlap", "argmax_prob"]
+        names += [] if words is None else ["covered"]
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
         # Results of single rows `[N]` for `mtp/predict.py`; rows without a weight stay 0.
@@ -186,6 +196,8 @@ class Student:
 
     def learn_top_k(self, teacher: TeacherTopK) -> None:
         """Learn all rows from top-k distributions `[M, k]`, indexed like teacher rows."""
+        if self._reduced is not None:
+            raise ValueError("a draft vocabulary needs the teacher's whole distribution, not its top k")
         self._taught = True
         for first in range(0, len(self._rows), self._chunk):
             part = slice(first, first + self._chunk)
@@ -246,7 +258,8 @@ class Student:
     @torch.no_grad()
     def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
-        head = self._head
+        full = self._head
+        head = self._reduced or full
         labels = self._labels[part]
         scores = head.scores(self._hidden[part])
         lse = head.log_sum_exp(scores)
@@ -254,27 +267,27 @@ class Student:
         best = head.argmax(scores)
         logq = scores.sub_(lse[:, None])
         sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
+        if self._reduced is not None:
+            sums["covered"] = self._reduced.holds(labels)
+            sums["ce"] = ce = ce * sums["covered"]
         loss = ce
         if self.rows is not None:
             self._keep(part, match=sums["match"])
             if logp is not None:
-                label_p = head.sum(head.pick(logp, labels))
-                self._keep(part, label_ratio=(-ce - label_p).exp())
-        if callable(self._kind):
-            if logp is None:
-                raise ValueError("a function as drafter loss needs the teacher's whole distribution")
-            sums["overlap"], divergence, grad = _own_divergence(
-                self._kind, logq, logp, labels, self._groups[part] + 1, head
-            )
-            sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
-        elif logp is not None:
-            sums["overlap"], divergence, grad = _divergence(self._kind, logq, logp, head.sum)
-            sums["argmax_prob"] = head.sum(head.pick(logp.exp_(), best))
+                label_p = full.sum(full.pick(logp, labels))
+                self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
+        if logp is not None:
+            sums["overlap"], divergence, grad = self._against(logq, logp, labels, self._groups[part] + 1)
+            sums["argmax_prob"] = full.sum(full.pick(logp.exp_(), best))
+        elif callable(self._kind):
+            raise ValueError("a function as drafter loss needs the teacher's whole distribution")
         elif top is not None:
             sums["overlap"], divergence, grad = _cut_divergence(self._kind, logq, top, head)
             sums["argmax_prob"] = (top.logprobs.exp() * (top.ids == best[:, None])).sum(-1).to(ce.dtype)
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
+            if self._reduced is not None:
+                grad *= sums["covered"][:, None]
         else:
             loss = divergence
         if self.rows is not None and logp is not None:
@@ -286,6 +299,17 @@ class Student:
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
+
+    def _against(
+        self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
+        reduced = self._reduced
+        if callable(self._kind):
+            return _own_divergence(self._kind, logq, logp, labels, depths, self._head)
+        if reduced is None:
+            return _divergence(self._kind, logq, logp, self._head.sum)
+        return _divergence(self._kind, logq, reduced.of_full(logp), self._head.sum, whole=False)
 
     def _keep(self, part: slice, **values: torch.Tensor) -> None:
         assert self.rows is not None
@@ -312,11 +336,18 @@ class _Precomputed(torch.autograd.Function):
 
 
 def _divergence(
-    kind: Kind, logq: torch.Tensor, logp: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
+    kind: Kind,
+    logq: torch.Tensor,
+    logp: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    whole: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
 
-    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g).
+    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
+    vocabulary, over which q sums to 1 and p to p(S). Reverse KL and TV keep their meaning, with q = 0 elsewhere.
+    Forward KL, which would be infinite, becomes p(S) · KL(p / p(S) ‖ q).
     """
     p = logp.exp()
     q = logq.exp()
@@ -331,7 +362,10 @@ def _divergence(
     overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
     if kind in ("reverse_kl", "tv"):
         return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
-    return overlap, second, q - p
+    if whole:
+        return overlap, second, q - p
+    mass = total(p.sum(-1))
+    return overlap, second - torch.xlogy(mass, mass), mass[:, None] * q - p
 
 
 def _own_divergence(

@@ -62,9 +62,15 @@ class StartingEngines:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
         engine = SGLangEngine(url, timeout=self._timeout, transport=_transport(self._config.push))
         try:
-            engine.describe()
+            held = engine.describe()["draft_vocabulary"]
         except EngineError as error:
             raise ConfigError(f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}") from None
+        wanted = self._config.drafter.vocabulary if self._config.spec.mode != "off" else held
+        if wanted != held:
+            raise ConfigError(
+                f"drafter.vocabulary={wanted}, but the engine at {url} was started with --draft-vocabulary {held}; "
+                "SGLang fixes the size when it starts"
+            )
         return engine
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
@@ -103,7 +109,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     adapter = Adapter(
         spec.candidate_steps,
         spec.cost_table,
-        Roofline.of_model(hf_config, spec.ridge_tokens),
+        Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
@@ -150,6 +156,7 @@ def _arguments(config: Config) -> list[str]:
         "verifier": config.spec.verifier,
         "max-running-requests": config.rollout.max_running_requests,
         "max-total-tokens": config.rollout.max_total_tokens,
+        "draft-vocabulary": config.drafter.vocabulary,
     }
     if torch.cuda.is_available():
         options["mem-fraction-static"] = config.rollout.mem_fraction

@@ -72,6 +72,7 @@ class DrafterStep:
     def __init__(self, learner: Learner, objective: DrafterObjective) -> None:
         self.learner = learner
         self.objective = objective
+        self.words: Tensor | None = None  # ids that drafts are chosen from, on any device; None: all
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -112,6 +113,7 @@ class DrafterStep:
             tp_group=layer.tensor_group,
             keep_rows=predict,
             finite=layer.finite,
+            words=self.words,
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:

@@ -95,7 +95,7 @@ def grpo(
 
 Objective = Callable[[OutputLayer, PackedBatch, Tensor, AlgorithmConfig, Observer | None], tuple[Tensor, Sums]]
 OBJECTIVES: dict[str, Objective] = {"sft": sft, "grpo": grpo}
-PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob")}
+PER_DEPTH = {f"drafter/{name}" for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")}
 WHOLE = {"policy/loss", "policy/tokens", "drafter/objective"}  # already divided, or a count
 
 
@@ -105,6 +105,8 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
     for name, values in totals.items():
         if name in WHOLE:
             counts = [1.0]
+        elif name == "drafter/ce" and "drafter/covered" in totals:
+            counts = totals["drafter/covered"]  # labels among the words of drafts; the others have no cross-entropy
         elif name in PER_DEPTH:
             counts = totals["drafter/tokens"]
         else:

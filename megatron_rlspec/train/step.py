@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -196,6 +197,11 @@ class Trainer:
             self.refresh_embedding()
         return metrics
 
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
+        if self.drafter_step is not None:
+            self.drafter_step.words = torch.from_numpy(words)
+
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
         self.policy.eval()
@@ -222,6 +228,7 @@ class Trainer:
             self.drafter.depth = depth
             goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False)
             replay = DrafterStep(self.drafter_learner, goal)
+            replay.words = self.drafter_step.words if self.drafter_step is not None else None
         try:
             found = self._run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
         finally:

@@ -6,20 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mtp_ranks import Ranks, group_of
+from mtp_ranks import group_of
 
 from megatron_rlspec.mtp.head import VocabParallelHead
 from megatron_rlspec.mtp.logprobs import policy_logprobs
 from megatron_rlspec.mtp.loss import KINDS, Student, TeacherTopK, drafter_loss, top_k_teacher
 
 N, H, V = 23, 8, 31
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    workers = Ranks(2)
-    yield workers
-    workers.close()
 
 
 class Case:

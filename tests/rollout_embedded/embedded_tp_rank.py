@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import embedded_oracle as oracle
+import numpy as np
 import torch.distributed as dist
 from test_lossless_equality import SWITCHING, wanted
 
@@ -30,6 +31,12 @@ def answers(meeting: str) -> dict[str, Any]:
     for name, schedule in (("chain", SpecSchedule.fixed(SpecConfig(3))), ("switching", SWITCHING)):
         engine.set_schedule(schedule)
         answer[name] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
+    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    for name, words in (("few words", [1, 2, 3, 5, 8, 13, 47]), ("words of one rank", [1, 2, 3, 4])):
+        engine.set_draft_vocabulary(np.array(words))
+        engine.stats()
+        answer[name] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
+        answer[f"accepted, {name}"] = [list(stat.accepted) for stat in engine.stats()]
     engine.update_weights(1, other.items())
     answer["fingerprints"] = {name: str(value) for name, value in engine.fingerprints().items()}
     answer["updated"] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}

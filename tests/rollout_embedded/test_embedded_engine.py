@@ -275,6 +275,52 @@ def test_a_policy_decides_every_round_and_learns(model):
     assert engine.spec_rule_report() == {}
 
 
+def test_drafts_are_the_likeliest_of_the_words_and_follow_updates(model, monkeypatch):
+    """All words but one are as good as all, if that one is never drafted; an update of the head renews its rows."""
+    config, tensors = model
+    seen = []
+    monkeypatch.setattr(draft, "cut", lambda *a, cut=draft.cut: seen.append(cut(*a)) or seen[-1])
+    engine = oracle.engine_of(*model, SpecConfig(2))
+    asked = oracle.requests([p for p in PROMPTS if len(p) > 1])
+    expected = texts(engine.generate(asked, FREE))
+    drafted = {int(t) for tree in seen for t in tree.tokens[:, 1:].ravel()}
+    words = np.array(sorted({*range(config["vocab_size"])} - {min(drafted)}))
+    full = [tree.tokens for tree in seen]
+    engine.set_draft_vocabulary(words)
+    seen.clear()
+    assert texts(engine.generate(asked, FREE)) == expected
+    assert not any((tree.tokens[:, 1:] == min(drafted)).any() for tree in seen)
+    never = next(n for n in range(config["vocab_size"]) if n not in drafted)
+    engine.set_draft_vocabulary(np.array(sorted({*range(config["vocab_size"])} - {never})))
+    seen.clear()
+    engine.generate(asked, FREE)
+    assert all(np.array_equal(a, tree.tokens) for a, tree in zip(full, seen, strict=True))
+    engine.set_draft_vocabulary(words)
+    swapped = {**tensors, "lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
+    engine.update_weights(2, swapped.items())
+    fresh = EmbeddedEngine(config, swapped.items(), dtype=torch.float64)
+    fresh.set_draft_vocabulary(words)
+    assert torch.equal(engine.model.draft_head, fresh.model.draft_head)
+    for wrong in ([], [1, 1], [-1], [config["vocab_size"]]):
+        with pytest.raises(EngineError, match="expected different ids from 0 to 31"):
+            engine.set_draft_vocabulary(np.array(wrong, np.int64))
+    engine.set_draft_vocabulary(np.array([3, 4]))
+    with pytest.raises(EngineError, match="drafts 3 words at once, from only 2"):
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 3, 5)))
+
+
+@pytest.mark.parametrize("sampling", [FREE, Sampling(temperature=0.8, top_k=9, max_new_tokens=16, ignore_eos=True)])
+def test_rejection_accepts_drafts_from_a_part_of_the_vocabulary(model, sampling):
+    """q is 0 outside the words; the words of the text are all words."""
+    engine = oracle.engine_of(*model, SpecConfig(2), verifier="rejection")
+    words = np.arange(0, 32, 2)
+    engine.set_draft_vocabulary(words)
+    samples = engine.generate(oracle.requests(PROMPTS, group=12), sampling)
+    tokens = np.concatenate([s.response for s in samples])
+    accepted = np.concatenate([s.response[first:last] for s in samples for first, last in s.accepted_spans])
+    assert len(accepted) > 20 and not (accepted % 2).any() and (tokens % 2).any()
+
+
 def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations():
     """All drafts are accepted (greedy, all logits 0), but computing dominates: a round with one draft computes twice
     the tokens for twice the text, and the draft comes on top. Counting layers alone promises a gain."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import embedded_oracle as oracle
 import embedded_tp_rank
+import numpy as np
 import pytest
 from test_lossless_equality import plain, wanted
 from train_ranks import on_ranks
 
-from megatron_rlspec.types import Sampling
+from megatron_rlspec.types import Sampling, SpecConfig
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 SIZE = 2
@@ -31,6 +32,13 @@ def test_texts_are_those_of_one_rank(answers):
         assert answer["chain"] == expected
         assert answer["switching"] == expected
         assert answer["updated"] == updated != expected
+        engine = oracle.engine_of(*model, SpecConfig(3))
+        for name, words in (("few words", [1, 2, 3, 5, 8, 13, 47]), ("words of one rank", [1, 2, 3, 4])):
+            engine.set_draft_vocabulary(np.array(words))
+            engine.stats()
+            assert {s.request_id: s.response.tolist() for s in engine.generate(wanted(24), sampling)} == expected
+            assert answer[name] == expected
+            assert answer[f"accepted, {name}"] == [list(stat.accepted) for stat in engine.stats()]
 
 
 def test_fingerprints_are_of_the_full_tensors(answers):

@@ -98,6 +98,20 @@ def test_no_schedule_shows_in_the_text(model, sampling):
         assert name == "k0" or accepted[1:].sum() > 0.2 * accepted.sum(), f"{name}: hardly anything was accepted"
 
 
+@pytest.mark.parametrize(("name", "sampling"), [("tree", "plain"), ("switching", "filtered"), ("k3", "greedy")])
+def test_no_draft_vocabulary_shows_in_the_text(model, name, sampling):
+    """Drafts come from the words only, and the text does not, whatever words a push brings."""
+    requests = wanted(16)
+    expected = plain(model, requests, SAMPLINGS[sampling])
+    engine = oracle.engine_of(*model, VARIATIONS[name])
+    for words in (range(0, 48, 2), range(20, 31), range(44, 48)):
+        engine.set_draft_vocabulary(np.array(words))
+        assert texts(engine, requests, SAMPLINGS[sampling]) == expected, words
+        assert engine.describe()["draft_vocabulary"] == len(words)
+    drafted = [n for text in expected.values() for n in text]
+    assert any(token % 2 for token in drafted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", VARIATIONS)

@@ -69,6 +69,17 @@ def test_chains_to_depth_three(model, monkeypatch, verifier, sampling):
     check(model, blocks, sampling, 4)
 
 
+@pytest.mark.parametrize("sampling", [PLAIN, TOP_K], ids=["plain", "top_k"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
+def test_chains_of_a_part_of_the_vocabulary(model, monkeypatch, verifier, sampling):
+    """Drafts are words 0 and 2; the target may still draw word 1 anywhere."""
+    engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier)
+    engine.set_draft_vocabulary(np.array([0, 2]))
+    blocks = first_blocks(engine, Enumeration(monkeypatch), sampling)
+    assert {len(b) for b in blocks} == {1, 2, 3} and all(1 not in b[:-1] for b in blocks)
+    check(model, blocks, sampling, 3)
+
+
 def test_a_chain_with_the_noise_of_unreached_nodes_varied_too(model, monkeypatch):
     engine = oracle.engine_of(*model, SpecConfig(2), verifier="target_only")
     blocks = first_blocks(engine, Enumeration(monkeypatch, lazy=False), PLAIN)

@@ -103,6 +103,16 @@ def test_a_long_tail_is_not_behind_plain_and_close_to_the_best_choice(machine, r
     assert tokens.sum() / took.sum() > 0.9 * best, (tokens.sum() / took.sum(), best)
 
 
+def test_plain_decoding_is_timed_where_drafting_pays():
+    """First, near every new batch size, and from time to time; it costs less than a hundredth of the time."""
+    chosen, tokens, took = Simulation(MACHINES["gpu"], 0.9, rule_of(), lambda t: 32 if t < 300 else 4).run(600)
+    assert chosen[:4] == [OFF] * 4 and OFF not in chosen[4:40]
+    assert chosen[300:302] == [OFF] * 2 and OFF not in chosen[302:320]
+    assert 0 < chosen[40:300].count(OFF) <= 4
+    paid = np.array([config != OFF for config in chosen])
+    assert tokens.sum() / took.sum() > 0.98 * (tokens[paid].sum() / took[paid].sum())
+
+
 def test_costs_of_the_sizes_alone_lose_a_third():
     """The same simulation without durations: what this replaces."""
     machine, rate = MACHINES["cpu"], 0.12

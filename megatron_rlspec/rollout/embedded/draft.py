@@ -52,6 +52,16 @@ def likeliest(topk: int) -> Pick:
     return pick
 
 
+def among(words: torch.Tensor, pick: Pick) -> Pick:
+    """Return a `Pick` whose tokens are `words [S]`, for logits over these words."""
+
+    def of_words(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, columns = pick(logits, level)
+        return logprobs, words[columns]
+
+    return of_words
+
+
 def grow(hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick) -> Candidates:
     """Grow candidates from the drafter's first output, `hidden [B, H]` and `logits [B, V]`.
 

@@ -237,6 +237,7 @@ class EmbeddedEngine:
                     f"embedded engine: update of {scope}: {len(doubtful)} of {len(self.model.tensors)} tensors never "
                     f"arrived or failed before, and are missing now; among them {min(doubtful)}"
                 )
+            self.model.renew_draft_head()
             self.cache.clear()
             self.version = version
             self._broken = ""
@@ -258,6 +259,15 @@ class EmbeddedEngine:
             if self._rule is not None:
                 made.inherit(self._rule)
             self._schedule = self._rule = made
+
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        with self._lock:
+            if isinstance(self._schedule, SpecSchedule):
+                self._check_configs((config for row in self._schedule.configs for config in row), len(words))
+            try:
+                self.model.set_draft_vocabulary(torch.as_tensor(words))
+            except ValueError as error:
+                raise EngineError(f"embedded engine: {error}") from None
 
     @property
     def schedule(self) -> SpecSchedule | SpecRule:
@@ -285,6 +295,7 @@ class EmbeddedEngine:
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,
+            "draft_vocabulary": 0 if self.model.draft_ids is None else int((self.model.draft_ids >= 0).sum()),
             "held": self._held,
             "unnamed": "",
         }
@@ -340,8 +351,12 @@ class EmbeddedEngine:
 
     # -- between rounds -----------------------------------------------------------------------------------------------
 
-    def _check_configs(self, configs: Iterable[SpecConfig]) -> None:
+    def _check_configs(self, configs: Iterable[SpecConfig], words: int = 0) -> None:
+        """Raise EngineError for a configuration that cannot run. `words`: of the draft vocabulary, if it changes."""
+        words = words or (self.arch.vocab if self.model.draft_ids is None else self.describe()["draft_vocabulary"])
         for config in configs:
+            if config.topk > words:
+                raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
             nodes = scratch(config)
             if not config.off and not self.arch.mtp:
                 raise EngineError(f"embedded engine: {config} needs an MTP layer, and the model has none")

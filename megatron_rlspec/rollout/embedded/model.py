@@ -126,6 +126,8 @@ class Decoder:
         self.heads = arch.heads // comm.size
         self.kv_heads = arch.kv_heads // comm.size
         self.tensors: dict[str, Shard] = {}
+        self.draft_ids: torch.Tensor | None = None  # [S] words of the draft head's columns, -1: none; None: all words
+        self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
         v = arch.vocab
         self.embedding = self._new({"model.embed_tokens.weight": v}, h, None)
@@ -167,7 +169,35 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
-        full = self.comm.concat(F.linear(hidden, self.head), -1)
+        return self._logits(hidden, self.head)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
+        if self.draft_ids is None:
+            return self.logits(hidden)
+        return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
+
+    def set_draft_vocabulary(self, words: torch.Tensor) -> None:
+        """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
+        words = words.to(self.device, torch.int64).sort().values
+        vocab = self.arch.vocab
+        if not len(words) or int(words[0]) < 0 or int(words[-1]) >= vocab or len(words.unique()) < len(words):
+            raise ValueError(f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one")
+        held = vocab // self.comm.size
+        of_ranks = [words[(words >= held * rank) & (words < held * (rank + 1))] for rank in range(self.comm.size)]
+        width = max(len(part) for part in of_ranks)  # every rank computes as many columns
+        self.draft_ids = torch.cat([F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks])
+        own = of_ranks[self.comm.rank] - held * self.comm.rank
+        self._draft_rows = F.pad(own, (0, width - len(own)))
+        self.renew_draft_head()
+
+    def renew_draft_head(self) -> None:
+        """Copy the rows of the draft vocabulary from the output head, which an update may have changed."""
+        if self.draft_ids is not None:
+            self.draft_head = self.head.index_select(0, self._draft_rows)
+
+    def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        full = self.comm.concat(F.linear(hidden, head), -1)
         return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
     @torch.no_grad()

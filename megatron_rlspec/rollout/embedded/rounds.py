@@ -167,18 +167,22 @@ class RoundRunner:
             tree = None if chain else TreeColumns(start, ancestors, depth)
             plan = cache.plan(read, columns, drafter=True, tree=tree)
             out = model.draft(parents.reshape(batch * expanded, -1), tokens.reshape(-1), plan, cache.kv[-1])
-            return out.view(batch, expanded, -1), model.logits(out).view(batch, expanded, -1)
+            return out.view(batch, expanded, -1), model.draft_logits(out).view(batch, expanded, -1)
 
         def sampled(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
             logp, sampling = self._logprobs(logits[:, 0], rows)
-            q.append(verify.support(logp, *sampling))
+            support = verify.support(logp, *sampling)
+            q.append(support if words is None else spread(support, words, model.arch.vocab))
             seeds = self._to(self.seeds[rows, verify.DRAFT])
             keys = self._to(self.draws[rows] + level - 1)
-            token = verify.draw(q[-1].log(), seeds, keys)[:, None]
+            token = verify.draw(support.log(), seeds, keys)[:, None]
             return logp.gather(1, token)[:, None], token[:, None]
 
+        words = model.draft_ids
         pick = sampled if self.verifier == "rejection" else draft.likeliest(config.topk)
-        candidates = draft.grow(hidden, model.logits(hidden), config.num_steps, config.topk, expand, pick)
+        if words is not None:
+            pick = draft.among(words, pick)
+        candidates = draft.grow(hidden, model.draft_logits(hidden), config.num_steps, config.topk, expand, pick)
         if chain and self.budget is None:
             keep = np.ones(candidates.tokens.shape, bool)
         else:
@@ -267,6 +271,11 @@ class RoundRunner:
 
     def _to(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
+
+
+def spread(q: torch.Tensor, words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return probabilities `q [N, S]` of `words [S]` as `[N, vocab]`; columns of no word (-1) hold probability 0."""
+    return q.new_zeros(len(q), vocab).index_add_(1, words.clamp(min=0), q)
 
 
 def scratch(config: SpecConfig) -> int:

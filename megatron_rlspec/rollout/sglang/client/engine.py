@@ -163,6 +163,10 @@ class SGLangEngine:
         """Choose configurations by `SpecRule.from_json(rule)`. Without `candidates` the engine uses its own."""
         self._post("control/set_spec_rule", json={"spec_rule": dict(rule)})
 
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        """Choose drafts from `words`, as many as the engine was started with (`rlspec serve --draft-vocabulary`)."""
+        self._post("control/set_draft_vocabulary", json={"words": words.tolist()})
+
     def spec_rule_report(self) -> dict[str, Any]:
         """Return `SpecRule.report` of the engine's rule since the last call; empty without speculation."""
         return self._field("control/spec_rule_report", "report", dict)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
-from megatron_rlspec.rollout.sglang.server import decisions, prefix_tree, versions
+from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, prefix_tree, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
     Deliveries,
@@ -113,6 +113,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
+        "draft_vocabulary": draft_vocabulary.size(worker),
         "held": _held.get("reason", ""),
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
@@ -127,6 +128,11 @@ def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) 
 def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
     decisions.decider.replace(spec_rule)
     return _stay_held()
+
+
+def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) -> dict[str, Any]:
+    draft_vocabulary.renew(scheduler.draft_worker, words, scheduler.server_args.tp_size)
+    return {}
 
 
 def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
@@ -242,6 +248,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": _describe,
     "set_schedule": _set_schedule,
     "set_spec_rule": _set_spec_rule,
+    "set_draft_vocabulary": _set_draft_vocabulary,
     "hold": _hold,
     "release": _release,
     "spec_rule_report": _spec_rule_report,

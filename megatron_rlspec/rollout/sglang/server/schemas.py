@@ -121,6 +121,7 @@ class SpecRuleBody(Strict):
     acceptance: dict[str, Any] | None = None
     table: Annotated[Any, AfterValidator(_path_or_object)] = ""
     roofline: dict[str, Any] | None = None
+    learnt: dict[str, Any] | None = None
     schedule: ScheduleBody | None = None
     tp: int = Field(1, ge=1, le=4096)
     stock: bool = False
@@ -128,6 +129,12 @@ class SpecRuleBody(Strict):
 
 class SetSpecRule(Strict):
     spec_rule: SpecRuleBody
+
+
+class SetDraftVocabulary(Strict):
+    """Ids of the words that drafts are chosen from, as many as at the start of the engine."""
+
+    words: list[Annotated[int, Field(ge=0, le=1 << 24)]] = Field(min_length=1, max_length=1 << 24)
 
 
 class Hold(Strict):
@@ -138,6 +145,7 @@ COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_schedule": SetSchedule,
     "set_spec_rule": SetSpecRule,
+    "set_draft_vocabulary": SetDraftVocabulary,
     "hold": Hold,
     "release": Nothing,
     "spec_rule_report": Nothing,

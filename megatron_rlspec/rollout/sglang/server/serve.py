@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
@@ -97,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--max-running-requests", type=int, default=RolloutConfig().max_running_requests, help="decode batch limit"
     )
+    p.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=0,
+        help="words that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all words",
+    )
     p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
     p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
     return p
@@ -126,6 +134,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
     _check_model(options)
     arguments, settings, slots = arguments_for(options, device)
+    if options.draft_vocabulary and options.spec != "off":
+        arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
         arguments.append(f"--speculative-adaptive-config={_adaptive_file(slots)}")
     if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
@@ -270,6 +280,33 @@ def _schedule(text: str) -> SpecSchedule | None:
         return SpecSchedule.from_json(json.loads(Path(text).read_text() if Path(text).is_file() else text))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServeError(f"--schedule: {error}") from None
+
+
+_TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
+
+
+def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
+    """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ServeError."""
+    given = f"--draft-vocabulary {options.draft_vocabulary}"
+    if options.verifier == "rejection":
+        raise ServeError(f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier")
+    words_of_rest = [word for text in rest for word in text.split("=", 1)]
+    given_sizes = [size for name, size in itertools.pairwise(words_of_rest) if name in _TENSOR_PARALLEL]
+    if (size := [*given_sizes, "1"][0]) != "1":
+        raise ServeError(f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}")
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    config = config.get("text_config", config)
+    if "vocab_size" not in config:
+        raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
+    try:
+        words = DraftVocabulary(options.draft_vocabulary, config["vocab_size"], ends_of_text(config)).ids()
+    except ValueError as error:
+        raise ServeError(f"--draft-vocabulary: {error}") from None
+    from megatron_rlspec.rollout.sglang.server import draft_vocabulary
+
+    path = _scratch() / "token_map.pt"
+    draft_vocabulary.write_map(path, words.tolist())
+    return str(path)
 
 
 def _adaptive_file(slots: dict[str, Any]) -> str:

@@ -295,9 +295,10 @@ class Sglang0523:
         """Return the hooks of this version beyond those of `control` and `verifier`."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-        from megatron_rlspec.rollout.sglang.server import protect
+        from megatron_rlspec.rollout.sglang.server import draft_vocabulary, protect
         from megatron_rlspec.rollout.sglang.server.push_session import PushSession
 
+        yield from draft_vocabulary.hooks()
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
         yield from protect.scheduler_hooks()

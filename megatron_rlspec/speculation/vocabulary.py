@@ -1,0 +1,66 @@
+"""The words that drafts are chosen from (FR-Spec, arXiv 2502.14856): those that rollouts hold most often.
+
+The drafter's head is a part of the target's output layer, and nothing is trained in it. So any choice is lossless, and
+it may change at every push: the target verifies over the full vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+KEEP = 0.9  # weight of earlier rollouts in the counts, per rollout
+
+
+class DraftVocabulary:
+    """Counts tokens of rollouts, and chooses `size` of `total` words.
+
+    always  ids that are always among them, as the end of a text
+
+    Raises ValueError for a size that is not between the number of `always` and `total`.
+    """
+
+    def __init__(self, size: int, total: int, always: Sequence[int] = ()) -> None:
+        if not max(len(set(always)), 1) <= size < total:
+            raise ValueError(
+                f"a draft vocabulary of {size} words: expected at least {max(len(set(always)), 1)}, and fewer than the "
+                f"model's {total}"
+            )
+        self.size = size
+        self.always = tuple(sorted(set(always)))
+        self.counts = np.zeros(total)
+
+    def observe(self, texts: Iterable[np.ndarray]) -> None:
+        """Count the tokens of one rollout's texts. Earlier rollouts lose weight."""
+        self.counts *= KEEP
+        for text in texts:
+            np.add.at(self.counts, text, 1.0)
+
+    def ids(self) -> np.ndarray:
+        """Return the chosen ids, ascending, `[size] int64`. Of words alike, those of lower ids, which BPE merged first.
+
+        The choice depends on the texts only, so all ranks that observed the same agree.
+        """
+        weight = self.counts.copy()
+        weight[list(self.always)] = np.inf
+        return np.sort(np.argsort(-weight, kind="stable")[: self.size])
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts for a checkpoint, as JSON."""
+        seen = np.flatnonzero(self.counts)
+        return {"ids": seen.tolist(), "counts": self.counts[seen].tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set what `state` returned."""
+        self.counts[:] = 0.0
+        self.counts[np.array(state["ids"], np.int64)] = state["counts"]
+
+
+def ends_of_text(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids in a config.json that end a text."""
+    ends = hf_config.get("eos_token_id")
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list | tuple) else (ends,)

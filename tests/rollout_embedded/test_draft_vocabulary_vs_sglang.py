@@ -1,0 +1,82 @@
+"""SGLang's token map in a real engine on a CPU: renewed by a run, and with every weight update."""
+
+from pathlib import Path
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import tiny_mimo
+import torch
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+
+SIZE, VOCABULARY = 60, 160
+SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16"]
+FREE = Sampling(max_new_tokens=24, ignore_eos=True)
+
+
+def requests(tag: str) -> list[Request]:
+    prompts = [Prompt(i, np.random.default_rng(i).integers(3, VOCABULARY, 5 + i)) for i in range(8)]
+    return [Request(f"{tag}-{i}.", prompt, seed=i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(tmp_path: Path, tied: bool) -> None:
+    shape = {"vocab": VOCABULARY, "hidden": 64, "drafter": "close", "sharpness": 2.0, "tied": tied}
+    config, first = oracle.tiny(**shape)
+    _, second = oracle.tiny(**shape, seed=1)
+    first, second = ({name: x.float() for name, x in tensors.items()} for tensors in (first, second))
+    if tied:  # with embeddings of RMS 1 every token would repeat itself
+        for tensors in (first, second):
+            tensors["model.embed_tokens.weight"] *= 0.1
+    config |= {"attention_bias": True, "eos_token_id": 150, "bos_token_id": 1, "torch_dtype": "float32"}
+    model = tiny_mimo.write(tmp_path / "model", config, first)
+    process = launch(
+        model,
+        tmp_path / "engine.log",
+        arguments=[*SERVE, "--candidate-steps", "0,1,3", "--draft-vocabulary", str(SIZE)],
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    torch.set_num_threads(1)
+    ours = oracle.engine_of(config, first, SpecConfig(3), dtype=torch.float32)
+    words = [DraftVocabulary(SIZE, VOCABULARY, (150,)).ids(), np.arange(100, 100 + SIZE), np.arange(5, 5 + SIZE)]
+    with process:
+        theirs = SGLangEngine.of(process, timeout=120)
+        process.wait()
+        theirs.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+        assert theirs.describe()["draft_vocabulary"] == SIZE
+        found = []
+
+        def compare(name: str) -> None:
+            got, expected = theirs.generate(requests(name), FREE), ours.generate(requests(name), FREE)
+            assert [s.response.tolist() for s in got] == [s.response.tolist() for s in expected], name
+            # SGLang counts the round that ends a sample whole.
+            drafts = [sum(i * n for i, n in enumerate(s.accepted)) for s in got]
+            others = [sum(i * n for i, n in enumerate(s.accepted)) for s in expected]
+            assert sum(drafts) > 8 and np.abs(np.array(drafts) - others).max() <= 3, (name, drafts, others)
+            found.append(tuple(drafts))
+
+        ours.set_draft_vocabulary(words[0])
+        compare("start")
+        for engine in (theirs, ours):
+            engine.set_draft_vocabulary(words[1])
+        compare("renewed")
+        for engine in (theirs, ours):
+            engine.update_weights(2, second.items())
+        compare("pushed")
+        for engine in (theirs, ours):
+            engine.set_draft_vocabulary(words[2])
+            engine.update_weights(3, first.items())
+        compare("both")
+        assert len(set(found)) == len(found)
+        assert theirs.fingerprints() == ours.fingerprints()
+        with pytest.raises(EngineError, match="61 words, expected 60: the size is fixed when the engine starts"):
+            theirs.set_draft_vocabulary(np.arange(61))
+        with pytest.raises(EngineError, match="expected different ids from 0 to 159"):
+            theirs.set_draft_vocabulary(np.zeros(60, np.int64))
+        compare("refused")
