@@ -140,8 +140,28 @@ def test_memory_is_bounded_by_the_running_requests():
         requests.length = {}
         requests.prefill(chr(ord("A") + number))
         requests.round()
-    kept = sum(len(tokens) for parts in gap._stored.values() for _, tokens in parts) + len(gap._rounds)
-    assert kept <= 4 and len(gap._since) <= 1 + 4
+    assert sum(rows.total() for rows, _ in gap._stash._chunks) + len(gap._rounds) <= 4 and len(gap._since) <= 1 + 4
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_rows_of_ended_requests_leave_host_memory_and_the_others_stay_whole(every):
+    gap = Feeding(every=every)
+    requests = Requests(gap, *"abcd")
+    for accepted in ({"a": 1, "b": 2, "c": 1, "d": 3}, None, None, {"a": 2, "b": 1, "c": 3, "d": 1}, None, None):
+        requests.round(accepted)
+    for ended in "abc":
+        del requests.length[ended]
+    for _ in range(3):
+        requests.round()
+    stored = list(gap._stash.rounds())
+    assert (
+        {rid for kept in stored[:6] for rid in kept.rids}
+        == {"d"}
+        == {r for rows, _ in gap._stash._chunks for r in rows}
+    )
+    assert sum(len(kept.hidden) for kept in stored) == 3 + 1 + 1 + 3 + 1 + 1 + 3
+    gap.close(requests.batch(), 1)
+    assert gap.take() == requests.missed("d")
 
 
 def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():

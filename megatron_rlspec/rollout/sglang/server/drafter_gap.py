@@ -14,26 +14,13 @@ accepted counts, and sequence lengths that SGLang has not copied to the host.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_rlspec.rollout.sglang.server import versions
-
-
-@dataclass
-class _SkippedRound:
-    """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid."""
-
-    at: int  # `DrafterGap._total` before the round
-    rids: list[str]
-    hidden: torch.Tensor  # [B * width, H]
-    tokens: torch.Tensor  # [B * width]
-    width: int
-    counts: torch.Tensor | None  # [B]; None: all
-
+from megatron_rlspec.rollout.sglang.server.stash import SkippedRound, Stash
 
 _Kept = dict[str, tuple[torch.Tensor, torch.Tensor]]  # request id -> hidden [n, H], tokens [n]
 # Index into the batch, first position, hidden [n, H] and tokens [n] from there on, and the token after them [1].
@@ -43,22 +30,21 @@ _Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    Every `every` rounds the rows of running requests move to host memory, and the rows of other requests are dropped.
-    Host memory holds at most one hidden state per token of the KV cache, a few per cent of its size. One pass of the
-    drafter reads at most `most` tokens.
+    Every `every` rounds their rows move to host memory (`Stash`). One pass of the drafter reads at most `most` tokens.
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
         self.worker = worker
         self.every = every
         self.most = most
+        self._stash = Stash()
         self._reset()
 
     def _reset(self) -> None:
         self._total = 0  # the most tokens that one request can have missed
         self._since: dict[str, int] = {}  # `_total` when a request's drafter last was up to date; 0 if absent
-        self._rounds: list[_SkippedRound] = []
-        self._stored: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._rounds: list[SkippedRound] = []  # on the device
+        self._stash.keep(())
 
     @property
     def open(self) -> bool:
@@ -79,7 +65,7 @@ class DrafterGap:
         drafter has read them.
         """
         width = len(tokens) // len(reqs)
-        self._rounds.append(_SkippedRound(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
+        self._rounds.append(SkippedRound(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
         self._total += width
         for i in current:
             self._since[reqs[i].rid] = self._total
@@ -90,7 +76,6 @@ class DrafterGap:
         """Note that these requests' drafter cache is complete, as after a prefill."""
         for req in reqs:
             self._since[req.rid] = self._total
-            self._stored.pop(req.rid, None)
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
         """Return how many tokens the n least behind requests have missed in all. Refused drafts count as well."""
@@ -123,23 +108,24 @@ class DrafterGap:
 
     def _take(self, rids: Sequence[str]) -> _Kept:
         """Return what each of these requests missed, in order, without the requests that missed nothing."""
-        latest = self._latest(rids)
+        stored = self._select(self._stash.rounds(), rids)
+        latest = self._select(self._rounds, rids)
         taken: _Kept = {}
         for rid in rids:
-            if parts := [*self._stored.get(rid, []), *([latest[rid]] if rid in latest else [])]:
+            if parts := [kept[rid] for kept in (stored, latest) if rid in kept]:
                 device = parts[-1][0].device
                 hidden = torch.cat([part.to(device) for part, _ in parts])
                 tokens = torch.cat([part.to(device) for _, part in parts])
                 taken[rid] = (hidden, tokens)
         return taken
 
-    def _latest(self, rids: Sequence[str]) -> _Kept:
-        """Return the same for the rounds that are not in host memory yet."""
+    def _select(self, rounds: Iterable[SkippedRound], rids: Sequence[str]) -> _Kept:
+        """Return the same for these rounds, whose tensors are on one device."""
         rows: dict[str, list[int]] = {rid: [] for rid in rids}  # places in the concatenation of what is selected
         hidden: list[torch.Tensor] = []
         tokens: list[torch.Tensor] = []
         size = 0
-        for kept in self._rounds:
+        for kept in rounds:
             counts = [kept.width] * len(kept.rids) if kept.counts is None else kept.counts.tolist()
             selected: list[int] = []
             for i, rid in enumerate(kept.rids):
@@ -159,10 +145,8 @@ class DrafterGap:
         return dict(zip(rows, zip(*parts, strict=True), strict=True))
 
     def _store(self, running: Sequence[str]) -> None:
-        latest = self._latest(running)
-        self._stored = {rid: self._stored.get(rid, []) for rid in running}
-        for rid, (hidden, tokens) in latest.items():
-            self._stored[rid].append((hidden.to("cpu", copy=True), tokens.to("cpu", copy=True)))
+        self._stash.put(self._rounds)
+        self._stash.keep(set(running))
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
         self._rounds = []
 
