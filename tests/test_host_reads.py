@@ -27,6 +27,10 @@ def by_copy_into(x):
     return torch.empty(4).copy_(x)
 
 
+def by_copy_into_without_waiting(x):
+    return torch.empty(4).copy_(x, non_blocking=True)
+
+
 def by_list(x):
     return x.to(torch.int64).tolist()
 
@@ -51,6 +55,7 @@ READS = {
     by_branch: "item",
     by_copy: "copy to the CPU",
     by_copy_into: "copy to the CPU",
+    by_copy_into_without_waiting: "copy without waiting",
     by_list: "tolist",
     by_numpy: "numpy",
     by_repetition: "repeat_interleave",

@@ -14,7 +14,7 @@ accepted counts, and sequence lengths that SGLang has not copied to the host.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class DrafterGap:
         order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted(order[:n])
         behind = [i for i in chosen if lags[i] > 0]
-        kept = self._take([reqs[i].rid for i in behind])
+        kept = self._take([reqs[i].rid for i in behind], batch.spec_info.bonus_tokens.device)
         if self._samples_drafts():
             _be_certain(batch, sorted(set(chosen) - set(behind)))
         self._feed(batch, [(i, *kept[reqs[i].rid]) for i in behind if reqs[i].rid in kept])
@@ -106,27 +106,28 @@ class DrafterGap:
     def _samples_drafts(self) -> bool:
         return versions.installed().samples_drafts(self.worker)
 
-    def _take(self, rids: Sequence[str]) -> _Kept:
+    def _take(self, rids: Sequence[str], device: torch.device) -> _Kept:
         """Return what each of these requests missed, in order, without the requests that missed nothing."""
-        stored = self._select(self._stash.rounds(), rids)
+        stored = self._select(list(self._stash.rounds()), rids)
         latest = self._select(self._rounds, rids)
         taken: _Kept = {}
         for rid in rids:
             if parts := [kept[rid] for kept in (stored, latest) if rid in kept]:
-                device = parts[-1][0].device
                 hidden = torch.cat([part.to(device) for part, _ in parts])
                 tokens = torch.cat([part.to(device) for _, part in parts])
                 taken[rid] = (hidden, tokens)
         return taken
 
-    def _select(self, rounds: Iterable[SkippedRound], rids: Sequence[str]) -> _Kept:
+    def _select(self, rounds: Sequence[SkippedRound], rids: Sequence[str]) -> _Kept:
         """Return the same for these rounds, whose tensors are on one device."""
         rows: dict[str, list[int]] = {rid: [] for rid in rids}  # places in the concatenation of what is selected
         hidden: list[torch.Tensor] = []
         tokens: list[torch.Tensor] = []
         size = 0
+        known = [kept.counts for kept in rounds if kept.counts is not None]
+        read = iter(torch.cat(known).tolist() if known else ())  # one wait for the device
         for kept in rounds:
-            counts = [kept.width] * len(kept.rids) if kept.counts is None else kept.counts.tolist()
+            counts = [kept.width if kept.counts is None else next(read) for _ in kept.rids]
             selected: list[int] = []
             for i, rid in enumerate(kept.rids):
                 if rid in rows and kept.at >= self._since.get(rid, 0):
@@ -183,7 +184,7 @@ class DrafterGap:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]).to(device)
         slots = batch.req_pool_indices[index]
-        owner = slots.repeat_interleave(torch.tensor(counts, device=device))
+        owner = slots.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
         spec = batch.spec_info
 
         part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.

@@ -82,7 +82,7 @@ class Stash:
     def _stage(self, values: torch.Tensor) -> torch.Tensor:
         pinned = self._pinned.get(values.dtype)
         if pinned is None or pinned.numel() < values.numel():
-            pinned = self._pinned[values.dtype] = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
+            pinned = self._pinned[values.dtype] = torch.empty(values.numel(), dtype=values.dtype).pin_memory()
         return pinned[: values.numel()].view(values.shape).copy_(values, non_blocking=True)
 
     def keep(self, running: Collection[str]) -> None:
