@@ -57,7 +57,7 @@ class SpecSection(Section):
         0.01,
         ge=0,
         le=10,
-        description="change num_steps if that gains this share in 16 rounds in a row; 0.01: one percent",
+        description="change num_steps if that gains this share in 8 rounds in a row; 0.01: one percent",
     )
     probe_share: float = Field(
         0.01, ge=0, le=0.2, description="share of the time that rounds may lose by trying other values of num_steps"

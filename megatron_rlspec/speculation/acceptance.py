@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_rlspec.types import SpecConfig
 
+RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
@@ -93,7 +94,7 @@ class Acceptance:
 
     The prior of a depth is the rate of the depth above it times a ratio. The ratio is remembered much longer: while
     only k = 1 runs, the estimate of a_3 follows a_1. Without data the ratios are `prior_rate` for depth 1 and
-    `prior_ratio` for deeper ones, with the weight of `prior_strength` drafts.
+    `prior_ratio` for deeper ones. These priors weigh `prior_strength` drafts, those of deeper ones four times as many.
 
     hits, draws              [depth] accepted and reached drafts, faded
     ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and drafts expected from the depth above
@@ -164,7 +165,8 @@ class Acceptance:
         self.totals: list[float] = [1.0]
         rate = reach = 1.0
         for d in range(self.depth):
-            ratio = (self.ratio_hits[d] + m * self.prior[d]) / (self.ratio_base[d] + m)
+            weight = m * (RATIO_STRENGTH if d else 1.0)
+            ratio = (self.ratio_hits[d] + weight * self.prior[d]) / (self.ratio_base[d] + weight)
             rate = (self.hits[d] + m * min(ratio * rate, 1.0)) / (self.draws[d] + m)
             reach *= rate
             self.rates.append(rate)

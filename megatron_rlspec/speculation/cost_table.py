@@ -32,7 +32,7 @@ from megatron_rlspec.speculation.cost_rows import (
     short,
     where,
 )
-from megatron_rlspec.speculation.surface import Surface, fit_model, monotone
+from megatron_rlspec.speculation.surface import Model, Surface, fit_model, monotone, shrunk
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 SCHEMA = "rlspec.cost_table"
@@ -249,7 +249,7 @@ class CostTable:
         return points
 
     @cached_property
-    def _models(self) -> dict[int, tuple[np.ndarray, float]]:
+    def _models(self) -> dict[int, tuple[Model, float]]:
         return {
             tp: fit_model((c.config, c.batch, c.context_tokens, c.ms) for c in self.rounds if c.tp == tp)
             for tp in self.tps
@@ -259,8 +259,17 @@ class CostTable:
     def _surfaces(self) -> dict[tuple[int, SpecConfig], Surface]:
         return {
             (tp, config): Surface(config, monotone(points), self._models[tp][0])
-            for (tp, config), points in self._points.items()
+            for tp in self.tps
+            for config, points in self._shrunk(tp).items()
         }
+
+    def _shrunk(self, tp: int) -> dict[SpecConfig, dict[tuple[int, int], float]]:
+        measured = {config: self._points[tp, config] for config in self.configs(tp)}
+        spreads: dict[SpecConfig, dict[tuple[int, int], float]] = {config: {} for config in measured}
+        for c in self.rounds:
+            if c.tp == tp:
+                spreads[c.config][c.batch, c.context_tokens] = c.spread_ms
+        return shrunk(measured, spreads, self._models[tp][0])
 
     def _surface(self, config: SpecConfig, tp: int | None) -> Surface:
         tp = self._tp(tp)

@@ -14,7 +14,8 @@ from typing import Any
 from megatron_rlspec.types import SpecConfig
 
 FIRST_PROBE = 32  # rounds before the first probe, and between two probes while they pay off
-LAST_PROBE = 128  # most rounds between two probes; the number doubles after each probe that does not pay off
+LAST_PROBE = 128  # most rounds between two probes while drafts are worth at least NEAR of what they cost
+NEAR = 0.5  # below it the rounds between two probes double without end: most of them would be for nothing
 LEAST_DRAWS = 4  # drafts that the budget must be able to pay for before a probe starts
 PROBE_DRAWS = 16  # drafts of a probe, over all its rounds
 EARNED = 0.9  # part of `share` that each round adds to the budget; the rest covers errors of the cost
@@ -35,6 +36,8 @@ class ProbeBudget:
         self.wait = FIRST_PROBE  # rounds until the next probe
         self.interval = FIRST_PROBE  # rounds between two probes
         self.rounds = 0  # rounds that were added to the budget
+        self._probe_draws = 0  # requests that drafted in the rounds of the present probe, and
+        self._probe_value = 0.0  # what their accepted drafts were worth, as a share of what they cost
         self.unit = ""  # of the times: ms or passes; empty until a cost is known
         # For each probe round without observed acceptance yet: ms of one token, and the tokens at which it pays off.
         self.pending_charges: dict[SpecConfig, list[tuple[float, float]]] = {}
@@ -57,9 +60,11 @@ class ProbeBudget:
         return True
 
     def started(self) -> None:
-        """Note that a probe begins. The interval doubles with every probe, until one pays off."""
+        """Note that a probe begins. The interval doubles with every probe; `refund` shortens it."""
         self.wait = self.interval
-        self.interval = min(2 * self.interval, LAST_PROBE)
+        self.interval *= 2
+        self._probe_draws = 0
+        self._probe_value = 0.0
 
     def affords(self, ms: float, catch_up_ms: float) -> bool:
         """Return whether a probe may lose `ms`, and spend `catch_up_ms` on catching up."""
@@ -80,21 +85,28 @@ class ProbeBudget:
         self.pending_charges.setdefault(config, []).append((ms_per_token, needed))
         return charged
 
-    def refund(self, config: SpecConfig, drafts: float, share: float) -> float:
+    def refund(self, config: SpecConfig, drafts: float, drafting: int, others: int) -> float:
         """Return the value of a probe round's accepted drafts to the budget. Returns the ms; 0 if no round is pending.
 
-        `drafts` is the mean number of accepted drafts of the requests that drafted, which are `share` of all requests.
-        If the round paid off, the next probe is due soon.
+        `drafts` is the mean number of accepted drafts of the `drafting` requests that drafted; `others` did not. If the
+        probe so far paid off, the next one is due soon; if it was near it, after at most LAST_PROBE rounds.
         """
         pending = self.pending_charges.get(config)
         if not pending:
             return 0.0
         ms_per_token, needed = pending.pop(0)
-        refunded = ms_per_token * drafts * share
+        refunded = ms_per_token * drafts * drafting / (drafting + others)
         self.left_ms += refunded
-        if 1.0 + drafts >= needed:
-            self.interval = FIRST_PROBE
-            self.wait = min(self.wait, LEAST_DRAWS)
+        self._probe_draws += drafting
+        self._probe_value += drafting * drafts / max(needed - 1.0, 1e-9)
+        if self._probe_draws >= PROBE_DRAWS:
+            value = self._probe_value / self._probe_draws
+            if value >= 1.0:
+                self.interval = FIRST_PROBE
+                self.wait = min(self.wait, LEAST_DRAWS)
+            elif value >= NEAR:
+                self.interval = min(self.interval, LAST_PROBE)
+                self.wait = min(self.wait, LAST_PROBE)
         return refunded
 
     def postpone(self) -> None:
@@ -108,8 +120,8 @@ class ProbeBudget:
 
     def refresh(self) -> None:
         """Shorten the wait after new weights, because earlier probes say less about them. Rounds waited still count."""
-        self.interval = FIRST_PROBE
-        self.wait = min(self.wait, FIRST_PROBE)
+        self.interval = max(self.interval // 4, FIRST_PROBE)
+        self.wait = min(self.wait, self.interval)
 
     def set_unit(self, unit: str) -> None:
         """Count in this unit from now on. A budget in another unit is dropped."""
@@ -119,8 +131,11 @@ class ProbeBudget:
             self.pending_charges = {}
         self.unit = unit
 
-    def take_up(self, former: ProbeBudget) -> None:
-        """Continue the budget of an earlier rule, and `refresh` it. Does nothing if that rule chose no round."""
+    def take_up(self, former: ProbeBudget, foretold: bool) -> None:
+        """Continue the budget of an earlier rule. Does nothing if that rule chose no round.
+
+        `foretold`: a forecast says what the new weights accept, and wakes a probe where it is due. Otherwise `refresh`.
+        """
         if not former.rounds:
             return
         unit = self.unit or former.unit
@@ -128,7 +143,8 @@ class ProbeBudget:
             setattr(self, name, getattr(former, name))
         self.pending_charges = former.pending_charges
         self.set_unit(unit)
-        self.refresh()
+        if not foretold:
+            self.refresh()
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}

@@ -23,7 +23,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 VERSION = 1
-PATIENCE = 16  # rounds after which a gain of exactly `margin` leads to a switch
+PATIENCE = 8  # rounds after which a gain of exactly `margin` leads to a switch
 CATCH_UP_WEIGHT = 0.1  # share of the one-time catch-up cost that staying off must lose before drafting starts
 OCTAVES = tuple(2**i for i in range(17))  # mean contexts at which a roofline is tabulated
 
@@ -206,7 +206,7 @@ class SpecRule:
 
         Acceptance is not taken over.
         """
-        self.probe_budget.take_up(former.probe_budget)
+        self.probe_budget.take_up(former.probe_budget, foretold=self._forecast is not None)
         if isinstance(self.cost, LearntCost) and isinstance(former.cost, LearntCost) and former._timings:
             self.cost.take_up(former.cost)
             self._plain = former._plain
@@ -308,8 +308,7 @@ class SpecRule:
         tally.accepted += drafts
         if self.schedule is None:
             self._tokens = self._expected()
-            share = len(accepted) / (len(accepted) + others)
-            tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), share)
+            tally.probe_ms -= self.probe_budget.refund(config, drafts / len(accepted), len(accepted), others)
 
     def report(self) -> dict[str, Any]:
         """Return the choices since the last report, as JSON. `estimated_regret` uses the rule's own predictions."""

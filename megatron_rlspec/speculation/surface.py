@@ -8,6 +8,7 @@ context per request, so that every point of a measured rectangle (batch, mean le
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,19 +17,34 @@ from megatron_rlspec.types import SpecConfig
 Points = Mapping[tuple[int, int], float]  # (batch, context tokens of the whole batch) -> ms
 
 
-def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+RIDGES = 2.0 ** np.arange(-6, 13)  # tokens
+
+
+def features(config: SpecConfig, batch: np.ndarray, context: np.ndarray, ridge: float) -> np.ndarray:
     """Compute the terms of a round's cost, `[..., 7]`; the fitted model is linear in them (docs/design.md, Round cost).
 
-    In order: host and weights, verified tokens, context, the drafter's extend pass, its tokens, further drafter passes,
-    their tokens.
+    In order: host, the target's pass, context, launches of drafter passes (the first, further ones), and these passes.
+    A pass over n tokens takes (1 + (n / ridge) ** 4) ** 0.25: as long as reading the weights, up to the ridge.
     """
     batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-    verified = batch * (config.num_draft_tokens or 1)
     drafts = 0.0 if config.off else 1.0
     passes = max(config.num_steps - 1, 0)
     one = np.ones_like(batch)
-    terms = (one, verified, context, drafts * one, drafts * verified, passes * one, passes * config.topk * batch)
-    return np.stack(terms, axis=-1)
+    verify = (1 + (batch * (config.num_draft_tokens or 1) / ridge) ** 4) ** 0.25
+    draft = (1 + (batch * config.topk / ridge) ** 4) ** 0.25
+    return np.stack((one, verify, context, drafts * one, passes * one, drafts * verify, passes * draft), axis=-1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A roofline fitted to a table: coefficients `[7]` of `features`, and the ridge in tokens."""
+
+    coefficients: np.ndarray
+    ridge: float
+
+    def ms(self, config: SpecConfig, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Compute ms of a round, of the broadcast shape of `batch` and `context`."""
+        return np.asarray(features(config, batch, context, self.ridge) @ self.coefficients)
 
 
 def fit_nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -94,9 +110,9 @@ def monotone(points: Points) -> dict[tuple[int, int], float]:
 
 
 class Surface:
-    """ms by (batch, context tokens) for one (TP, config). `model` holds the coefficients of `features` at this TP."""
+    """ms by (batch, context tokens) for one (TP, config). `model` is fitted to all configurations of this TP."""
 
-    def __init__(self, config: SpecConfig, points: Points, model: np.ndarray) -> None:
+    def __init__(self, config: SpecConfig, points: Points, model: Model) -> None:
         self.config = config
         self.model = model
         rows: dict[int, list[tuple[float, float]]] = {}
@@ -136,16 +152,51 @@ class Surface:
         return ms, outside
 
     def _ratio(self, batch: np.ndarray, length: np.ndarray, near_batch: np.ndarray, near: np.ndarray) -> np.ndarray:
-        at = features(self.config, batch, batch * length) @ self.model
-        base = features(self.config, near_batch, near_batch * near) @ self.model
+        at = self.model.ms(self.config, batch, batch * length)
+        base = self.model.ms(self.config, near_batch, near_batch * near)
         return np.where(base > 0, at / np.maximum(base, 1e-30), 1.0)
 
 
-def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[np.ndarray, float]:
-    """Fit coefficients of `features` to (config, batch, context, ms); return them and the median relative error."""
-    rows = list(samples)
-    x = np.stack([features(config, np.array(b), np.array(c)) for config, b, c, _ in rows])
-    ms = np.array([r[3] for r in rows])
-    # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
-    model = fit_nonnegative(x / ms[:, None], np.ones(len(rows)))
-    return model, float(np.median(np.abs(x @ model / ms - 1)))
+def fit_model(samples: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[Model, float]:
+    """Fit a `Model` to (config, batch, context, ms); return it and the median relative error."""
+    by_config: dict[SpecConfig, list[tuple[float, float, float]]] = {}
+    for config, batch, context, duration in samples:
+        by_config.setdefault(config, []).append((batch, context, duration))
+    columns = {config: np.array(points, float).T for config, points in by_config.items()}
+    ms = np.concatenate([points[2] for points in columns.values()])
+    best: tuple[float, Model, float] | None = None
+    for ridge in RIDGES.tolist():
+        x = np.concatenate([features(config, points[0], points[1], ridge) for config, points in columns.items()])
+        # The fit minimises relative errors, so a round of 2 ms counts as much as one of 200 ms.
+        coefficients = fit_nonnegative(x / ms[:, None], np.ones(len(ms)))
+        errors = x @ coefficients / ms - 1
+        if best is None or float(errors @ errors) < best[0]:
+            best = float(errors @ errors), Model(coefficients, ridge), float(np.median(np.abs(errors)))
+    assert best is not None
+    return best[1], best[2]
+
+
+def shrunk(
+    table: Mapping[SpecConfig, Points], spreads: Mapping[SpecConfig, Points], model: Model
+) -> dict[SpecConfig, dict[tuple[int, int], float]]:
+    """Return the points without the differences between configurations that the spreads do not let one tell.
+
+    table, spreads: by configuration, ms and its spread at the same points; model: fitted to them
+
+    At each point the costs of the configurations are compared, as logarithms, with their mean and with what the model
+    says. A difference e from the model, with relative spread s, becomes e * t² / (t² + s²): t² is the variance that the
+    table's differences have beyond their spreads (empirical Bayes). What slows all configurations alike stays.
+    """
+    configs = list(table)
+    points = list(table[configs[0]])
+    batch, context = np.array(points, float).T
+    measured = np.log([[table[c][p] for p in points] for c in configs])
+    expected = np.log([model.ms(c, batch, context) for c in configs])
+    noise = np.array([[spreads[c][p] / table[c][p] for p in points] for c in configs]) ** 2
+    difference = measured - expected
+    common = difference.mean(axis=0)
+    difference = difference - common
+    true = max(float(np.mean(difference**2 - noise * (1 - 1 / len(configs)))), 0.0)
+    kept = np.divide(true, true + noise, out=np.ones_like(noise), where=noise > 0)
+    fixed = np.exp(expected + common + kept * difference)
+    return {c: dict(zip(points, row.tolist(), strict=True)) for c, row in zip(configs, fixed, strict=True)}

@@ -94,7 +94,7 @@ def test_a_long_tail_is_not_behind_plain_and_close_to_the_best_choice(machine, r
     again = rule_of(acceptance=rule.acceptance)
     again.inherit(rule)  # the next rollout, after a push
     _, tokens, took = Simulation(truth, rate, again, batch, seed=1).run(420)
-    assert tokens.sum() / took.sum() > 0.99
+    assert tokens.sum() / took.sum() > 0.985
     best = 0.0
     for t in range(420):
         ms = truth.grid(CANDIDATES, np.array(batch(t)), np.array(batch(t) * (100 + t)))

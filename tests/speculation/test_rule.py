@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance
-from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE
+from megatron_rlspec.speculation.probing import FIRST_PROBE, LAST_PROBE, ProbeBudget
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.solver import chains, compile_schedule
@@ -97,7 +97,7 @@ def test_probes_pay_for_what_the_drafter_has_to_catch_up_on():
         assert report["probe_share"] <= 0.01
         assert report["catch_up_share"] <= min(share, 0.03)
         probes.append(report["probes"])
-    assert 20 < probes[1] == probes[0] and 0 < probes[2] <= probes[0] and probes[3] == 0
+    assert 4 < probes[1] == probes[0] and 0 < probes[2] <= probes[0] and probes[3] == 0
 
 
 def test_a_probe_lets_few_drafters_catch_up_and_a_switch_lets_all():
@@ -310,3 +310,35 @@ def test_where_all_draft_a_probe_is_of_all_that_run():
     p.report()
     assert engine.run(1, 6) == [SpecConfig(2)] and p.catch_up == 6
     assert p.report()["predicted_tokens"] == pytest.approx(6 * p.acceptance.totals[2], rel=0.05)
+
+
+def test_probes_of_a_useless_drafter_become_rare_and_a_forecast_wakes_them():
+    """Over pushes, too: with a forecast that it still fails no probe is added; with one that it learnt, one at once."""
+    engine = Engine(rule(), rates=(0.0,) * 5)
+    engine.run(4000, batch=64)
+    engine.rule.report()
+    for _ in range(4):
+        after = SpecRule(CANDIDATES, H100, acceptance=engine.rule.acceptance, forecast=[0.01])
+        after.inherit(engine.rule)
+        engine.rule = after
+        engine.run(2000, batch=64)
+    few = engine.rule.report()["probes"]
+    assert few <= 1 and engine.rule.probe_budget.interval >= 4000
+    engine.rates = (0.8,) * 5
+    learnt = SpecRule(CANDIDATES, H100, acceptance=engine.rule.acceptance, forecast=[0.8] * 5)
+    learnt.inherit(engine.rule)
+    engine.rule = learnt
+    assert engine.run(1, batch=64)[0].num_steps > 0
+    assert engine.run(100, batch=64)[-1].num_steps > 0
+
+
+@pytest.mark.parametrize(("drafts", "longest"), [(0.0, 1 << 20), (0.3, LAST_PROBE), (0.6, FIRST_PROBE)])
+def test_the_nearer_a_probe_is_to_paying_off_the_sooner_the_next(drafts, longest):
+    """0.5 accepted drafts pay off here. A probe is judged over all its rounds, not by one lucky draft."""
+    budget = ProbeBudget(0.01, 0.0)
+    for _ in range(15):
+        budget.started()
+        for accepted in (1.0, *[(16 * drafts - 1) / 15] * 15) if drafts else (0.0,) * 16:
+            budget.charge(SpecConfig(1), 1.0, 0.0, 1.0, needed=1.5)
+            budget.refund(SpecConfig(1), accepted, drafting=1, others=0)
+    assert budget.interval <= longest and (drafts > 0) == (budget.interval <= LAST_PROBE)

@@ -90,7 +90,7 @@ def test_useless_drafts_cost_no_more_than_the_probes_may(batch, foreseen):
     learning, engine = disappointed(), Engine()
     found = steps(learning, engine, [0.0] * 200, foreseen, batch)
     lost = 1 - (engine.tokens / engine.ms) / (batch * 200 * ROUNDS / engine.plain_ms)
-    assert -1e-9 < lost <= 0.01 and sum(probes for _, probes in found) > 10
+    assert -1e-9 < lost <= 0.01 and sum(probes for _, probes in found) > 4
 
 
 def test_what_was_earned_outlives_an_engine_and_a_resumed_run():
