@@ -292,8 +292,11 @@ def _mark_drafts(request: Any, accepted: int) -> None:
     if request.customized_info is None:
         request.customized_info = {}
     marks = request.customized_info.setdefault(DRAFTED, [])
-    marks += [0] * (len(request.output_ids) - len(marks))  # tokens of a prefill, which are no drafts
-    marks += [1] * accepted + [0]
+    if before := len(request.output_ids) - len(marks):
+        marks += [0] * before  # tokens of a prefill, which are no drafts
+    if accepted:
+        marks += [1] * accepted
+    marks.append(0)
 
 
 def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
