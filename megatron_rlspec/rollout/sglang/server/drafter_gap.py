@@ -108,18 +108,16 @@ class DrafterGap:
 
     def _take(self, rids: Sequence[str], device: torch.device) -> _Kept:
         """Return what each of these requests missed, in order, without the requests that missed nothing."""
-        stored = self._select(list(self._stash.rounds()), rids)
-        latest = self._select(self._rounds, rids)
+        stored = self._select(list(self._stash.rounds()), rids, device)
+        latest = self._select(self._rounds, rids, device)
         taken: _Kept = {}
         for rid in rids:
             if parts := [kept[rid] for kept in (stored, latest) if rid in kept]:
-                hidden = torch.cat([part.to(device) for part, _ in parts])
-                tokens = torch.cat([part.to(device) for _, part in parts])
-                taken[rid] = (hidden, tokens)
+                taken[rid] = (torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts]))
         return taken
 
-    def _select(self, rounds: Sequence[SkippedRound], rids: Sequence[str]) -> _Kept:
-        """Return the same for these rounds, whose tensors are on one device."""
+    def _select(self, rounds: Sequence[SkippedRound], rids: Sequence[str], device: torch.device) -> _Kept:
+        """Return the same for these rounds, whose tensors are on one device, moved to `device`."""
         rows: dict[str, list[int]] = {rid: [] for rid in rids}  # places in the concatenation of what is selected
         hidden: list[torch.Tensor] = []
         tokens: list[torch.Tensor] = []
@@ -142,7 +140,7 @@ class DrafterGap:
             return {}
         rows = {rid: numbers for rid, numbers in rows.items() if numbers}
         index = torch.tensor([n for numbers in rows.values() for n in numbers], device=hidden[0].device)
-        parts = (torch.cat(all_)[index].split([len(n) for n in rows.values()]) for all_ in (hidden, tokens))
+        parts = (torch.cat(all_)[index].to(device).split([len(n) for n in rows.values()]) for all_ in (hidden, tokens))
         return dict(zip(rows, zip(*parts, strict=True), strict=True))
 
     def _store(self, running: Sequence[str]) -> None:
