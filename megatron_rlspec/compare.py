@@ -50,7 +50,7 @@ class Estimate:
         """Say what a difference shows."""
         if self.low > 0:
             return "above 0"
-        return "below 0" if self.high < 0 else "not shown: the interval holds 0"
+        return "below 0" if self.high < 0 else "not shown"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
@@ -28,7 +29,7 @@ from megatron_rlspec import compare, data, files
 from megatron_rlspec import config as configuration
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
@@ -60,6 +61,7 @@ def main() -> None:
     ):
         with CONSOLE.status("starting a speculating and a plain engine"):
             spec, plain = SGLangEngine.of(fast.wait()), SGLangEngine.of(slow.wait())
+            engines = {"spec": (spec, fast), "plain": (plain, slow)}
         summary = rewards(run) | times(run) | predictions(run) | {"policy": compare.policy_of(run / "rl")}
         with CONSOLE.status("accept lengths of four drafters on the final policy's rollouts"):
             found = compare.measure(spec, drafters, prompts[: args.prompts], sampling, STEPS)
@@ -67,10 +69,10 @@ def main() -> None:
         longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:FEW]
         with CONSOLE.status("tokens per second, engines and drafters in turn"):
             three = {name: drafters[name] for name in ("co-trained", "frozen", "control")}
-            summary["long_tail"] = speeds(spec, plain, three, longest, sampling, args.repeats)
+            summary["long_tail"] = speeds(engines, three, longest, sampling, args.repeats)
             spec.set_spec_rule(json.loads(rule_file(run / "rl").read_text()))
             trained = {"co-trained": drafters["co-trained"]}
-            summary["rollout"] = speeds(spec, plain, trained, prompts[:96], sampling, args.repeats, fixed=False)
+            summary["rollout"] = speeds(engines, trained, prompts[:96], sampling, args.repeats, fixed=False)
     files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
     files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
@@ -127,8 +129,7 @@ def predictions(run: Path) -> dict:
 
 
 def speeds(
-    spec: SGLangEngine,
-    plain: SGLangEngine,
+    engines: Mapping[str, tuple[SGLangEngine, EngineProcess]],
     drafters: Mapping[str, Mapping[str, Tensor]],
     prompts: Sequence[Prompt],
     sampling: Sampling,
@@ -139,9 +140,12 @@ def speeds(
     """Measure tokens per second of the plain engine and, with each drafter, of the other one, in turn.
 
     `fixed`: the most drafts a round, always; otherwise the engine's rule decides. A ratio is taken within one
-    repetition; the result holds the median and the range of these ratios.
+    repetition; the result holds the median and the range of these ratios, and the median by the engines' CPU time,
+    which a busy machine disturbs less.
     """
     rates: dict[str, list[float]] = {name: [] for name in ("plain", *drafters)}
+    by_cpu: dict[str, list[float]] = {name: [] for name in rates}
+    spec = engines["spec"][0]
     if fixed:
         spec.set_schedule(SpecSchedule.fixed(SpecConfig(max(STEPS))))
     version = 1000 + len(prompts) * 10
@@ -152,13 +156,15 @@ def speeds(
                 version += 1
                 drafter = [(key, drafters[name][key]) for key in drafters[name] if ".mtp_layers." in key]
                 spec.update_weights(version, drafter, scope="drafter")
-            engine = plain if name == "plain" else spec
+            engine, process = engines["plain" if name == "plain" else "spec"]
             began = time.perf_counter()
+            cpu_began = cpu_seconds(process)
             tokens = 0
             for part in range(2):
                 tokens += sum(len(s.response) for s in draw(engine, prompts, sampling, salt=2 * (10 + repeat) + part))
             if repeat:  # the first repetition is a warm-up
                 rates[name].append(tokens / (time.perf_counter() - began))
+                by_cpu[name].append(tokens / (cpu_seconds(process) - cpu_began))
     found: dict = {"batch": len(prompts), "repeats": repeats, "plain": float(np.median(rates["plain"])), "drafters": {}}
     for name in drafters:
         ratios = np.divide(rates[name], rates["plain"])
@@ -166,8 +172,15 @@ def speeds(
             "tokens_per_s": float(np.median(rates[name])),
             "speedup": float(np.median(ratios)),
             "range": [float(ratios.min()), float(ratios.max())],
+            "speedup_by_cpu": float(np.median(np.divide(by_cpu[name], by_cpu["plain"]))),
         }
     return found
+
+
+def cpu_seconds(engine: EngineProcess) -> float:
+    """Sum the CPU seconds of an engine's processes."""
+    first = psutil.Process(engine.process.pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (first, *first.children(recursive=True)))
 
 
 def show(summary: dict) -> None:
@@ -182,28 +195,28 @@ def show(summary: dict) -> None:
     first = summary["reward_first_interval"]
     last = summary["reward_last_interval"]
     row("held-out reward, first", summary["reward_first"], first)
-    row("held-out reward, last", summary["reward_last"], last, "above the first" if last[0] > first[1] else "no rise")
+    row("held-out reward, last", summary["reward_last"], last, "above the first" if last[0] > first[1] else "not shown")
     policy = summary["policy"]
-    row("the policy moved: KL(policy, warm start) per token", policy["drift/kl"])
-    row("… share of tokens whose likeliest token changed", policy["drift/changed"])
-    row("… entropy per token", policy["policy/entropy"])
+    row("KL(policy, warm start) per token", policy["drift/kl"])
+    row("share of likeliest tokens that changed", policy["drift/changed"])
+    row("entropy per token", policy["policy/entropy"])
     for found in summary["comparison"]["accept_lengths"]:
-        name = f"accept length, {found['steps']} drafts a round: {found['drafter']}"
+        name = f"accept length, k={found['steps']}: {found['drafter']}"
         row(name, found["value"], (found["low"], found["high"]))
     for found in summary["comparison"]["differences"]:
         if found["drafter"] == "co-trained":
-            name = f"{found['steps']} drafts a round, the same prompts: co-trained - {found['minus']}"
+            name = f"paired, k={found['steps']}: co-trained - {found['minus']}"
             row(name, found["value"], (found["low"], found["high"]), found["shown"])
     for part in ("long_tail", "rollout"):
         speed = summary[part]
         at = f"{part.replace('_', ' ')}, batch {speed['batch']}"
         row(f"{at}: tokens/s plain", speed["plain"], form="{:.0f}")
         for name, own in speed["drafters"].items():
-            row(f"{at}: {name} / plain", own["speedup"], own["range"], form="{:.2f}")
+            by_cpu = f"by CPU time {own['speedup_by_cpu']:.2f}"
+            row(f"{at}: {name} / plain", own["speedup"], own["range"], by_cpu, "{:.2f}")
     if "prediction_error" in summary:
-        text = f"tokens per round predicted one step ahead, {summary['predicted_steps']} steps: mean absolute error"
-        row(text, summary["prediction_error"])
-        row("the same, assuming the last rollout's rates", summary["last_value_error"])
+        row("tokens per round predicted: mean absolute error", summary["prediction_error"])
+        row("… from the last rollout's rates", summary["last_value_error"])
     for part in ("generate", "push", "train"):
         row(f"seconds, {part}", summary[f"seconds_{part}"], form="{:.1f}")
     CONSOLE.print(table)
