@@ -25,7 +25,7 @@ from megatron_rlspec.weights.fingerprint import fingerprint
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 KEY = "right-key"
-EXACT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "native", "TRITON_F32_DEFAULT": "ieee"}
+EXACT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee"}
 SERVE = ["--device", "cuda", "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "32"]
 SERVE += ["--attention-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"]
 SERVE += ["--mem-fraction-static", "0.2", "--log-level", "info"]
