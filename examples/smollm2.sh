@@ -15,12 +15,12 @@ config=(--config examples/smollm2/smollm2.toml)
 if [ -n "$quick" ]; then
     answers=(--answer.prompts 64 --rollout.samples_per_prompt 4)
     warm=(--sft.steps 40 --sft.samples_per_step 16)
-    rl=(--train.steps 6 --train.eval_prompts 64 --optimizer.lr 3e-5)
+    rl=(--train.steps 6 --train.eval_prompts 64)
     proof=(--prompts 32 --repeats 2)
 else
     answers=(--rollout.samples_per_prompt 8)
     warm=(--sft.steps 240)
-    rl=(--train.steps 30)
+    rl=(--train.steps 26)
     proof=(--prompts 100 --repeats 4)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -53,7 +53,7 @@ part "RL: the drafter is trained with the policy"
     --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true "${rl[@]}"
 
 part "control: the warm drafter trained for as many steps on the old answers"
-steps=$([ -n "$quick" ] && echo 6 || echo 30)
+steps=$([ -n "$quick" ] && echo 6 || echo 26)
 [ -e "$run/control/hf" ] || trained sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/answers.jsonl" \
     --train.run_dir "$run/control" --train.resume true --sft.held_out 0 --sft.eval_every 0 --sft.steps "$steps" \
     --sft.samples_per_step 64
