@@ -29,7 +29,7 @@ from megatron_rlspec.weights.checkpoint import read_hf
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control"}  # name -> part of the run
 DRAFTS = (1, 3, 5)
 BATCHES = (1, 8, 32)
-TOKENS = 768  # of one timed draw at least
+TOKENS = 256  # of one timed draw, if every answer had its longest length
 
 
 def main() -> None:
