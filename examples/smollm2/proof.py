@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from megatron_rlspec import data, files
+from megatron_rlspec import compare, data, files
 from megatron_rlspec.config import Config
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -27,7 +27,6 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, Sp
 from megatron_rlspec.weights.checkpoint import read_hf
 
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control"}  # name -> part of the run
-DRAFTS = (1, 3, 5)
 BATCHES = (1, 8, 32)
 TOKENS = 256  # of one timed draw, if every answer had its longest length
 
@@ -94,46 +93,12 @@ def curve(warm: Path) -> dict:
 
 
 def drafters(run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
-    """Print accept lengths of three drafters on the final policy, and paired differences, with 95 % intervals.
-
-    All drafters answer the same prompts with the same seeds, so the texts are equal. Intervals are over prompts.
-    """
-    rounds: dict[tuple[str, int], np.ndarray] = {}
-    texts = set()
-    for version, (name, part) in enumerate([*DRAFTERS.items(), ("co-trained", "rl")], start=1):
-        tensors = read_hf(run / part / "hf")[1]
-        engine.update_weights(version, [(key, tensors[key]) for key in tensors if ".mtp_layers." in key], "drafter")
-        for k in DRAFTS if (name, DRAFTS[0]) not in rounds else ():  # the last push restores the engine's own drafter
-            engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
-            asked = [Request(f"d{version}-k{k}-p{i:05d}.", prompt, i) for i, prompt in enumerate(prompts)]
-            samples = engine.generate(asked, sampling)
-            texts.add(tuple(tuple(sample.response) for sample in samples))
-            counts = [(sum(sample.accepted), np.arange(len(sample.accepted)) @ sample.accepted) for sample in samples]
-            rounds[name, k] = np.array(counts, float)
-    print(f"texts equal under all drafters and numbers of drafts: {'yes' if len(texts) == 1 else 'NO'}")
-    found = {}
-    for k in DRAFTS:
-        for name in DRAFTERS:
-            found[f"{name} k={k}"] = interval(rounds[name, k])
-        for other in ("frozen", "control"):
-            found[f"co-trained - {other} k={k}"] = interval(rounds["co-trained", k], rounds[other, k])
-    for name, (value, low, high) in found.items():
-        print(f"accept length, {name}: {value:.3f} [{low:.3f}, {high:.3f}]")
+    """Print paired accept lengths of three drafters on the final policy; then give the engine its own drafter back."""
+    tensors = {name: read_hf(run / part / "hf")[1] for name, part in DRAFTERS.items()}
+    found = compare.measure(engine, tensors, prompts, sampling).to_json()
+    compare.show(found)
+    compare.measure(engine, {"co-trained": tensors["co-trained"]}, prompts[:1], sampling, steps=(1,), version=9)
     return found
-
-
-def interval(rounds: np.ndarray, other: np.ndarray | None = None) -> list[float]:
-    """Return tokens per round of `[prompts, 2]` (rounds, accepted drafts), or the excess over `other`; 95 %."""
-    n = len(rounds)
-    draws = np.random.default_rng(1).multinomial(n, np.full(n, 1 / n), size=4000)
-    draws = np.concatenate([np.ones((1, n)), draws])
-
-    def lengths(table: np.ndarray) -> np.ndarray:
-        total = draws @ table
-        return 1 + total[:, 1] / total[:, 0]
-
-    values = lengths(rounds) - (0 if other is None else lengths(other))
-    return [float(values[0]), *(float(x) for x in np.quantile(values[1:], [0.025, 0.975]))]
 
 
 def draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling, salt: int) -> list[tuple[int, ...]]:

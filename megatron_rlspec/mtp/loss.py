@@ -278,7 +278,7 @@ class Student:
                 self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
         if logp is not None:
             sums["overlap"], divergence, grad = self._against(logq, logp, labels, self._groups[part] + 1)
-            sums["argmax_prob"] = full.sum(full.pick(logp.exp_(), best))
+            sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
         elif callable(self._kind):
             raise ValueError("a function as drafter loss needs the teacher's whole distribution")
         elif top is not None:
