@@ -1,0 +1,454 @@
+"""Measure how drafters follow one recorded RL run: by loss, schedule, weights and learning rate.
+
+    python benchmarks/staleness.py [--quick] [--json FILE] [--csv FILE] [--plot FILE] [--work DIR] [--seconds N]
+
+The policy does not depend on its drafter. So a run is recorded once per task and seed, and every variant is a replay of
+it (docs/replay.md). All drafters answer the same held-out prompts with the same seeds, and the texts are the same; the
+differences are paired, with 95 % bootstrap intervals over prompts. Tasks are the quickstart's: in `days` RL changes
+what the policy says, in `slips` it removes errors and says the rest as before.
+
+The work is kept in --work: a finished part is not repeated, and several processes may share the directory. --seconds
+ends after so long; the next call continues. A table of unfinished work leaves out what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_rlspec import compare, data, files
+from megatron_rlspec.config import Config, load_replay
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.session import Session
+from megatron_rlspec.trajectory import Trajectory
+from megatron_rlspec.types import Prompt, Sampling
+from megatron_rlspec.weights import tensor_file
+from megatron_rlspec.weights.checkpoint import read_hf
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples/quickstart"
+SCHEDULES: dict[str, dict[str, str]] = {
+    "every step": {},
+    "every 5 steps": {"update_every": "5"},
+    "triggered": {"update": "triggered"},
+    "replay": {"replay": "uniform"},
+    "reward": {"reward_weight": "reward"},
+    "refused": {"refused_weight": "4"},
+    "after the step": {"replay": "newest"},
+    "overlap": {"overlap": "true"},
+    "disagreement": {"replay": "disagreement"},
+}
+LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
+RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
+DRAFTS = 3
+FROZEN = "frozen"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured, in full or --quick.
+
+    measured  policy steps at which all drafters are compared
+    last      policy step of the last update in the curve over `ages`, steps since then
+    """
+
+    tasks: tuple[str, ...] = ("days", "slips")
+    seeds: tuple[int, ...] = (1, 2)
+    steps: int = 30
+    measured: tuple[int, ...] = (5, 15, 30)
+    last: int = 10
+    ages: tuple[int, ...] = (0, 1, 2, 5, 10, 20)
+    prompts: int = 128
+    warm: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+
+
+QUICK = Size(
+    tasks=("days",),
+    seeds=(1,),
+    steps=4,
+    measured=(2, 4),
+    last=2,
+    ages=(0, 1, 2),
+    prompts=16,
+    warm=("--sft.steps", "20", "--sft.eval_every", "0"),
+    train=("--rollout.prompts_per_step", "4", "--train.eval_prompts", "16"),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the drafter along a recorded run."""
+
+    schedule: str
+    loss: str
+    rate: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}, {self.loss}, {self.rate}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        chosen = SCHEDULES[self.schedule] | {"loss": self.loss, "lr": self.rate}
+        return {f"drafter.{key}": value for key, value in chosen.items()}
+
+
+BASE = Variant("every step", "ce", "1e-3")
+
+
+def variants(quick: bool) -> list[Variant]:
+    """Return the variants, those that differ from `BASE` in one thing first."""
+    grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES)]
+
+    def order(v: Variant) -> tuple[int, bool]:
+        return (v.schedule != BASE.schedule) + (v.loss != BASE.loss) + (v.rate != BASE.rate), v.loss != BASE.loss
+
+    grid.sort(key=order)
+    return [v for v in grid if v.loss == "ce" and v.rate == RATES[0]] if quick else grid
+
+
+class Unfinished(Exception):
+    """The time is over, or another process works on the last parts."""
+
+
+class Work:
+    """The parts of one task and seed, in `folder/TASK/seedN`. Every part is made once, by one process."""
+
+    def __init__(self, folder: Path, task: str, seed: int, size: Size, ends: float) -> None:
+        self.task = folder / task
+        self.name = task
+        self.seed = seed
+        self.size = size
+        self.ends = ends
+        self.run = self.task / f"seed{seed}"
+
+    @contextmanager
+    def claim(self, part: str) -> Iterator[bool]:
+        """Yield whether this process may make the part; the claim ends with the process."""
+        if time.monotonic() > self.ends:
+            raise Unfinished
+        self.task.mkdir(parents=True, exist_ok=True)
+        with (self.task / f".{part.replace('/', '-').replace(' ', '_')}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def need(self, part: str, path: Path, *command: str) -> None:
+        """Run a command that makes `path`, unless it is there. Raises Unfinished while another process runs it."""
+        if path.exists():
+            return
+        with self.claim(part) as mine:
+            if not mine:
+                raise Unfinished
+            if not path.exists():
+                print(f"{self.name}: {part}", flush=True)
+                subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    def record(self) -> None:
+        """Make task, model, warm start and the recorded run."""
+        task, model, warm = self.task / "task", self.task / "model", self.task / "warm"
+        cli = ("-m", "megatron_rlspec.cli")
+        common = ("--config", str(EXAMPLES / "quickstart.toml"), "--rollout.engine", "embedded", "--spec.mode", "fixed")
+        common += ("--data.eval_path", str(task / "eval.jsonl"))
+        self.need("task", task / "eval.jsonl", str(EXAMPLES / "make_task.py"), "--task", self.name, "--out", str(task))
+        make_model = (str(EXAMPLES / "make_model.py"), "--task", str(task), "--out", str(model))
+        self.need("model", model / "config.json", *make_model)
+        rates = ("--optimizer.lr", "3e-3", "--drafter.lr", "3e-3", "--optimizer.warmup_steps", "40")
+        sft = (*rates, "--optimizer.decay_steps", "600", "--sft.path", str(task / "train.jsonl"), *self.size.warm)
+        paths = ("--model.path", str(model), "--train.run_dir", str(warm))
+        self.need("warm start", warm / "hf", *cli, "sft", *common, *paths, *sft)
+        rl = ("--data.path", str(task / "rl.jsonl"), "--train.record", "true", "--train.seed", str(self.seed))
+        rl += ("--train.steps", str(self.size.steps), *self.size.train)
+        paths = ("--model.path", str(warm / "hf"), "--train.run_dir", str(self.run))
+        self.need(f"RL, seed {self.seed}", self.run / "hf", *cli, "train", *common, *paths, *rl)
+
+    def drafter(self, variant: Variant, step: int) -> Path:
+        return self.run / "drafters" / variant.name / f"step-{step:04d}.safetensors"
+
+    def replay(self, variant: Variant) -> None:
+        """Train the variant along the recorded run; keep its drafter at the steps that are measured."""
+        kept = sorted({*self.size.measured, self.size.last})
+        if self.drafter(variant, kept[-1]).exists():
+            return
+        with self.claim(f"replay {self.seed} {variant.name}") as mine:
+            if not mine or self.drafter(variant, kept[-1]).exists():
+                return
+            print(f"{self.name}, seed {self.seed}: {variant.name}", flush=True)
+            folder = self.drafter(variant, 0).parent
+            overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
+            overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+            config = load_replay(str(self.run), None, overrides)
+            updates = 0.0
+            with Session(config, config.data.path) as run:
+                for step in range(self.size.steps):
+                    groups = run.recorded(step)
+                    updates += run.train_step(run.pack(groups), objective="grpo", train_policy=False)["drafter/updated"]
+                    if step + 1 in kept:
+                        found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
+                        assert run.online is not None
+                        age = step - run.online.last_update
+                        found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
+                        tensor_file.save(found, self.drafter(variant, step + 1))
+
+    def cells(self, chosen: Sequence[Variant]) -> Iterator[tuple[int, str, Path]]:
+        """Yield (policy step, drafter's name, its file or that of the warm start) of all that is measured."""
+        warm = self.task / "warm/hf"
+        ages = {self.size.last + age for age in self.size.ages}
+        for step in sorted({*self.size.measured, *ages}):
+            yield step, FROZEN, warm
+            for variant in chosen:
+                if step in self.size.measured:
+                    yield step, variant.name, self.drafter(variant, step)
+                if step in ages and variant.schedule == BASE.schedule:
+                    yield step, f"{variant.name}, after {self.size.last}", self.drafter(variant, self.size.last)
+
+    def rounds(self, step: int, name: str) -> Path:
+        return self.run / "rounds" / f"{step:04d}" / f"{name}.json"
+
+    def measure(self, chosen: Sequence[Variant]) -> None:
+        """Draw with every drafter whose figures are missing; one policy after the other."""
+        cells = [c for c in self.cells(chosen) if c[2].exists() and not self.rounds(c[0], c[1]).exists()]
+        trajectory = Trajectory(self.run)
+        for step, group in itertools.groupby(cells, key=lambda cell: cell[0]):
+            with self.claim(f"measure {self.seed} {step}") as mine:
+                if not mine:
+                    continue
+                print(f"{self.name}, seed {self.seed}: drafters on the policy of step {step}", flush=True)
+                config = Config.model_validate_json((self.run / "config.json").read_text())
+                warm, tensors = read_hf(self.task / "warm/hf")
+                first = {key: tensors[key] for key in tensors} | dict(trajectory.policy(step))
+                engine = EmbeddedEngine(warm, first.items(), max_length=512, max_running_requests=self.size.prompts)
+                prompts = self.prompts(config)
+                for number, (_, name, path) in enumerate(group):
+                    if time.monotonic() > self.ends:
+                        raise Unfinished
+                    self._draw(engine, step, name, path, prompts, number)
+
+    def _draw(
+        self, engine: EmbeddedEngine, step: int, name: str, path: Path, prompts: Sequence[Prompt], number: int
+    ) -> None:
+        counts: dict[str, int] = {}
+        if path.is_dir():
+            tensors = dict(read_hf(path)[1].items())
+        else:
+            with tensor_file.TensorFile(path) as file:
+                tensors = {key: file[key] for key in file}
+            counts = {key: int(tensors.pop(key)) for key in ("updates", "age")}
+        found = compare.measure(
+            engine, {name: tensors}, prompts, Sampling(max_new_tokens=384), (DRAFTS,), version=2 + number
+        )
+        text = hashlib.sha256(b"".join(sample.tokens.tobytes() for sample in found.samples)).hexdigest()
+        content = {"rounds": found.rounds[name, DRAFTS].tolist(), "text": text, **counts}
+        self.rounds(step, name).parent.mkdir(parents=True, exist_ok=True)
+        files.write(self.rounds(step, name), json.dumps(content))
+
+    def prompts(self, config: Config) -> list[Prompt]:
+        tokenizer = data.load_tokenizer(self.task / "warm/hf")
+        found, _ = data.read_prompts(self.task / "task/eval.jsonl", config.data, tokenizer, 128)
+        return found[: self.size.prompts]
+
+
+def rows_of_all(works: Sequence[Work], chosen: Sequence[Variant]) -> list[dict[str, object]]:
+    """Return the rows of every seed, and of all seeds together."""
+    together = rows(works, chosen) if len(works) > 1 else []
+    return together + [row for work in works for row in rows([work], chosen)]
+
+
+def rows(works: Sequence[Work], chosen: Sequence[Variant]) -> list[dict[str, object]]:
+    """Return a row for each task, policy step and drafter that all given seeds have measured; seeds are pooled."""
+    found = []
+    ages = {f"{v.name}, after {works[0].size.last}": v for v in chosen}
+    named = {v.name: v for v in chosen}
+    for step in sorted({step for step, _, _ in works[0].cells(chosen)}):
+        drafters = [FROZEN, *named, *ages]
+        loaded = {name: _pooled(works, step, name) for name in drafters}
+        for name in drafters:
+            if (here := loaded[name]) is None:
+                continue
+            variant = named.get(name) or ages.get(name)
+            row: dict[str, object] = {"task": works[0].name, "seeds": " ".join(str(w.seed) for w in works)}
+            row["policy_step"] = step
+            row |= {"schedule": variant.schedule if variant else FROZEN, "loss": variant.loss if variant else ""}
+            row |= {
+                "lr": float(variant.rate) if variant else "",
+                "drafter_step": works[0].size.last if name in ages else step,
+            }
+            row["curve"] = name in ages
+            if not variant:
+                row["drafter_step"] = 0
+            row |= {"updates": here["updates"], "age": here["age"] + step - int(str(row["drafter_step"]))}
+            row |= _numbers("accept_length", compare.estimate(here["rounds"]))
+            for other, label in ((FROZEN, "minus_frozen"), (BASE.name, "minus_every_step")):
+                if name != other and loaded.get(other) is not None:
+                    row |= _numbers(label, compare.estimate(here["rounds"], loaded[other]["rounds"]))
+            row["same_text"] = here["text"] == (loaded[FROZEN] or here)["text"]
+            found.append(row)
+    return found
+
+
+def _pooled(works: Sequence[Work], step: int, name: str) -> dict | None:
+    """Join the prompts of all seeds; None unless every seed has been measured."""
+    paths = [work.rounds(step, name) for work in works]
+    if not all(path.exists() for path in paths):
+        return None
+    read = [json.loads(path.read_text()) for path in paths]
+    return {
+        "rounds": np.concatenate([np.array(r["rounds"]) for r in read]),
+        "text": [r["text"] for r in read],
+        "updates": float(np.mean([r.get("updates", 0) for r in read])),
+        "age": float(np.mean([r.get("age", 0) for r in read])),
+    }
+
+
+def _numbers(label: str, found: compare.Estimate) -> dict[str, float]:
+    return {label: round(found.value, 4), f"{label}_low": round(found.low, 4), f"{label}_high": round(found.high, 4)}
+
+
+def most_seeds(found: Sequence[Mapping]) -> list[Mapping]:
+    """Return for each drafter and policy step the row of most seeds."""
+    best: dict[tuple, Mapping] = {}
+    for row in found:
+        key = tuple(row[name] for name in ("task", "policy_step", "schedule", "loss", "lr", "curve"))
+        if key not in best or len(row["seeds"]) > len(best[key]["seeds"]):
+            best[key] = row
+    return list(best.values())
+
+
+def table(found: Sequence[Mapping]) -> str:
+    """Render the rows of the last policy step of each task, and the curves over steps since the last update."""
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in found):
+        own = most_seeds([row for row in found if row["task"] == task])
+        same = [row for row in own if not row["curve"]]
+        last = max((row["policy_step"] for row in same if row["schedule"] != FROZEN), default=0)
+        lines.append(f"\n{task}: policy of step {last}, tokens per round of {DRAFTS} drafts")
+        head = f"{'schedule':<16}{'loss':<12}{'lr':>7}{'seeds':>6}{'updates':>9}  "
+        lines.append(head + f"{'accept length':<24}{'- frozen':<24}- {BASE.name}")
+        for row in same:
+            if row["policy_step"] == last:
+                cells = [_cell(row, label) for label in ("accept_length", "minus_frozen", "minus_every_step")]
+                head = (
+                    f"{row['schedule']:<16}{row['loss']:<12}{row['lr']!s:>7}{row['seeds']:>6}{row['updates']:>9.1f}  "
+                )
+                lines.append(head + "  ".join(cells))
+        lines.append(f"{task}: every step until one, then no update; by steps since the last update")
+        for row in own:
+            if row["curve"]:
+                age = row["policy_step"] - row["drafter_step"]
+                cells = f"{_cell(row, 'accept_length')}  - frozen {_cell(row, 'minus_frozen')}"
+                lines.append(f"{row['loss']:<12}{row['lr']!s:>7}  {age:>3} steps  {cells}")
+    texts = [bool(row["same_text"]) for row in found]
+    lines.append(f"\ntexts equal to those under the frozen drafter: {sum(texts)} of {len(texts)} cells")
+    return "\n".join(lines)
+
+
+def _cell(row: Mapping, label: str) -> str:
+    if label not in row:
+        return " " * 22
+    return f"{row[label]:6.3f} [{row[f'{label}_low']:6.3f},{row[f'{label}_high']:6.3f}]"
+
+
+def plot(found: Sequence[Mapping], path: Path) -> None:
+    """Draw, for each task, the gain over the frozen drafter by step, and by steps since the last update."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in found))
+    figure, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), layout="constrained", squeeze=False)
+    for (left, right), task in zip(axes, tasks, strict=True):
+        own = most_seeds([row for row in found if row["task"] == task and "minus_frozen" in row])
+        for number, schedule in enumerate(SCHEDULES):
+            line = [r for r in own if not r["curve"] and (r["schedule"], r["loss"], r["lr"]) == (schedule, "ce", 1e-3)]
+            _curve(left, line, [r["policy_step"] + 0.12 * (number - 4) for r in line], schedule)
+        for number, (loss, rate) in enumerate(itertools.product(LOSSES, RATES)):
+            line = [r for r in own if r["curve"] and (r["loss"], r["lr"]) == (loss, float(rate))]
+            ages = [r["policy_step"] - r["drafter_step"] + 0.12 * (number - 4) for r in line]
+            _curve(right, line, ages, f"{loss}, {rate}")
+        left.set(title=f"{task}: schedules and weights (ce, lr 1e-3)", xlabel="RL step")
+        right.set(title=f"{task}: an update in every step, then none", xlabel="steps since the last update")
+        for axis in (left, right):
+            axis.set(ylabel="accept length − frozen drafter's")
+            axis.axhline(0, color="grey", linewidth=0.8)
+            axis.legend(fontsize="x-small", ncols=2)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curve(axis, line: Sequence[Mapping], x: Sequence[float], label: str) -> None:
+    if not line:
+        return
+    value = np.array([row["minus_frozen"] for row in line])
+    bars = [value - [row["minus_frozen_low"] for row in line], [row["minus_frozen_high"] for row in line] - value]
+    axis.errorbar(x, value, yerr=bars, label=label, marker=".", linewidth=1, capsize=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one task, one seed, four steps, few variants")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--csv", type=Path, help="write all rows to this file")
+    parser.add_argument("--plot", type=Path, help="write the picture to this file")
+    parser.add_argument("--work", type=Path, help="directory of the parts; default: runs/staleness, with -quick")
+    parser.add_argument("--tasks", nargs="+", choices=("days", "slips"), help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 and 2")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
+    args = parser.parse_args()
+    size = QUICK if args.quick else Size()
+    size = replace(size, tasks=tuple(args.tasks or size.tasks), seeds=tuple(args.seeds or size.seeds))
+    chosen = variants(args.quick)
+    folder = (args.work or ROOT / f"runs/staleness{'-quick' if args.quick else ''}").absolute()
+    ends = time.monotonic() + args.seconds
+    torch.set_num_threads(1)
+    works = {task: [Work(folder, task, seed, size, ends) for seed in size.seeds] for task in size.tasks}
+    by_seed = [work for of_seed in zip(*works.values(), strict=True) for work in of_seed]
+    try:
+        for work in by_seed:
+            work.record()
+        for number, variant in enumerate(chosen, 1):
+            for work in by_seed:
+                work.replay(variant)
+                work.measure(chosen[:number])
+    except Unfinished:
+        print("unfinished: call again to go on")
+    found = [row for of_task in works.values() for row in rows_of_all(of_task, chosen)]
+    cpu = f"{os.cpu_count()} cores, torch {torch.__version__}, one thread, float32, the quickstart's model"
+    cpu += f"; {size.prompts} held-out prompts a seed, seeds {', '.join(map(str, size.seeds))}"
+    print(f"conditions: {cpu}; load {os.getloadavg()[0]:.1f}")
+    if not found:
+        return
+    print(table(found))
+    if args.json:
+        args.json.write_text(json.dumps({"conditions": cpu, "rows": found}, indent=1) + "\n")
+    if args.csv:
+        with args.csv.open("w", newline="") as out:
+            writer = csv.DictWriter(out, list(dict.fromkeys(key for row in found for key in row)))
+            writer.writeheader()
+            writer.writerows(found)
+    if args.plot:
+        plot(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()
