@@ -91,6 +91,12 @@ class RolloutEngine(Protocol):
     def resume(self) -> None:
         """Continue decoding after `pause`."""
 
+    def sleep(self) -> None:
+        """Release memory. Running samples are kept, as by `pause`; weights are lost. Nothing but `wake` may follow."""
+
+    def wake(self) -> None:
+        """Take the memory back after `sleep`. The engine serves nothing until all weights are pushed."""
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the named samples, or all: their `generate` returns what they have, with status "aborted"."""
 

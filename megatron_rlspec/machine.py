@@ -48,7 +48,7 @@ BECAUSE = {
     "NCCL_CUMEM_ENABLE": "SGLang's engines on other machines have 0, and push.transport=group needs equal values",
 }
 IMPORT_SECONDS = 300
-# An engine keeps one buffer for weights there: 256 MiB, or the largest tensor, which is an embedding of up to 1.6 GB.
+# An engine keeps one buffer for weights there: 512 MiB, or the largest tensor, which is an embedding of up to 1.6 GB.
 SHARED_BYTES_PER_GPU = 2 << 30
 BUILD_ENGINE = "pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
 

@@ -26,6 +26,7 @@ from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.open import StartingEngines, learning
+from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
@@ -37,6 +38,7 @@ from megatron_rlspec.types import (
     RoundStats,
     Sample,
     Sampling,
+    Scope,
     SpecConfig,
     SpecSchedule,
 )
@@ -64,7 +66,14 @@ class StartingRollouts:
     starting    engines, which start while the trainer is built
     """
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], tokenizer: Any, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        tokenizer: Any,
+        run_dir: Path,
+        layout: Layout | None = None,
+    ) -> None:
         """Raises DataError, CostTableError, RewardError and ConfigError before any engine starts."""
         self.config = config
         self.hf_config = hf_config
@@ -74,7 +83,7 @@ class StartingRollouts:
         self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
         self.learning = learning(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
-        self.starting = StartingEngines(config, run_dir)
+        self.starting = StartingEngines(config, run_dir, layout)
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         """Wait until every engine answers and return the engines by name. Raises EngineError."""
@@ -132,6 +141,7 @@ class Rollouts:
             self.ahead = Future()
             self.ahead.set_result((pending, math.nan))
         self.restarts = Restarts(self.starting.again, rollout.restarts)
+        self.asleep = False
         self.restarted = 0  # engines that were restarted since the last record
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
@@ -335,9 +345,25 @@ class Rollouts:
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
-    def push(self, version: int, source: Source, words: np.ndarray | None = None) -> dict[str, float]:
-        """Send every tensor of `source` to every engine and check the engines. Returns metrics.
+    def sleep(self) -> None:
+        """Let every engine release its memory. The next push wakes them, and sends them all tensors."""
+        self.engines.everywhere(lambda engine: engine.sleep())
+        self.asleep = True
 
+    def wake(self) -> None:
+        """Let engines that sleep take their memory back."""
+        if self.asleep:
+            self.engines.everywhere(lambda engine: engine.wake())
+            self.asleep = False
+            for name in self.health.pusher.engines:
+                self.health.pusher.forget(name)
+
+    def push(
+        self, version: int, source: Source, words: np.ndarray | None = None, scope: Scope = "all"
+    ) -> dict[str, float]:
+        """Send the tensors of `source` to every engine and check the engines. Returns metrics.
+
+        scope  "drafter" if the policy is as the engines have it. Engines that never got it are sent all tensors
         words  the ids that drafts are chosen from, from now on; None: no change
 
         Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
@@ -347,7 +373,7 @@ class Rollouts:
         if words is not None:
             self.engines.everywhere(lambda engine: engine.set_draft_vocabulary(words))
         try:
-            report = self.health.push(version, source, predicted=self._expected_of_canary())
+            report = self.health.push(version, source, scope, predicted=self._expected_of_canary())
         except HealthError:
             for engine in self.engines.engines:
                 if not engine.alive:

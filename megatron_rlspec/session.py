@@ -6,11 +6,13 @@ The other ranks wait while rank 0 generates and scores; it then broadcasts the g
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from megatron_rlspec.metrics import Clock, Recorder, RewardWatch, read_records
 from megatron_rlspec.online import OnlineLearner
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
 from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
@@ -35,7 +38,7 @@ from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.trajectory import Trajectory, TrajectoryWriter
-from megatron_rlspec.types import Group, PackedBatch, Sample
+from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 from megatron_rlspec.weights import tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
 from megatron_rlspec.weights.contract import HealthError
@@ -80,6 +83,7 @@ class Session:
         self._tokens = 0  # trained by the drafter at depth 1
         self._bad_steps = 0  # in a row
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())  # for the record of the newest step
+        self._policy_changed = True  # since the last push
         self._pushed: dict[str, float] = {}
         self._adapted: dict[str, float] = {}
         self._learned: dict[str, float] = {}  # metrics of the drafter's update while engines drew
@@ -103,6 +107,7 @@ class Session:
             raise CheckpointError(f"{config.model.path}: {error}") from None
         check(family, tensors, drafter=config.drafter.train)
         model.check(self.hf_config, config)
+        self.layout = self._place(tensors)
         context = self.hf_config.get("max_position_embeddings")
         longest = config.model.max_length
         if context and context < longest:
@@ -122,7 +127,7 @@ class Session:
             self.data.check_ids(self.hf_config["vocab_size"])
         self.trajectory = self._open_trajectory(tensors) if self.replays else None
         if self.main and self.generates:  # engines start while the trainer is built
-            starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir)
+            starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir, self.layout)
             self._closing.callback(starting.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors, fresh_drafter=config.replay.fresh_drafter)
@@ -204,6 +209,33 @@ class Session:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if gpus and ranks > gpus:
             raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
+
+    def _place(self, tensors: LazyTensors) -> placement.Layout:
+        """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
+        config = self.config
+        gpus = placement.devices(os.environ, torch.cuda.device_count())
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if not self.generates or config.rollout.engine != "sglang" or config.rollout.urls:
+            return placement.Layout()
+        options = config.placement
+        layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode)
+        if not layout.engines:
+            return layout
+        placement.check_heads(self.hf_config, options.tensor)
+        if layout.together:
+            placement.check_together(config)
+        gpu = int(options.gpu_gib * placement.GIB) or torch.cuda.get_device_properties(0).total_memory
+        size = model.DTYPES[config.model.dtype].itemsize
+        parameters = sum(math.prod(tensors.shape(name)) for name in tensors)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        need = placement.Need(
+            gpu,
+            placement.train_bytes(config, parameters, size, world),
+            parameters * size,
+            placement.cache_bytes(self.hf_config, config.spec.mode != "off", size),
+            config.model.max_length,
+        )
+        return replace(layout, mem_fraction=placement.share(layout, need))
 
     def __enter__(self) -> Session:
         return self
@@ -370,7 +402,12 @@ class Session:
         )
 
     def train_step(self, batches: list[PackedBatch], **options: Any) -> dict[str, float]:
-        """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`."""
+        """Take an optimizer step of the policy and one of the drafter. Arguments and result as `Trainer.train_step`.
+
+        Engines on the ranks' GPUs sleep from here until the next push.
+        """
+        if self.layout.together:
+            self._on_rank0(lambda: self.rollouts.sleep())
         learns = options["objective"] == "grpo" and options.get("train_policy", True)
         if self.config.algorithm.kl_coef and learns:
             rows = self.trainer.reference_logprobs(batches)
@@ -384,6 +421,8 @@ class Session:
         self._tokens += int(metrics.get("drafter/tokens_1", 0))
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(self._newest[1])
+        # A skipped step counts, too: it may mean that an engine is wrong. A replay loads policies of its own.
+        self._policy_changed |= options.get("train_policy", True) or self.replays
         self._newest = (metrics, self._newest[1])
         self._pushed = {}
         self._adapted = {}
@@ -444,14 +483,20 @@ class Session:
 
         Restarted engines join here. If no other engine is left, this waits for one.
         """
+        if self.layout.together:
+            torch.cuda.empty_cache()
+            dist.barrier()
+            self._on_rank0(lambda: self.rollouts.wake())
         while not self._on_rank0(self._push, all_ranks=True):
             pass
 
     def _push(self) -> None:
-        with exporting(self.trainer.export) as source:
+        with exporting(partial(self.trainer.export, live=True)) as source:
             if source is not None:
                 words = None if self.words is None or self.config.spec.mode == "off" else self.words.ids()
-                self._pushed = self.rollouts.push(self.done + 1, source, words)
+                scope: Scope = "all" if self._policy_changed else "drafter"
+                self._pushed = self.rollouts.push(self.done + 1, source, words, scope)
+        self._policy_changed = False
 
     def adapt(self) -> None:
         """Read the engines' acceptance and round times, and update the speculation rule."""

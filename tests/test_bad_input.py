@@ -383,6 +383,7 @@ SERVE = [
     ("--host example.invalid", "--host example.invalid", "--api-key"),
     ("--device cpu --verifier rejection", "--verifier rejection", "GPU"),
     ("--device cpu --enable-mixed-chunk", "--enable-mixed-chunk", "--spec off"),
+    ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
     ("--device cpu --num-steps -1", "num_steps must not be negative", "-1"),
     ("--device cpu --candidate-steps 1,x", "--candidate-steps 1,x", "integers"),
     ("--device cpu --cost-table no.json", "--cost-table no.json", "no such file"),

@@ -14,6 +14,7 @@ from megatron_rlspec.config.load import load, load_replay, options
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
+from megatron_rlspec.config.placement import PlacementConfig
 from megatron_rlspec.config.push import PushConfig
 from megatron_rlspec.config.replay import ReplayConfig
 from megatron_rlspec.config.reward import RewardConfig
@@ -35,6 +36,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PlacementConfig",
     "PushConfig",
     "ReplayConfig",
     "RewardConfig",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import Name, Section
 
 
 class PushConfig(Section):
-    transport: Literal["http", "files", "group"] = Field(
+    transport: Literal["http", "files", "group", "ipc"] = Field(
         "http", description="http: in requests; files: in a shared directory; group: over NCCL, or gloo without a GPU"
     )
     directory: Name = Field("/dev/shm", description="transport=files: a directory that trainer and engines both see")
     address: Name = Field("127.0.0.1", description="transport=group: address at which engines reach this machine")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PushConfig:
+        if self.transport == "ipc":
+            raise ValueError(
+                "transport=ipc: SGLang takes CUDA IPC handles as pickles only, and nothing from a network "
+                "is unpickled here; expected http or files, or slime with --colocate"
+            )
+        return self

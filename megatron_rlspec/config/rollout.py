@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Count, Name, Seconds, Section, Text, Tokens
+from megatron_rlspec.config.base import FUNCTION, MOST_TOKENS, Count, Name, Seconds, Section, Text
 from megatron_rlspec.config.model import LONGEST
 from megatron_rlspec.config.reward import address_problem
 
@@ -41,7 +41,9 @@ class RolloutConfig(Section):
     max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
         256, description="most requests that one engine decodes together"
     )
-    max_total_tokens: Tokens = Field(65536, description="size of one engine's KV cache in tokens")
+    max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
+        0, description="size of one engine's KV cache in tokens; 0: what fits (65536 on a CPU)"
+    )
     mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for an engine's weights and KV cache")
     timeout_seconds: Seconds = Field(1800.0, description="an engine that sends nothing for so long has failed")
     restarts: Count = Field(3, description="how often a run restarts engines it launched, if they fail")

@@ -18,6 +18,7 @@ from megatron_rlspec.config.health import HealthConfig
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
+from megatron_rlspec.config.placement import PlacementConfig
 from megatron_rlspec.config.push import PushConfig
 from megatron_rlspec.config.replay import ReplayConfig
 from megatron_rlspec.config.reward import RewardConfig
@@ -38,6 +39,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     spec: SpecSection = SpecSection()
+    placement: PlacementConfig = PlacementConfig()
     push: PushConfig = PushConfig()
     health: HealthConfig = HealthConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -128,7 +130,7 @@ class Config(Section):
                 f"model.max_length={longest}",
             ),
             (
-                self.rollout.max_total_tokens < longest,
+                0 < self.rollout.max_total_tokens < longest,
                 f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
                 f"model.max_length={longest}",
             ),
@@ -151,7 +153,7 @@ class Config(Section):
                 f"answer.path={self.answer.path}: expected a .jsonl file to write",
             ),
             (
-                self.rollout.max_total_tokens < longest,
+                0 < self.rollout.max_total_tokens < longest,
                 f"rollout.max_total_tokens={self.rollout.max_total_tokens} cannot hold one sample of "
                 f"model.max_length={longest}",
             ),

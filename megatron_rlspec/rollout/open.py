@@ -12,6 +12,7 @@ from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.rounds import scratch
+from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
@@ -22,6 +23,8 @@ from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
+_NAME = "engine-"
+
 
 class StartingEngines:
     """Start engines in the background, while the trainer is built. `wait` returns them once all of them answer.
@@ -29,16 +32,18 @@ class StartingEngines:
     Raises ConfigError if no engine answers at one of `rollout.urls`.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, layout: Layout | None = None) -> None:
         self._config = config
         self._timeout = config.rollout.timeout_seconds
+        self._transport = _transport(config.push)
+        self._layout = layout or Layout()
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
         self._attached: dict[str, RolloutEngine] = {}
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
-                self._launch(f"engine-{index}")
+                self._launch(f"{_NAME}{index}")
         elif config.rollout.engine == "sglang":
             self._attached = {url: self._attach(url) for url in config.rollout.urls}
 
@@ -55,12 +60,12 @@ class StartingEngines:
         process = self._launch(name, f".{number}")
         if self._closed:
             process.close()
-        process.wait()
-        return SGLangEngine.of(process, timeout=self._timeout, transport=_transport(self._config.push))
+        process.wait(self._config.placement.startup_seconds)
+        return SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
 
     def _attach(self, url: str) -> RolloutEngine:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
-        engine = SGLangEngine(url, timeout=self._timeout, transport=_transport(self._config.push))
+        engine = SGLangEngine(url, timeout=self._timeout, transport=self._transport)
         try:
             held = engine.describe()["draft_vocabulary"]
         except EngineError as error:
@@ -75,7 +80,9 @@ class StartingEngines:
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
-        self._processes[name] = launch(self._config.model.path, log, arguments=_arguments(self._config))
+        environment = self._layout.environment(int(name.removeprefix(_NAME)))
+        arguments = engine_arguments(self._config, self._layout)
+        self._processes[name] = launch(self._config.model.path, log, arguments=arguments, environment=environment)
         return self._processes[name]
 
     def wait(self) -> Mapping[str, RolloutEngine]:
@@ -86,14 +93,15 @@ class StartingEngines:
         if self._config.rollout.engine == "embedded":
             return {"embedded": _embedded(self._config)}
         try:
-            started = {name: process.wait() for name, process in self._processes.items()}
+            started = {
+                name: process.wait(self._config.placement.startup_seconds) for name, process in self._processes.items()
+            }
         except BaseException:
             self.close()
             raise
         engines = dict(self._attached)
         for name, process in started.items():
-            transport = _transport(self._config.push)
-            engines[name] = SGLangEngine.of(process, timeout=self._timeout, transport=transport)
+            engines[name] = SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
         return engines
 
     def close(self) -> None:
@@ -119,7 +127,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
 
 
 def _transport(push: PushConfig) -> Transport:
-    """Make the weight transport of one engine. A process group joins the trainer and one engine."""
+    """Make the weight transport of all engines."""
     if push.transport == "group":
         return GroupBroadcast(push.address)
     return Files(push.directory) if push.transport == "files" else Http()
@@ -140,13 +148,13 @@ def _embedded(config: Config) -> EmbeddedEngine:
         budget=TreeBudget(share=share) if share != "none" else None,
         candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
         max_running_requests=config.rollout.max_running_requests,
-        max_total_tokens=config.rollout.max_total_tokens,
+        max_total_tokens=config.rollout.max_total_tokens or 65536,
         max_length=config.model.max_length,
         max_draft_tokens=max(64, scratch(spec)),
     )
 
 
-def _arguments(config: Config) -> list[str]:
+def engine_arguments(config: Config, layout: Layout) -> list[str]:
     """Return the command-line options of `rlspec serve` for this run."""
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
@@ -158,6 +166,14 @@ def _arguments(config: Config) -> list[str]:
         "max-total-tokens": config.rollout.max_total_tokens,
         "draft-vocabulary": config.drafter.vocabulary,
     }
-    if torch.cuda.is_available():
-        options["mem-fraction-static"] = config.rollout.mem_fraction
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    if layout.engines:
+        options["tp"] = len(layout.engines[0])
+    if layout.engines or torch.cuda.is_available():
+        options["mem-fraction-static"] = layout.mem_fraction or config.rollout.mem_fraction
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    if layout.together and layout.engines:
+        # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
+        arguments.append("--enable-memory-saver")
+        if config.spec.mode != "off":
+            arguments.append("--enable-draft-weights-cpu-backup")
+    return arguments

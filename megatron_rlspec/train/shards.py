@@ -68,12 +68,18 @@ def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, 
 
 
 def export(
-    table: NameTable, policy: nn.Module, drafter: nn.Module | None, config: TransformerConfig, scope: Scope = "all"
+    table: NameTable,
+    policy: nn.Module,
+    drafter: nn.Module | None,
+    config: TransformerConfig,
+    scope: Scope = "all",
+    live: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors under Hugging Face names, on the CPU, on rank 0; the others yield nothing.
+    """Yield full tensors under Hugging Face names, on rank 0; the others yield nothing.
 
-    Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline stage.
-    One replica of the experts takes part: without expert parallelism, one replica of everything.
+    They are copies on the CPU; if `live`, they are on this rank's device and may be parameters: read them before the
+    next step. Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline
+    stage. One replica of the experts takes part: without expert parallelism, one replica of everything.
     """
     if ps.get_expert_data_parallel_rank() != 0:
         return
@@ -89,11 +95,11 @@ def export(
         if source == stage:
             for module in modules:
                 held |= global_names(module, config)
-        yield from export_stage(table, held, source, config)
+        yield from export_stage(table, held, source, config, live)
 
 
 def export_stage(
-    table: NameTable, held: dict[str, Tensor], source: int, config: TransformerConfig
+    table: NameTable, held: dict[str, Tensor], source: int, config: TransformerConfig, live: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
 
@@ -104,7 +110,9 @@ def export_stage(
     stage = ps.get_pipeline_model_parallel_rank()
     for name, full in _stage_tensors(table, held, source, stage, config):
         for hf, tensor in table.to_hf(name, full):
-            yield hf, tensor.contiguous()
+            # A copy unless `live`: the next step changes the parameter itself.
+            kept = tensor if live else tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            yield hf, kept.contiguous()
 
 
 def _stage_tensors(
@@ -133,7 +141,7 @@ def _stage_tensors(
                 full = torch.empty(shape, dtype=dtype, device=runtime.device())
                 dist.recv(full, src=origin, group=pipeline)
             if stage == 0:
-                yield each, full.to("cpu", copy=True)  # a copy: the next step changes the parameter itself
+                yield each, full
 
 
 def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool) -> list[Any]:

@@ -107,9 +107,12 @@ class Trainer:
             learner.optimizer.reload_model_params()
         self.refresh_embedding()
 
-    def export(self, scope: Scope = "all") -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too."""
-        return shards.export(self.table, self.policy, self.drafter, self.model_config, scope)
+    def export(self, scope: Scope = "all", live: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too.
+
+        `live`: without copies, for a reader that is done before the next step.
+        """
+        return shards.export(self.table, self.policy, self.drafter, self.model_config, scope, live)
 
     def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the content of `moments.FILE` on rank 0; other ranks must exhaust the (empty) iterator too.

@@ -1,8 +1,11 @@
 """One push: stream tensors from the trainer to every engine at once, as one versioned session, and compare there.
 
-    source(scope) ──(name, tensor)──► fingerprint, finite? ──► one bounded feed per engine ──► engine.update_weights
-                                            │                                                        │
-                                      what is expected  ◄──────────── compare ─────────────  engine.fingerprints
+    source(scope) ──(name, tensor)──► fingerprint, finite? ──► buckets ──► a feed per engine ──► engine.update_weights
+                                            │                                                           │
+                                      what is expected  ◄───────────── compare ──────────────  engine.fingerprints
+
+Fingerprints and finite checks run where the tensors are, and are read once per bucket. A bucket is copied once, into
+one of two pieces of memory, and serves every engine: one piece is filled while the other one travels.
 
 After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until a
 later push succeeds. `contract.py` decides what follows.
@@ -10,7 +13,6 @@ later push succeeds. `contract.py` decides what follows.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import deque
@@ -26,12 +28,10 @@ from torch import Tensor
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.types import Scope
-from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprint
+from megatron_rlspec.weights.bucket import Bucket, Memory, Named, bucket_bytes, buckets, size
+from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprints
 
-Named = tuple[str, Tensor]
 Source = Callable[[Scope], Iterable[Named]]
-
-_ATTENTION = re.compile(r"^(.*\.self_attn)\.")
 
 
 class PushError(RuntimeError):
@@ -93,7 +93,8 @@ class Pusher:
     delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
                 AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
-    feed_bytes  bytes by which the exporter may run ahead of the slowest engine
+    feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
+                a `memory` take buckets of it, and the exporter runs ahead by two of them
     """
 
     def __init__(self, engines: Mapping[str, RolloutEngine], *, delta: bool = False, feed_bytes: int = 1 << 30) -> None:
@@ -116,15 +117,21 @@ class Pusher:
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
         proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
-        feeds = {name: _Feed(self.feed_bytes, proven[name] if self.delta else {}) for name in names}
+        feeds = {
+            name: Feed(self.feed_bytes, proven[name] if self.delta else {}, getattr(self.engines[name], "memory", None))
+            for name in names
+        }
+        limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}
             try:
-                new, total, spent = _stream(source(scope), list(feeds.values()))
+                new, total, spent = _stream(source(scope), list(feeds.values()), limit)
             finally:
                 for feed in feeds.values():
                     feed.close(PushError("the exporter stopped early"))  # no effect on a feed that has ended
             errors = {name: update.result() for name, update in updates.items()}
+            for memory in {id(feed.memory): feed.memory for feed in feeds.values() if feed.memory}.values():
+                memory.close()
             self.expected = new if scope == "all" else {**self.expected, **new}
             self.version = version
             verified = time.perf_counter()
@@ -156,28 +163,6 @@ class Pusher:
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
         self._proven.pop(name, None)
-
-
-def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Yield lists of at least one tensor and about `limit` bytes; tensors of one attention module stay in one list.
-
-    SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
-    """
-    bucket: list[Named] = []
-    size = 0
-    last: str | None = None
-    for name, tensor in tensors:
-        match = _ATTENTION.match(name)
-        module = match and match[1]
-        if bucket and size >= limit and (module is None or module != last):
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append((name, tensor))
-        size += tensor.numel() * tensor.element_size()
-        last = module
-    if bucket:
-        yield bucket
 
 
 @contextmanager
@@ -226,30 +211,42 @@ def broadcast_device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-class _Feed:
-    """A queue of tensors from the exporter to one engine, bounded in bytes. Leaves out what the engine holds."""
+class Feed:
+    """What one engine gets of a push: buckets in `memory`, or single tensors of the exporter if it has none.
 
-    def __init__(self, limit: int, proven: Mapping[str, int]) -> None:
+    An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets. Leaves out what the engine holds.
+    """
+
+    def __init__(self, limit: int, proven: Mapping[str, int], memory: Memory | None = None) -> None:
         self.limit = limit
         self.proven = proven
+        self.memory = memory
+        self.reading = True
         self.sent_bytes = 0
         self.sent_tensors = 0
         self.seconds = 0.0
-        self._queue: deque[Named] = deque()
+        self._queue: deque[Bucket] = deque()
+        self._taken: deque[Bucket] = deque()
+        self._left: deque[Named] = deque()  # of the bucket that is read tensor by tensor
         self._bytes = 0
         self._ended: BaseException | bool = False
-        self._reader_gone = False
         self._changed = threading.Condition()
 
-    def put(self, name: str, tensor: Tensor, mark: int) -> None:
-        if self.proven.get(name) == mark:
-            return
+    def wants(self, named: Sequence[Named], marks: Sequence[int]) -> tuple[int, ...]:
+        """Return which of these tensors the engine is to get."""
+        if not self.reading or self._ended:
+            return ()
+        return tuple(i for i, (name, _) in enumerate(named) if self.proven.get(name) != marks[i])
+
+    def put(self, bucket: Bucket) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes < self.limit or self._reader_gone)
-            if not self._reader_gone:
-                self._queue.append((name, tensor))
-                self._bytes += _bytes(tensor)
+            self._changed.wait_for(lambda: self._bytes < self.limit or not self.reading)
+            if self.reading:
+                self._queue.append(bucket)
+                self._bytes += bucket.bytes
                 self._changed.notify_all()
+                return
+        bucket.done()
 
     def close(self, error: BaseException | None = None) -> None:
         """Announce the end of the tensors. With `error`, the reader raises it after the queued tensors."""
@@ -260,27 +257,80 @@ class _Feed:
     def stop_reading(self) -> None:
         """Drop everything that is put from now on: the engine reads no more."""
         with self._changed:
-            self._reader_gone = True
+            self.reading = False
+            undone = [*self._taken, *self._queue]
+            self._taken.clear()
             self._queue.clear()
             self._changed.notify_all()
+        for bucket in undone:
+            bucket.done()
 
-    def __iter__(self) -> Iterator[Named]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._ended)
-                if not self._queue:
-                    if isinstance(self._ended, BaseException):
-                        raise self._ended
-                    return
-                name, tensor = self._queue.popleft()
-                self._bytes -= _bytes(tensor)
-                self._changed.notify_all()
-            self.sent_bytes += _bytes(tensor)
-            self.sent_tensors += 1
-            yield name, tensor
+    def buckets(self) -> Iterator[tuple[Bucket, bool]]:
+        """Yield (bucket, whether it is the last). A bucket's memory goes back when the next one is asked for."""
+        following = self._take()
+        while following is not None:
+            bucket = following
+            following = self._take()
+            self.sent_bytes += bucket.bytes
+            self.sent_tensors += len(bucket.names)
+            yield bucket, following is None
+            self._done(bucket)
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Named:
+        while not self._left:
+            if self._taken:
+                self._done(self._taken[0])
+            bucket = self._take()
+            if bucket is None:
+                raise StopIteration
+            self._left.extend(bucket.tensors)
+        name, tensor = self._left.popleft()
+        self.sent_bytes += size(tensor)
+        self.sent_tensors += 1
+        return name, tensor
+
+    def _take(self) -> Bucket | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._ended)
+            if not self._queue:
+                if isinstance(self._ended, BaseException):
+                    raise self._ended
+                return None
+            bucket = self._queue.popleft()
+            self._taken.append(bucket)
+            self._bytes -= bucket.bytes
+            self._changed.notify_all()
+            return bucket
+
+    def _done(self, bucket: Bucket) -> None:
+        with self._changed:
+            if bucket not in self._taken:  # `stop_reading` came first
+                return
+            self._taken.remove(bucket)
+        bucket.done()
 
 
-def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str, int], int, float]:
+def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[tuple[Bucket, bool]]:
+    """Yield (bucket, whether it is the last) of a feed, or of any tensors, packed into `memory`."""
+    if isinstance(tensors, Feed):
+        yield from tensors.buckets()
+        return
+    lots = buckets(tensors, bucket_bytes())
+    following = next(lots, None)
+    while following is not None:
+        bucket = Bucket(following)
+        bucket.pack(memory)
+        following = next(lots, None)
+        try:
+            yield bucket, following is None
+        finally:
+            bucket.done()
+
+
+def _stream(tensors: Iterable[Named], feeds: Sequence[Feed], limit: int) -> tuple[dict[str, int], int, float]:
     """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
 
     Returns fingerprints by name, bytes, and seconds of fingerprinting.
@@ -289,20 +339,23 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
     total = 0
     spent = 0.0
     refused = ""
-    for name, tensor in tensors:
+    for lot in buckets(tensors, limit):
         began = time.perf_counter()
-        if name in marks:
-            refused = refused or f"the exporter gave {name} twice"
-        elif not _finite(tensor):
-            refused = refused or f"{name} holds NaN or infinity"
-        marks[name] = fingerprint(tensor)
-        total += _bytes(tensor)
+        found = fingerprints([tensor for _, tensor in lot])
+        finite = _finite([tensor for _, tensor in lot])
+        for (name, tensor), mark, sound in zip(lot, found, finite, strict=True):
+            if name in marks:
+                refused = refused or f"the exporter gave {name} twice"
+            elif not sound:
+                refused = refused or f"{name} holds NaN or infinity"
+            marks[name] = mark
+            total += size(tensor)
         spent += time.perf_counter() - began
-        for feed in feeds:
-            if refused:
+        if refused:
+            for feed in feeds:
                 feed.close(PushError(refused))
-            else:
-                feed.put(name, tensor, marks[name])
+        else:
+            _distribute(lot, found, feeds)
     if not marks and not refused:
         refused = "the exporter gave no tensor"
     for feed in feeds:
@@ -312,12 +365,28 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[_Feed]) -> tuple[dict[str,
     return marks, total, spent
 
 
-def _update(engine: RolloutEngine, version: int, scope: Scope, feed: _Feed) -> str:
+def _distribute(lot: Sequence[Named], marks: Sequence[int], feeds: Sequence[Feed]) -> None:
+    """Make one bucket for all feeds that want the same of these tensors in the same memory."""
+    alike: dict[tuple[int, tuple[int, ...]], list[Feed]] = {}
+    for feed in feeds:
+        wanted = feed.wants(lot, marks)
+        if wanted:
+            alike.setdefault((id(feed.memory), wanted), []).append(feed)
+    for (_, wanted), readers in alike.items():
+        bucket = Bucket([lot[i] for i in wanted], len(readers))
+        memory = readers[0].memory
+        if memory is not None:
+            bucket.pack(memory, drop=True)
+        for feed in readers:
+            feed.put(bucket)
+
+
+def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> str:
     """Run one engine's session. Returns the error, or ""."""
     began = time.perf_counter()
     try:
-        engine.update_weights(version, iter(feed), scope)
-        left = next(iter(feed), None)
+        engine.update_weights(version, feed, scope)
+        left = next(feed, None)
         return f"stopped reading at {left[0]}" if left else ""
     except (EngineError, PushError) as error:
         return str(error)
@@ -333,12 +402,13 @@ def _verify(engine: RolloutEngine, expected: Mapping[str, int]) -> tuple[str, Di
         return str(error), Difference()
 
 
-def _finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)  # NaN propagates into both
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether all of it is finite. Answers on a GPU are read together, with one wait."""
+    ranges = []
+    for tensor in tensors:
+        if not tensor.is_floating_point() or not tensor.numel():
+            ranges.append(torch.ones((), dtype=torch.bool, device=tensor.device))
+            continue
+        low, high = torch.aminmax(tensor)  # NaN propagates into both
+        ranges.append(torch.isfinite(low) & torch.isfinite(high))
+    return torch.stack(ranges).tolist() if ranges else []

@@ -411,7 +411,7 @@ def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path
         ({"port": silent.getsockname()[1]}, "does not answer as the trainer's store"),
         ({"port": int(server.process.url.rpartition(":")[2])}, "does not answer as the trainer's store"),
         ({"address": "no.such.host.invalid"}, "cannot connect to the trainer"),
-        ({"size": 3}, "size is 3; expected 2"),
+        ({"first": 2}, "size is 2; expected at least 3: this engine has ranks 2 to 2"),
         ({"size": 2**40}, "at most 4096"),
         ({"backend": "nccl"}, "expected gloo"),
         ({"backend": "mpi"}, "expected nccl or gloo"),

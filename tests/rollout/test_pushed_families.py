@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from weight_oracles import random_
 
+from megatron_rlspec.weights.bucket import buckets
 from megatron_rlspec.weights.families import FAMILIES, names_where
 from megatron_rlspec.weights.fingerprint import compare
 from megatron_rlspec.weights.names import name_table
@@ -231,16 +232,13 @@ def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, a
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
-def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, architecture, tmp_path, monkeypatch):
+def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, architecture, tmp_path):
     """SGLang's loader silently drops `q_a_proj` and `kv_a_proj_with_mqa` if they come in two calls."""
-    from megatron_rlspec.rollout.sglang.client import engine
-
     ranks, tensors = pushed(sglang_models, architecture, tmp_path)
     new = {name: tensor + 1 for name, tensor in tensors.items()}
-    monkeypatch.setattr(engine, "_BUCKET_BYTES", 1)
-    for bucket in engine._buckets(new.items()):
+    for bucket in buckets(new.items(), limit=1):
         for rank in ranks:
-            rank.load(bucket)
+            rank.load(dict(bucket))
     assert difference(sglang_models, ranks, new).empty
     for name, tensor in tensors.items():
         for rank in ranks:

@@ -674,3 +674,25 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     assert pool.engines == (engines["adaptive"],) and len(pool.failures) == 1
     with pytest.raises(EngineError, match="the engine"):
         engines["plain"].generate(asked[:1], sampling)
+
+
+def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engines: dict[str, SGLangEngine]) -> None:
+    """On a CPU SGLang's release frees nothing; its order and its refusals are those of a GPU."""
+    engine = engines["adaptive"]
+    asked = requests(3, "sleep")
+    engine.update_weights(1, WEIGHTS.items())
+    before = texts(engine.generate(asked, SAMPLINGS["T=1"]))
+    with pytest.raises(EngineError, match="the engine is awake"):
+        engine.wake()
+    engine.sleep()
+    with pytest.raises(EngineError, match="asleep already"):
+        engine._post("sleep")
+    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "all"}})):
+        with pytest.raises(EngineError, match="the engine sleeps: its memory is released; call wake first"):
+            engine._post(path, **arguments)
+    with pytest.raises(EngineError, match="it slept, and no weights were pushed since"):
+        engine.generate(asked, SAMPLINGS["T=1"])
+    engine.wake()
+    engine.update_weights(1, WEIGHTS.items())
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+    assert texts(engine.generate(asked, SAMPLINGS["T=1"])) == before

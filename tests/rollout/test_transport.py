@@ -9,6 +9,7 @@ from tiny_mimo import config, weights, write
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
+from megatron_rlspec.weights import push
 from megatron_rlspec.weights.push import Pusher
 
 pytestmark = pytest.mark.slow
@@ -27,9 +28,7 @@ def source_of(tensors):
 
 
 def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
-    from megatron_rlspec.rollout.sglang.client import engine as client
-
-    monkeypatch.setattr(client, "_BUCKET_BYTES", 100_000)  # several buckets
+    monkeypatch.setattr(push, "bucket_bytes", lambda: 100_000)  # several buckets
     c = config(hidden=128, layers=2, heads=4, kv_heads=2, ffn=256, vocab=192)
     write(tmp_path / "model", c, weights(c))
     with launch(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprint
+from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprint, fingerprints
 
 ROW = 1 << 16  # words of 8 bytes
 
@@ -106,3 +106,19 @@ def test_differences_are_listed_by_name():
     assert str(difference) == (
         "lacks layer.7; has besides extra; holds otherwise layer.1, layer.2, layer.3, layer.4 and 1 more"
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, ROW, 2 * ROW + 100])
+def test_the_form_for_a_gpu_computes_the_same(count):
+    """It runs here on the CPU: torch operators in place of numpy's."""
+    from megatron_rlspec.weights.fingerprint import _sum_on_device
+
+    tensor = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
+    data = torch.cat([tensor.view(torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])
+    for first in (0, 7, ROW - 1):
+        assert int(_sum_on_device(data, first)) % 2**64 == fingerprint(data, start=8 * first)
+
+
+def test_fingerprints_of_several_tensors_are_those_of_each():
+    tensors = [torch.randn(5), torch.randn(3, 3, dtype=torch.float64), torch.empty(0)]
+    assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []

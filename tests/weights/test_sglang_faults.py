@@ -22,10 +22,10 @@ from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprob
 from weight_oracles import echo_checkpoint
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.types import Request, SpecConfig
+from megatron_rlspec.weights import push
 from megatron_rlspec.weights.checkpoint import write_hf
 from megatron_rlspec.weights.convert import convert, plan
 from megatron_rlspec.weights.detectors import HealthSettings, logprob_finding, stamp_finding
@@ -245,7 +245,7 @@ def pusher_process(url, version, tensors, slowly):
             time.sleep(slowly)
             yield name, tensor
 
-    client._BUCKET_BYTES = 1  # every tensor travels alone, so that a mixture is really there between two of them
+    push.bucket_bytes = lambda: 1  # every tensor travels alone, so that a mixture is really there between two of them
     Pusher({"a": SGLangEngine(url, timeout=60)}).push(version, source)
     os._exit(0)
 

@@ -20,7 +20,7 @@ import yaml
 
 from megatron_rlspec import environment
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
-from megatron_rlspec.rollout.sglang.settings import MIXED_CHUNK, Settings
+from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig
@@ -130,6 +130,8 @@ def plan(
 
 def _refuse(given: Mapping[str, str | None]) -> None:
     """Raise ConfigError for flags of slime that no drafter can be trained or served with."""
+    if (servers := given.get("--prefill-num-servers")) not in (None, "0"):
+        raise ConfigError(f"--prefill-num-servers {servers}: {APART}; remove the flag, or run slime without rlspec")
     for flag, value, why in REFUSED:
         if flag in given and given[flag] == value:
             raise ConfigError(f"{flag}: {why}; remove the flag, or run slime without rlspec")

@@ -318,6 +318,12 @@ class EmbeddedEngine:
             self._pausing = self._paused = False
             self._lock.notify_all()
 
+    def sleep(self) -> None:
+        """Do nothing: the engine shares the trainer's process."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._lock:
             for run in (*self.running, *self.waiting):

@@ -19,12 +19,12 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+from megatron_rlspec.weights.bucket import Bucket, Memory
 from megatron_rlspec.weights.fingerprint import as_delivered
-from megatron_rlspec.weights.push import buckets
+from megatron_rlspec.weights.push import in_buckets
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
-_BUCKET_BYTES = 256 << 20
 logger = logging.getLogger(__name__)
 
 
@@ -71,6 +71,11 @@ class SGLangEngine:
 
     def __repr__(self) -> str:
         return f"SGLangEngine({self.url})"
+
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the buckets that a push gives to `update_weights`."""
+        return self._transport.memory
 
     def generate(
         self,
@@ -122,8 +127,6 @@ class SGLangEngine:
 
     def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
         held = self._holds()
-        sent = tensors if held["unnamed"] else self._checked(tensors, held["shapes"])
-        waiting = _buckets(sent)
         try:
             self._post("weights/begin", params={"scope": scope})
         except EngineError as error:
@@ -131,30 +134,28 @@ class SGLangEngine:
                 raise
             self._post("weights/end")
             self._post("weights/begin", params={"scope": scope})
-        bucket = next(waiting, None)
-        if bucket is None:
+        sent = 0
+        for bucket, last in in_buckets(tensors, self.memory):
+            if not held["unnamed"]:
+                self._check(bucket, held["shapes"])
+            final = {"version": str(version)} if last else {}
+            self._transport.send(self._post, bucket, {"scope": scope, **final})
+            sent += 1
+        if not sent:
             raise ValueError(f"update_weights(version={version}): no tensors")
-        while bucket is not None:
-            following = next(waiting, None)
-            last = {"version": str(version)} if following is None else {}
-            self._transport.send(self._post, bucket, {"scope": scope, **last})
-            bucket = following
         self._post("weights/end")
 
-    def _checked(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, list[int]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _check(self, bucket: Bucket, shapes: Mapping[str, list[int]]) -> None:
         """Check names and shapes before a byte is sent; the server checks them again."""
-        for name, tensor in tensors:
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             expected = shapes.get(name)
             if expected is None:
                 near = difflib.get_close_matches(name, shapes, n=1)
                 raise EngineError(
                     f"{self.url}: it has no tensor {name}" + (f"; did you mean {near[0]}?" if near else "")
                 )
-            if list(tensor.shape) != expected:
-                raise EngineError(f"{self.url}: {name} is {list(tensor.shape)}, but the engine's is {expected}")
-            yield name, tensor
+            if shape != expected:
+                raise EngineError(f"{self.url}: {name} is {shape}, but the engine's is {expected}")
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._post("control/set_schedule", json={"schedule": schedule.to_json()})
@@ -186,6 +187,14 @@ class SGLangEngine:
         self._paused = False
         if not self._broken:
             self._post("resume")
+
+    def sleep(self) -> None:
+        """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""
+        self._broken = self._broken or "it slept, and no weights were pushed since"
+        self._post("sleep")
+
+    def wake(self) -> None:
+        self._post("wake")
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
@@ -380,14 +389,3 @@ def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
     padded = np.array([0, *marks, 0])
     edges = np.flatnonzero(np.diff(padded)).tolist()
     yield from zip(edges[::2], edges[1::2], strict=True)
-
-
-def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield dictionaries of about `_BUCKET_BYTES`, on the CPU, each tensor with a storage of its own."""
-    for bucket in buckets(tensors, _BUCKET_BYTES):
-        yield {name: _own(tensor) for name, tensor in bucket}
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

@@ -2,9 +2,10 @@
 
     http    anywhere; the bytes pass SGLang's server process
     files   one machine, or a directory that both see (/dev/shm is fastest)
-    group   a process group of this process and the engine's ranks (NCCL between GPUs, gloo between CPUs)
+    group   one process group of this process and the ranks of all engines (NCCL between GPUs, gloo between CPUs)
 
-Every transport sends the same buckets within the same session, so the possible failures and the checks are the same.
+One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets: a
+request's body and a file are sent as they lie there.
 """
 
 from __future__ import annotations
@@ -15,90 +16,121 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rlspec import environment, loopback
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.weights.bucket import Bucket, Memory
 
 Post = Callable[..., dict[str, Any]]
-_SECONDS = timedelta(seconds=120)  # for an engine to join a group, or to take one tensor
+_SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket
 
 
 class Transport(Protocol):
-    def send(self, post: Post, bucket: Mapping[str, torch.Tensor], params: Mapping[str, str]) -> None:
-        """Deliver contiguous CPU tensors within an open session; `params` are those of the bucket's request."""
+    memory: Memory
+
+    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
+        """Deliver a bucket of `memory` within an open session; `params` are those of the bucket's request."""
 
 
 class Http:
-    def send(self, post: Post, bucket: Mapping[str, torch.Tensor], params: Mapping[str, str]) -> None:
-        post("weights/bucket", params=params, data=safetensors.torch.save(dict(bucket)))
+    def __init__(self) -> None:
+        self.memory = Memory()
+
+    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
+        post("weights/bucket", params=params, data=bucket.file().numpy().data)
 
 
 class Files:
-    """Send each bucket as a file in `directory`, which must have the same path on the engine's machine."""
+    """Send each bucket as a file in `directory`, which must have the same path on the engines' machines.
+
+    A file is written once for all engines, and over and over during a push: new pages take longer than the bytes.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self.memory = Memory(closed=self._remove)
+        self._files: dict[int, IO[bytes]] = {}  # address of a piece of memory -> its file
 
-    def send(self, post: Post, bucket: Mapping[str, torch.Tensor], params: Mapping[str, str]) -> None:
+    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
+        post("weights/file", params={**params, "path": bucket.once(lambda: self._write(bucket.file()))})
+
+    def _write(self, content: Tensor) -> str:
         try:
-            descriptor, name = tempfile.mkstemp(dir=self.directory, prefix="rlspec-bucket-", suffix=".safetensors")
-            os.close(descriptor)
-            try:
-                safetensors.torch.save_file(dict(bucket), name)
-                post("weights/file", params={**params, "path": name})
-            finally:
-                os.unlink(name)
+            file = self._files.get(content.data_ptr())
+            if file is None:
+                file = tempfile.NamedTemporaryFile(dir=self.directory, prefix="rlspec-bucket-", suffix=".safetensors")
+                self._files[content.data_ptr()] = file
+            file.seek(0)
+            file.write(content.numpy().data)
+            file.truncate()
+            file.flush()
+            return file.name
         except OSError as error:
             raise EngineError(f"bucket in {self.directory}: {error.strerror or error}") from None
 
+    def _remove(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
 
 class GroupBroadcast:
-    """Broadcast each bucket in a process group. torch.distributed must be initialised.
+    """Broadcast each bucket once, in one process group of all engines. torch.distributed must be initialised.
 
-    `address`: of this machine, as the engine reaches it. The first bucket creates the group. After a failure the group
-    is not used again, and the next push creates a new one.
+    `address`: of this machine, as the engines reach it. The first bucket creates the group. When the engines change and
+    after a failure the next bucket creates a new one. An engine that fails during a push fails it for the others, too.
     """
 
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:
         self.address = address
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        self.device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        self.memory = Memory("cuda" if self.backend == "nccl" else "cpu")
+        self._members: list[Post] = []
+        self._name = ""
         self._group: Any = None
         self._made = 0
 
-    def send(self, post: Post, bucket: Mapping[str, torch.Tensor], params: Mapping[str, str]) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            if self._group is None:
-                self._join(post, threads)
-            what = {
-                "group": self._name,
-                "names": list(bucket),
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
-                "shapes": [list(tensor.shape) for tensor in bucket.values()],
-            }
-            answer = threads.submit(post, "weights/receive", params=params, json=what)
-            try:
-                for tensor in bucket.values():
-                    dist.broadcast(tensor.to(self.device), src=0, group=self._group)
-            except RuntimeError as error:
-                self._group = None
-                reason = answer.exception() or error
-                raise EngineError(f"weight group: {str(reason).splitlines()[0]}") from None
-            answer.result()
+    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
+        bucket.together(post, lambda posts: self._send(posts, bucket, params))
 
-    def _join(self, post: Post, threads: ThreadPoolExecutor) -> None:
+    def _send(self, posts: list[Post], bucket: Bucket, params: Mapping[str, str]) -> None:
+        with ThreadPoolExecutor(len(posts)) as threads:
+            if not self._members or set(self._members) != set(posts):
+                self._members = []
+                self._join(posts, threads)
+                self._members = posts
+            what = {"group": self._name, "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+            answers = [threads.submit(post, "weights/receive", params=params, json=what) for post in posts]
+            try:
+                self._broadcast(bucket.data())
+                for answer in answers:
+                    answer.result()
+            except RuntimeError as error:
+                self._members = []
+                reasons = [answer.exception() for answer in answers]
+                reason = next((found for found in reasons if found is not None), error)
+                raise EngineError(f"weight group: {str(reason).splitlines()[0]}") from None
+
+    def _broadcast(self, data: Tensor) -> None:
+        dist.broadcast(data, src=0, group=self._group)
+        if data.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the piece of memory is filled again after this
+
+    def _join(self, posts: list[Post], threads: ThreadPoolExecutor) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-        described = post("control/describe")
-        problem = environment.disagreement(described.get("nccl_cumem_enable", ""), os.environ)
-        if problem and self.backend == "nccl":
-            raise EngineError(f"weight group: {problem}")
-        size = 1 + described["tensor_parallel"]
+        firsts = []
+        size = 1
+        for described in threads.map(lambda post: post("control/describe"), posts):
+            problem = environment.disagreement(described.get("nccl_cumem_enable", ""), os.environ)
+            if problem and self.backend == "nccl":
+                raise EngineError(f"weight group: {problem}")
+            firsts.append(size)
+            size += described["tensor_parallel"]
         self._made += 1
         listening = loopback.listener(self.address)
         port = listening.getsockname()[1]
@@ -113,7 +145,10 @@ class GroupBroadcast:
         )
         self._name = f"rlspec-{port}-{self._made}"
         where = {"address": self.address, "port": port, "size": size, "group": self._name, "backend": self.backend}
-        answer = threads.submit(post, "weights/join", json=where)
+        answers = [
+            threads.submit(post, "weights/join", json={**where, "first": first})
+            for post, first in zip(posts, firsts, strict=True)
+        ]
         name: Any = self._name  # torch has a type of its own for it, but only in newer versions
         # SGLang makes its side with this helper of torch, so both sides use the same keys in the store.
         group, _ = _new_process_group_helper(
@@ -126,6 +161,7 @@ class GroupBroadcast:
             timeout=_SECONDS,
         )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-        answer.result()
+        for answer in answers:
+            answer.result()
         self._group = group
         self._store = store

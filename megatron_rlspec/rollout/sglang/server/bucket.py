@@ -30,6 +30,7 @@ class ServedTensors:
     shapes    by the checkpoint's names
     drafter   names of the drafter's tensors
     elements  lower bound of the number of elements of all tensors
+    apart     why shared memory and files do not reach every rank; "" if they do
     unnamed   why there are no shapes; "" if there are. Without shapes only the models' loaders can refuse a tensor
     """
 
@@ -37,6 +38,7 @@ class ServedTensors:
     drafter: frozenset[str]
     elements: int = 0
     unnamed: str = ""
+    apart: str = ""
 
     @property
     def largest_bucket(self) -> int:
@@ -71,9 +73,13 @@ class Entry:
     end: int
 
 
-def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor."""
-    header, begin = _header(data)
+def read_entries(data: memoryview, served: ServedTensors, scope: Scope, size: int | None = None) -> list[Entry]:
+    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor.
+
+    `data`: the bucket, or its begin up to the header's end; the whole bucket has `size` bytes.
+    """
+    size = len(data) if size is None else size
+    header, begin = _header(data, size)
     entries = []
     for name, value in header.items():
         if name == "__metadata__":
@@ -81,38 +87,44 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
             continue
         entries.append(_entry(name, value, begin))
     if not entries:
-        raise _malformed(data, "it holds no tensor")
+        raise _malformed(size, "it holds no tensor")
     at = begin
     for entry in sorted(entries, key=lambda entry: (entry.first, entry.end)):
         if entry.first != at:
             problem = "overlaps another tensor" if entry.first < at else "leaves unused bytes before it"
-            raise _malformed(data, f"{plain(entry.name)} {problem}")
+            raise _malformed(size, f"{plain(entry.name)} {problem}")
         at = entry.end
-    if at != len(data):
-        raise _malformed(data, f"its tensors end at byte {at}")
+    if at != size:
+        raise _malformed(size, f"its tensors end at byte {at}")
     for entry in entries:
         served.check(entry.name, entry.shape, scope)
         if entry.first % entry.dtype.itemsize:
             raise _malformed(
-                data, f"{plain(entry.name)} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
+                size, f"{plain(entry.name)} begins at byte {entry.first}; expected a multiple of {entry.dtype.itemsize}"
             )
     return entries
 
 
-def _header(data: memoryview) -> tuple[dict[str, Any], int]:
-    if len(data) < 8:
-        raise _malformed(data, "expected 8 bytes of header length and a header")
+def header_length(data: bytes | memoryview, size: int) -> int:
+    """Return the length of the header of a bucket of `size` bytes from its first 8. Raises Refusal."""
+    if size < 8 or len(data) < 8:
+        raise _malformed(size, "expected 8 bytes of header length and a header")
     length = int.from_bytes(data[:8], "little")
-    if length > min(len(data) - 8, LONGEST_HEADER):
-        raise _malformed(data, f"its header length is {length} bytes")
+    if length > min(size - 8, LONGEST_HEADER):
+        raise _malformed(size, f"its header length is {length} bytes")
+    return length
+
+
+def _header(data: memoryview, size: int) -> tuple[dict[str, Any], int]:
+    length = header_length(data, size)
     try:
         header = json.loads(bytes(data[8 : 8 + length]).decode(), object_pairs_hook=_distinct)
     except Refusal:
         raise
     except (ValueError, RecursionError):
-        raise _malformed(data, "its header is not JSON in UTF-8") from None
+        raise _malformed(size, "its header is not JSON in UTF-8") from None
     if not isinstance(header, dict):
-        raise _malformed(data, f"its header is {shown(header)}; expected an object")
+        raise _malformed(size, f"its header is {shown(header)}; expected an object")
     return header, 8 + length
 
 
@@ -150,5 +162,5 @@ def _entry(name: str, value: Any, begin: int) -> Entry:
     return Entry(name, DTYPES[entry.dtype], tuple(entry.shape), begin + first, begin + end)
 
 
-def _malformed(data: memoryview, problem: str) -> Refusal:
-    return Refusal(400, f"not a safetensors file of {len(data)} bytes: {problem}")
+def _malformed(size: int, problem: str) -> Refusal:
+    return Refusal(400, f"not a safetensors file of {size} bytes: {problem}")

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
-from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, prefix_tree, versions
+from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, mounts, prefix_tree, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
     Deliveries,
@@ -194,6 +194,7 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
     """
     unnamed = _unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
+    scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
         logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
@@ -226,13 +227,20 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
     elements *= scheduler.server_args.tp_size
     if scheduler.rlspec_unnamed:
         drafter = _drafter_names(scheduler)
-        return {"shapes": {}, "drafter": drafter, "elements": elements, "unnamed": scheduler.rlspec_unnamed}
+        return {
+            "shapes": {},
+            "drafter": drafter,
+            "elements": elements,
+            "unnamed": scheduler.rlspec_unnamed,
+            "apart": scheduler.rlspec_apart,
+        }
     held = list(of_scheduler(scheduler))
     return {
         "shapes": {part.name: list(part.shape) for part in held},
         "drafter": [part.name for part in held if part.drafter],
         "elements": elements,
         "unnamed": "",
+        "apart": scheduler.rlspec_apart,
     }
 
 

@@ -8,10 +8,12 @@ opens itself are not touched.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -42,3 +44,25 @@ class PushSession:
         if self.opened:
             scheduler.weight_updater.end_weight_update(self.end)
             self.opened = False
+
+
+def cost_hooks() -> Iterator[tuple[str, Callable, str]]:
+    """Yield hooks that spare a push what SGLang repeats for every bucket, and the CPU of an engine that is paused."""
+    known: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+    def unsupported(original: Callable, model: Any = None) -> str | None:
+        """Walk the model's modules once: SGLang says that the answer is fixed at start-up."""
+        if model is None:
+            return original(model)
+        if model not in known:
+            known[model] = original(model)
+        return known[model]
+
+    yield f"{UPDATER}._unsupported_derived_weight_cache_error", unsupported, "AROUND"
+    yield f"{SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep, "AFTER"
+
+
+def _sleep(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """With --sleep-on-idle, wait for the next request. SGLang's loop sleeps when it is idle, and spins when paused."""
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.maybe_sleep()

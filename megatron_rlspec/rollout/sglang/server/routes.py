@@ -3,7 +3,7 @@
 `POST /rlspec/control/{command}`  JSON in and out, executed by the scheduler (`control.py`)
 `POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
-`POST /rlspec/pause`, `/rlspec/resume`, `/rlspec/weights/begin`, `/rlspec/weights/end`; between the last two a bucket as
+`POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
 `/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
 
 Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
@@ -21,7 +21,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 
 from megatron_rlspec.rollout.sglang.server import guard, schemas, versions, weight_routes
 from megatron_rlspec.rollout.sglang.server.bodies import (
@@ -58,6 +64,7 @@ async def generate(request: Request) -> StreamingResponse:
     """
     body = parse(schemas.GenerateBody, await read_body(request, _GENERATE_BYTES))
     tokenizer = manager()
+    weight_routes.check_awake()
     schemas.check_batch(body, tokenizer.model_config.vocab_size, tokenizer.context_len)
     for asked in body.requests:
         if asked.id in tokenizer.rid_to_state:
@@ -132,7 +139,25 @@ async def pause(request: Request) -> JSONResponse:
 
 async def resume(request: Request) -> JSONResponse:
     await read_nothing(request)
+    weight_routes.check_awake()
     await manager().continue_generation(ContinueGenerationReqInput())
+    return JSONResponse({})
+
+
+async def sleep(request: Request) -> JSONResponse:
+    """Pause, and release the memory of weights, KV cache and graphs, where SGLang can (--enable-memory-saver)."""
+    await read_nothing(request)
+    async with weight_routes.between_updates(asleep=False):
+        await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+        await manager().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+    return JSONResponse({})
+
+
+async def wake(request: Request) -> JSONResponse:
+    """Take the memory back. Weights are undefined until an update of all of them; the engine stays paused."""
+    await read_nothing(request)
+    async with weight_routes.between_updates(asleep=True):
+        await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
     return JSONResponse({})
 
 
@@ -149,6 +174,8 @@ ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
     "abort": (abort, schemas.AbortBody),
     "pause": (pause, schemas.Nothing),
     "resume": (resume, schemas.Nothing),
+    "sleep": (sleep, schemas.Nothing),
+    "wake": (wake, schemas.Nothing),
     "weights/begin": (weight_routes.begin, schemas.ScopeQuery),
     "weights/bucket": (weight_routes.bucket, schemas.BucketQuery),
     "weights/file": (weight_routes.file, schemas.FileQuery),

@@ -172,17 +172,18 @@ class FileQuery(BucketQuery):
 
 
 class JoinBody(Strict):
-    """A process group of the trainer, rank 0, and the engine's ranks."""
+    """A process group of the trainer, rank 0, and the ranks of engines; this engine's begin at `first`."""
 
     address: str = Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+$")
     port: int = Field(ge=1, le=65535)
     size: int = Field(ge=2, le=4096)
+    first: int = Field(1, ge=1, le=4095)
     group: str = Field(max_length=128, pattern=r"^rlspec-[A-Za-z0-9._-]+$")
     backend: Literal["nccl", "gloo"]
 
 
 class ReceiveBody(Strict):
-    """Tensors that the trainer broadcasts one after the other."""
+    """Tensors that the trainer broadcasts in one piece: their bytes, one after the other."""
 
     group: Text
     names: list[Text] = Field(min_length=1, max_length=1 << 16)

@@ -31,7 +31,7 @@ from megatron_rlspec.loopback import is_loopback
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.rollout.sglang.server import versions
-from megatron_rlspec.rollout.sglang.settings import KEY, MIXED_CHUNK, Settings, known_key
+from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
@@ -132,6 +132,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     _sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
+    if options.spec != "off" and any(text.startswith("--disaggregation-mode") for text in rest):
+        raise ServeError(f"--disaggregation-mode: {APART}; remove it, or serve with --spec off")
     _check_model(options)
     arguments, settings, slots = arguments_for(options, device)
     if options.draft_vocabulary and options.spec != "off":

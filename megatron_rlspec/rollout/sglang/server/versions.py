@@ -145,6 +145,8 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.pause_generation": ("obj",),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.continue_generation": ("obj",),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.dumper_control": ("obj",),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager.release_memory_occupation": ("obj", "request"),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager.resume_memory_occupation": ("obj", "request"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.init_weights_update_group": ("obj", "request"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.update_weights_from_tensor": ("obj", "request"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.update_weights_from_distributed": ("obj", "request"),
@@ -162,6 +164,12 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.end_weight_update": ("obj",),
         f"{_MANAGERS}.scheduler.Scheduler.continue_generation": ("recv_req",),
         f"{_MANAGERS}.scheduler.Scheduler.weight_updater": (),
+        f"{_MANAGERS}.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (),
+        f"{_MANAGERS}.scheduler.Scheduler.idle_sleeper": (),
+        f"{_MANAGERS}.tp_worker.BaseTpWorker.deserialize_own_rank": ("serialized_named_tensors",),
+        "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error": (
+            "model",
+        ),
         f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._session": (),
         **{
             f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}": ("recv_req",)
@@ -195,7 +203,9 @@ class Sglang0523:
 
     spans = True  # an answer names the weights under which each of its tokens was drawn
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
-    cpu_environment: Mapping[str, str] = {}
+    # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
+    cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
+    reads_files = True  # schedulers read a bucket's file themselves
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         """Send a scheduler's answer to a control request."""
@@ -262,7 +272,7 @@ class Sglang0523:
         )
 
     def broadcast(self, selector: str, version: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
-        """Return the message that has the ranks receive a bucket through a process group; otherwise as `tensors`."""
+        """Return the message that has the ranks receive a bucket in one broadcast; otherwise as `tensors`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         return UpdateWeightsFromDistributedReqInput(
@@ -270,6 +280,7 @@ class Sglang0523:
             dtypes=dtypes,
             shapes=shapes,
             group_name=group,
+            load_format="flattened_bucket",
             flush_cache=bool(version),
             weight_version=version or None,
             **self.broadcast_for(selector),
@@ -295,12 +306,14 @@ class Sglang0523:
         """Return the hooks of this version beyond those of `control` and `verifier`."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-        from megatron_rlspec.rollout.sglang.server import draft_vocabulary, protect
-        from megatron_rlspec.rollout.sglang.server.push_session import PushSession
+        from megatron_rlspec.rollout.sglang.server import bucket_file, draft_vocabulary, protect
+        from megatron_rlspec.rollout.sglang.server.push_session import PushSession, cost_hooks
 
         yield from draft_vocabulary.hooks()
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
+        yield from cost_hooks()
+        yield bucket_file.WORKER, bucket_file.read, "AROUND"
         yield from protect.scheduler_hooks()
 
 
@@ -313,7 +326,8 @@ class Sglang0515(Sglang0523):
     spans = False
     # It has no speculation on a CPU: its Triton backend does it, in Triton's interpreter.
     cpu_arguments = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1", "--disable-overlap-schedule")
-    cpu_environment = {"TRITON_INTERPRET": "1"}
+    cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
+    reads_files = False
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import stat
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import torch
@@ -26,12 +27,14 @@ from megatron_rlspec.rollout.sglang.server.bodies import (
     read_nothing,
     run_command,
 )
-from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors, read_entries
+from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors, header_length, read_entries
+from megatron_rlspec.rollout.sglang.server.bucket_file import NotRegularError, bytes_of, of_file, open_regular
 from megatron_rlspec.rollout.sglang.server.schemas import Refusal, parse, parse_query
 from megatron_rlspec.types import Scope
 
 _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
+_KEPT = 1 << 30  # bytes of shared memory that stay between pushes
 _PROBE_SECONDS = 5.0  # for a trainer's store to answer before a scheduler may wait for it
 
 
@@ -40,6 +43,7 @@ class _Push:
 
     def __init__(self) -> None:
         self.scope: Scope | None = None
+        self.asleep = False
         self.lock = asyncio.Lock()  # one request of a push at a time: all buckets use the same memory
         self.groups: set[str] = set()
         self.served: ServedTensors | None = None
@@ -62,16 +66,35 @@ class _Push:
 
     def close(self) -> None:
         self.scope = None
-        self._shared = torch.empty(0, dtype=torch.uint8)
+        if self._shared.numel() > _KEPT:
+            self._shared = torch.empty(0, dtype=torch.uint8)
 
 
 _push = _Push()
+
+
+def check_awake() -> None:
+    if _push.asleep:
+        raise Refusal(409, "the engine sleeps: its memory is released; call wake first")
+
+
+@asynccontextmanager
+async def between_updates(asleep: bool) -> AsyncIterator[None]:
+    """Keep updates away while the engine goes to sleep or wakes up. Raises Refusal unless it is `asleep` or awake."""
+    async with _alone():
+        if _push.scope is not None:
+            raise Refusal(409, "a weight update is open; call weights/end first")
+        if _push.asleep != asleep:
+            raise Refusal(409, f"the engine is {'asleep already' if _push.asleep else 'awake'}")
+        yield
+        _push.asleep = not asleep
 
 
 async def begin(request: Request) -> JSONResponse:
     scope = _query(request, schemas.ScopeQuery).scope
     await read_nothing(request)
     async with _alone():
+        check_awake()
         if _push.scope is not None:
             raise Refusal(409, "a weight update is already open; call weights/end first")
         answer = done(*await _sglang.begin_push(manager(), _SELECTOR[scope]))
@@ -94,7 +117,7 @@ async def bucket(request: Request) -> JSONResponse:
     query = _query(request, schemas.BucketQuery)
     async with _alone():
         _push.check(query.scope)
-        limit = (await _served()).largest_bucket
+        limit = (await _one_machine()).largest_bucket
         size = content_length(request, limit)
         if size is None:
             body = await read_body(request, limit)
@@ -115,48 +138,48 @@ async def bucket(request: Request) -> JSONResponse:
 
 
 async def file(request: Request) -> JSONResponse:
-    """Load a bucket from a file that this machine can read."""
+    """Load a bucket from a file. This process checks its header; the schedulers read it."""
     query = _query(request, schemas.FileQuery)
     await read_nothing(request)
     async with _alone():
         _push.check(query.scope)
-        landed = await asyncio.to_thread(_read, query.path, (await _served()).largest_bucket)
-        return await _load(landed, query)
+        served = await _one_machine()
+        head, size = await asyncio.to_thread(_read_header, query.path, served.largest_bucket)
+        entries = read_entries(memoryview(head), served, query.scope, size)
+        if not _sglang.reads_files:
+            landed = _push.memory(size)
+            landed.copy_(await asyncio.to_thread(bytes_of, query.path, size))
+            return await _load(landed, query)
+        ranks = manager().server_args.tp_size
+        message = _sglang.tensors(_SELECTOR[query.scope], query.version, [of_file(query.path, size, entries)] * ranks)
+        return done(*await manager().update_weights_from_tensor(message, None))
 
 
-def _read(path: str, limit: int) -> torch.Tensor:
-    """Read the bytes of a regular file. Opening a pipe or a device neither blocks nor reads it."""
+def _read_header(path: str, limit: int) -> tuple[bytes, int]:
+    """Return the begin of a regular file up to its header's end, and its size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
-                raise Refusal(400, f"{schemas.plain(path)} is not a regular file")
-            if about.st_size > limit:
-                raise Refusal(413, f"{schemas.plain(path)} has {about.st_size} bytes; expected at most {limit}")
-            landed = _push.memory(about.st_size)
-            view = landed.numpy().data
-            at = 0
-            while at < about.st_size:
-                count = os.readv(descriptor, [view[at:]])
-                if not count:
-                    raise Refusal(400, f"{schemas.plain(path)} became shorter while it was read")
-                at += count
-            return landed
-        finally:
-            os.close(descriptor)
+        with open_regular(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > limit:
+                raise Refusal(413, f"{schemas.plain(path)} has {size} bytes; expected at most {limit}")
+            length = opened.read(8)
+            return length + opened.read(header_length(length, size)), size
+    except NotRegularError:
+        raise Refusal(400, f"{schemas.plain(path)} is not a regular file") from None
     except OSError as error:
         raise Refusal(400, f"{schemas.plain(path)}: {error.strerror}") from None
 
 
 async def join(request: Request) -> JSONResponse:
-    """Join the trainer, rank 0, in a process group: {"address", "port", "size", "group", "backend"}."""
+    """Join the trainer, rank 0, in a process group: {"address", "port", "size", "first", "group", "backend"}."""
     parse_query(schemas.Nothing, request.query_params.multi_items())
     asked = parse(schemas.JoinBody, await read_body(request))
     arguments = manager().server_args
-    if asked.size != 1 + arguments.tp_size:
+    if asked.first + arguments.tp_size > asked.size:
         raise Refusal(
-            400, f"size is {asked.size}; expected {1 + arguments.tp_size}, the trainer and this engine's ranks"
+            400,
+            f"size is {asked.size}; expected at least {asked.first + arguments.tp_size}: "
+            f"this engine has ranks {asked.first} to {asked.first + arguments.tp_size - 1}",
         )
     if asked.backend == "nccl" and arguments.device != "cuda":
         raise Refusal(400, f"backend is nccl, but this engine runs on {arguments.device}; expected gloo")
@@ -167,7 +190,7 @@ async def join(request: Request) -> JSONResponse:
         message = InitWeightsUpdateGroupReqInput(
             master_address=asked.address,
             master_port=asked.port,
-            rank_offset=1,
+            rank_offset=asked.first,
             world_size=asked.size,
             group_name=asked.group,
             backend=asked.backend,
@@ -204,7 +227,7 @@ def _find_store(address: str, port: int) -> None:
 
 
 async def receive(request: Request) -> JSONResponse:
-    """Load a bucket that the trainer broadcasts tensor by tensor: {"group", "names", "dtypes", "shapes"}."""
+    """Load a bucket that the trainer broadcasts in one piece: {"group", "names", "dtypes", "shapes"}."""
     query = _query(request, schemas.BucketQuery)
     asked = parse(schemas.ReceiveBody, await read_body(request))
     counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
@@ -249,8 +272,18 @@ async def _served() -> ServedTensors:
     """Return what the engine holds. The scheduler is asked once, since names and shapes never change."""
     if _push.served is None:
         found = await run_command("shapes", {})
-        _push.served = ServedTensors(found["shapes"], frozenset(found["drafter"]), found["elements"], found["unnamed"])
+        _push.served = ServedTensors(
+            found["shapes"], frozenset(found["drafter"]), found["elements"], found["unnamed"], found["apart"]
+        )
     return _push.served
+
+
+async def _one_machine() -> ServedTensors:
+    """Return what the engine holds. Raises Refusal if shared memory and files do not reach every rank."""
+    served = await _served()
+    if served.apart:
+        raise Refusal(400, served.apart)
+    return served
 
 
 class _alone:

@@ -1,0 +1,236 @@
+"""Buckets: tensors that travel together, laid out once in one piece of memory for all engines that read them.
+
+The layout is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, the
+tensors' bytes. So the same memory is a request's body, a file, or (without its header) one broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Named = tuple[str, Tensor]
+Act = Callable[[list[Any]], None]
+
+_ATTENTION = re.compile(r"^(.*\.self_attn)\.")
+_ALIGNED = 8  # bytes; the widest number
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def bucket_bytes() -> int:
+    """Return about how many bytes travel together.
+
+    With a GPU a request's fixed time counts; without one, the time that new pages take on both sides.
+    """
+    return 512 << 20 if torch.cuda.is_available() else 64 << 20
+
+
+def size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
+    """Yield lists of at least one tensor and about `limit` bytes; tensors of one attention module stay in one list.
+
+    SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
+    """
+    bucket: list[Named] = []
+    held = 0
+    last: str | None = None
+    for name, tensor in tensors:
+        match = _ATTENTION.match(name)
+        module = match and match[1]
+        together = module is not None and module == last
+        if bucket and not together and (held >= limit or held + size(tensor) > limit):
+            yield bucket
+            bucket = []
+            held = 0
+        bucket.append((name, tensor))
+        held += size(tensor)
+        last = module
+    if bucket:
+        yield bucket
+
+
+class Memory:
+    """Pieces of memory for buckets, two at most: one is filled while the other one travels.
+
+    Between pushes CPU memory is kept, pinned if there is a GPU, and GPU memory is returned.
+    """
+
+    def __init__(
+        self, device: str | torch.device = "cpu", pieces: int = 2, closed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`closed` is called at the end of every push."""
+        self.device = torch.device(device)
+        self._closed = closed
+        self._left = pieces
+        self._free: list[Tensor] = []
+        self._changed = threading.Condition()
+
+    def take(self, needed: int) -> Tensor:
+        """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._left)
+            fitting = [piece for piece in self._free if piece.numel() >= needed]
+            if fitting:
+                self._free = [piece for piece in self._free if piece is not fitting[0]]
+                return fitting[0]
+            if self._left:
+                self._left -= 1
+            else:
+                self._free.pop()
+        return self._make(needed)
+
+    def give(self, piece: Tensor) -> None:
+        """Take back a piece."""
+        with self._changed:
+            self._free.append(piece)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End a push, after every piece came back."""
+        if self.device.type != "cpu":
+            self._left += len(self._free)
+            self._free.clear()
+        self._closed()
+
+    def _make(self, needed: int) -> Tensor:
+        pinned = self.device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(needed, dtype=torch.uint8, device=self.device, pin_memory=pinned)
+
+
+class Bucket:
+    """Tensors under their checkpoint's names, widest numbers first, for a number of readers.
+
+    `pack` lays them out. When every reader is `done`, the memory goes back.
+    """
+
+    def __init__(self, tensors: Sequence[Named], readers: int = 1) -> None:
+        self.tensors = sorted(tensors, key=lambda named: -named[1].element_size())
+        self.names = [name for name, _ in self.tensors]
+        self.dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.tensors]
+        self.shapes = [list(tensor.shape) for _, tensor in self.tensors]
+        self.bytes = sum(size(tensor) for _, tensor in self.tensors)
+        self.piece: Tensor | None = None
+        self._readers = readers
+        self._begin = 0
+        self._memory: Memory | None = None
+        self._copied: Any = None
+        self._made: list[Any] = []
+        self._came: list[Any] = []
+        self._met = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def pack(self, memory: Memory, drop: bool = False) -> None:
+        """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended.
+
+        `drop`: keep no tensor, because all readers take the packed form.
+        """
+        header = self._header() if memory.device.type == "cpu" else b""
+        self._begin = len(header)
+        piece = memory.take(self._begin + self.bytes)
+        self._memory = memory
+        self.piece = piece
+        if header:
+            piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        at = self._begin
+        for _, tensor in self.tensors:
+            place = piece[at : at + size(tensor)].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach(), non_blocking=True)
+            at += size(tensor)
+        if any(tensor.is_cuda for _, tensor in self.tensors):
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        if drop:
+            self.tensors = []
+
+    def file(self) -> Tensor:
+        """Return the safetensors file, uint8 on the CPU."""
+        return self._packed()[: self._begin + self.bytes]
+
+    def data(self) -> Tensor:
+        """Return the tensors' bytes, one after the other."""
+        return self._packed()[self._begin : self._begin + self.bytes]
+
+    def _packed(self) -> Tensor:
+        assert self.piece is not None, "not packed"
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.piece
+
+    def _header(self) -> bytes:
+        entries = {}
+        at = 0
+        for name, tensor in self.tensors:
+            place = [at, at + size(tensor)]
+            kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
+            entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
+            at += size(tensor)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        return len(text).to_bytes(_ALIGNED, "little") + text
+
+    def done(self) -> None:
+        """Count one reader as finished, also one that failed."""
+        with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
+            if self._readers or self.piece is None or self._memory is None:
+                return
+        self._memory.give(self.piece)
+        self.piece = None
+
+    def once(self, act: Callable[[], Any]) -> Any:
+        """Return what `act` returns; the first reader runs it, for all."""
+        with self._changed:
+            if not self._made:
+                self._made.append(act())
+            return self._made[0]
+
+    def together(self, item: Any, act: Act) -> None:
+        """Wait until every reader that is not done has come with an item; one of them runs `act` on all items.
+
+        Every reader raises what `act` raises.
+        """
+        with self._changed:
+            self._came.append(item)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._met or len(self._came) == self._readers)
+            leads = not self._met
+            self._met = True
+        if leads:
+            error: BaseException | None = None
+            try:
+                act(self._came)
+            except BaseException as raised:
+                error = raised
+            with self._changed:
+                self._error = error
+                self._came = []
+                self._changed.notify_all()
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._came)
+        if self._error is not None:
+            raise self._error

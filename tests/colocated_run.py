@@ -1,0 +1,25 @@
+"""`rlspec train` with an engine on the trainer's devices, as on a node with GPUs: prints the calls that it makes."""
+
+from megatron_rlspec import cli
+from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.session import Session
+from megatron_rlspec.train.step import Trainer
+
+
+def noted(kind, name):
+    inner = getattr(kind, name)
+
+    def call(self, *arguments, **options):
+        print(f"CALL {name}", flush=True)
+        return inner(self, *arguments, **options)
+
+    setattr(kind, name, call)
+
+
+if __name__ == "__main__":
+    Session._place = lambda self, tensors: Layout("together")
+    for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
+        noted(SGLangEngine, name)
+    noted(Trainer, "train_step")
+    cli.main()

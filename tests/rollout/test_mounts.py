@@ -1,0 +1,56 @@
+"""An engine whose second rank has a mount namespace of its own says so. Real processes; `unshare` needs root."""
+
+import ctypes
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from train_ranks import on_ranks
+
+from megatron_rlspec.rollout.sglang.server import mounts
+from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal
+
+CLONE_NEWNS = 0x00020000
+
+
+def says(own_mounts: bool) -> str:
+    dist.init_process_group("gloo")
+    if own_mounts and dist.get_rank() == 1:
+        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+    said = mounts.apart(dist.group.WORLD)
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize("own_mounts", [False, True])
+def test_ranks_with_mounts_of_their_own_are_found(own_mounts):
+    said, other = on_ranks(2, says, own_mounts)
+    assert said == other
+    if own_mounts:
+        assert said.startswith("rank 1 of this engine is on another machine or has mounts of its own")
+        assert "\n" not in said
+    else:
+        assert said == ""
+
+
+def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
+    import asyncio
+
+    from megatron_rlspec.rollout.sglang.server import weight_routes
+
+    push = weight_routes._push
+    monkeypatch.setattr(push, "served", ServedTensors({}, frozenset(), 1, "", "rank 1 of this engine is apart"))
+    monkeypatch.setattr(push, "scope", "all")
+    for route, query in ((weight_routes.bucket, {}), (weight_routes.file, {"path": "/dev/shm/x"})):
+        items = list(({"scope": "all", "version": "1"} | query).items())
+        request = SimpleNamespace(query_params=SimpleNamespace(multi_items=lambda items=items: items), headers={})
+        request.stream = nothing
+        with pytest.raises(Refusal, match="rank 1 of this engine is apart"):
+            asyncio.run(route(request))
+
+
+async def nothing():
+    return
+    yield b""

@@ -1,0 +1,174 @@
+"""Which GPUs ranks and engines get, what does not fit, and the environments in which engines are started."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.rollout import placement
+from megatron_rlspec.rollout.open import StartingEngines, engine_arguments
+from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, share
+
+APART = [(n, ranks, engines, tensor) for n in range(2, 9) for ranks in range(1, n) for engines in range(1, n)
+         for tensor in (1, 2, 4) if ranks + engines * tensor == n]  # fmt: skip
+TOGETHER = [(n, n, n // tensor, tensor) for n in range(1, 9) for tensor in (1, 2, 4) if n % tensor == 0]
+
+
+class Recorded:
+    """In place of a process: keep its command and environment."""
+
+    pid = 0
+    returncode = 0
+
+    def __init__(self, command, env, **others):
+        self.command = command
+        self.env = env
+        started.append(self)
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        pass
+
+    def wait(self, timeout=None):
+        return 0
+
+
+started: list[Recorded] = []
+
+
+def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[Recorded]:
+    """Start the engines of a layout, and return what was started."""
+    started.clear()
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
+    StartingEngines(config, tmp_path, layout)
+    return list(started)
+
+
+@pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
+def test_every_gpu_is_given_away_once(mode, case):
+    count, ranks, engines, tensor = case
+    gpus = tuple(f"GPU-{i}" for i in range(count))
+    layout = place(gpus, ranks, engines, tensor, mode)
+    of_engines = [gpu for engine in layout.engines for gpu in engine]
+    assert layout.train == gpus[:ranks]  # rank i uses the i-th GPU that it sees
+    assert len(layout.engines) == engines and all(len(engine) == tensor for engine in layout.engines)
+    assert len(set(of_engines)) == len(of_engines)
+    if mode == "apart":
+        assert sorted([*layout.train, *of_engines]) == sorted(gpus)
+    else:
+        assert sorted(layout.train) == sorted(of_engines) == sorted(gpus)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("mode", ["apart", "together"])
+def test_started_engines_see_their_own_gpus_and_no_others(monkeypatch, tmp_path, count, mode):
+    ranks = count // 2 if mode == "apart" else count
+    if not ranks:
+        return
+    gpus = tuple(str(i) for i in range(count))
+    engines = count - ranks if mode == "apart" else count
+    config = load(None, {"rollout.engines": str(engines), "model.path": "m"})
+    layout = place(gpus, ranks, engines, 1, mode)
+    found = start(monkeypatch, tmp_path, config, layout)
+    seen = [process.env["CUDA_VISIBLE_DEVICES"] for process in found]
+    assert seen == list(gpus[ranks:] if mode == "apart" else gpus)
+    for process in found:
+        given = dict(zip(process.command, process.command[1:], strict=False))
+        assert given["--tp"] == "1" and given["--max-total-tokens"] == "0"
+        assert ("--enable-memory-saver" in process.command) == (mode == "together")
+
+
+def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
+    config = load(None, {"rollout.engines": "2", "placement.tensor": "2", "model.path": "m", "spec.mode": "off"})
+    layout = place(tuple("abcdefgh"), 4, 2, 2, "auto")
+    found = start(monkeypatch, tmp_path, config, layout)
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["e,f", "g,h"]
+    assert ["--tp", "2"] == found[0].command[found[0].command.index("--tp") :][:2]
+    assert Layout().environment(3) == {} and "--tp" not in engine_arguments(config, Layout())
+    together = engine_arguments(config, place(("0",), 1, 1, 1, "auto"))
+    assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "engines", "tensor", "mode", "line"),
+    [
+        (8, 4, 5, 1, "apart", "leave 4, but rollout.engines=5 x placement.tensor=1 needs 5, more than there are"),
+        (8, 4, 1, 2, "apart", "needs 2, and 2 would stay idle"),
+        (8, 8, 1, 1, "apart", "8 GPUs less 8 trainer ranks leave 0"),
+        (8, 8, 3, 2, "together", "8; torchrun started 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
+        (8, 4, 8, 1, "together", "torchrun started 4 ranks"),
+        (2, 3, 1, 1, "auto", "torchrun started 3 ranks on this node, but it has 2 GPUs"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_come_out_even_is_refused(count, ranks, engines, tensor, mode, line):
+    with pytest.raises(ConfigError) as refused:
+        place([str(i) for i in range(count)], ranks, engines, tensor, mode)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+APART_80 = Need(gpu=80 * GIB, train=60 * GIB, weights=15 * GIB, token=1 << 17, longest=8192)
+
+
+@pytest.mark.parametrize(
+    ("mode", "need", "expected"),
+    [
+        ("apart", APART_80, 0.925),  # 76 GiB less a process
+        ("together", Need(80 * GIB, 40 * GIB, 15 * GIB, 1 << 17, 8192), 0.4),  # 32 GiB
+        (
+            "together",
+            APART_80,
+            "need 16.0 GiB on each of its 1 GPUs, and 12.0 of 80.0 GiB are free, of which",
+        ),
+        (
+            "apart",
+            Need(24 * GIB, 0, 30 * GIB, 1 << 17, 8192),
+            "need 31.0 GiB on each of its 1 GPUs, and 20.8 of 24.0",
+        ),
+    ],
+)
+def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
+    layout = place(("0", "1") if mode == "apart" else ("0",), 1, 1, 1, mode)
+    if isinstance(expected, float):
+        assert share(layout, need) == expected
+        return
+    with pytest.raises(ConfigError) as refused:
+        share(layout, need)
+    assert expected in str(refused.value)
+
+
+def test_heads_that_gpus_cannot_share_are_refused():
+    placement.check_heads({"num_attention_heads": 28, "num_key_value_heads": 4}, 4)
+    with pytest.raises(ConfigError, match="placement.tensor=8 does not divide the model's 28 attention heads"):
+        placement.check_heads({"num_attention_heads": 28, "num_key_value_heads": 4}, 8)
+    with pytest.raises(ConfigError, match="multiple of the model's 4 key and value heads"):
+        placement.check_heads({"num_attention_heads": 36, "num_key_value_heads": 4}, 6)
+
+
+def test_visible_devices_keep_their_names():
+    assert placement.devices({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, 2) == ("GPU-a", "GPU-b")
+    assert placement.devices({}, 3) == ("0", "1", "2") and placement.devices({}, 0) == ()
+    assert place((), 1, 4, 2, "together") == Layout()  # a machine without a GPU
+
+
+def test_options_that_exclude_each_other():
+    together = {"placement.mode": "together"}
+    for options, line in (
+        ({"rollout.staleness": "1"}, "rollout.staleness=1 draws samples while training"),
+        ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            placement.check_together(load(None, together | options))
+    with pytest.raises(ConfigError, match="SGLang takes CUDA IPC handles as pickles only"):
+        load(None, {"push.transport": "ipc"})
+
+
+def test_the_memory_of_a_rank_and_of_a_token():
+    config = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true"})
+    assert placement.train_bytes(config, 8_000, 2, 8) == 4_000 * 6 + 1_000 * 12
+    mimo = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    assert placement.cache_bytes(mimo, 1, 2) == 2 * 37 * 8 * 128 * 2
+    assert placement.cache_bytes({"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 0, 2) == 2304
