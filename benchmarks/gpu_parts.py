@@ -315,8 +315,8 @@ def train(plan: Plan, folder: Path, figures: Figures) -> None:
             milliseconds[name] = statistics.median(taken[1:])
             note = f"{plan.train_layers} layers, {plan.train_sequences} samples of {plan.train_length}"
             figures.say(f"{name}: a step", milliseconds[name], "ms", f"{note}; the first took {taken[0]:.0f}")
-            why = "--dry-run: weights, gradients, optimizer, inputs of layers"
-            say_peak(figures, name, peak_gib(), "other activations come on top", (expected[name], expected[name], why))
+            why = "--dry-run: weights, gradients, optimizer, activations"
+            say_peak(figures, name, peak_gib(), "workspaces of kernels come on top", (expected[name], expected[name], why))
         trainer = None
         gc.collect()
     if len(milliseconds) == 2:
@@ -352,13 +352,14 @@ def _static_gib(folder: Path) -> dict[str, float]:
 
 
 def dry_run(plan: Plan, folder: Path, figures: Figures) -> None:
-    """Write the static memory of each configuration of `train` to `figures.out`, in GiB."""
+    """Write the memory of each configuration of `train` to `figures.out`, in GiB."""
     from megatron_rlspec.train import dry_run
 
     shape = _train_shape(plan)
     static = {}
     for name, config in _train_configs(plan).items():
-        static[name] = dry_run.memory(config, shape, dry_run.stages(config, shape, 1), 0, 1).total / _GIB
+        built = dry_run.stages(config, shape, 1, activations=True)
+        static[name] = dry_run.memory(config, shape, built, 0, 1).total / _GIB
     figures.out.write_text(json.dumps(static))
 
 

@@ -79,7 +79,8 @@ MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.EEXIST}
 MACHINE |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY, errno.EMFILE}
 TRAIN_NOTES = """\
-With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks.
+With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
+more than --gpu-gib G, it refuses the layout.
 
 Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
 
@@ -225,16 +226,19 @@ def dry_run(argv: list[str]) -> None:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
+    parser.add_argument("--gpu-gib", type=float)
     options, rest = parser.parse_known_args(argv)
     if not 1 <= options.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
+    if options.gpu_gib is not None and not options.gpu_gib > 0:
+        raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
     config = parse("train", rest, options.ranks)
     longest = config.model.max_length
     hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 
-    for line in dry_run.report(config, hf_config, options.ranks):
+    for line in dry_run.report(config, hf_config, options.ranks, options.gpu_gib):
         print(line)
 
 

@@ -3,8 +3,8 @@
 It builds policy and drafter once per pipeline stage, with the classes of a real run, on torch's meta device and with
 torch's fake process group in place of the other ranks. Of the model directory it reads config.json only.
 
-The memory is a lower bound: weights, gradients, optimizer state, and the inputs of layers, which the backward pass
-needs. Other activations, workspaces of kernels and fragmentation come on top.
+The memory is that of weights, gradients, optimizer state, and all tensors of the micro-batches in flight
+(`activations.py`). Workspaces of kernels and fragmentation come on top.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from megatron.core import parallel_state as ps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train.activations import Activations, of_micro_batch
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import DTYPES, Policy, rotary_base, transformer_config
 from megatron_rlspec.weights.names import NameTable
@@ -56,12 +57,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage. `repeated`: parameters that another stage holds, too."""
+    """One rank of a pipeline stage.
+
+    repeated     parameters that another stage holds, too
+    activations  of one micro-batch; None if they were not asked for
+    """
 
     layers: range
     policy: Sizes
     drafter: Sizes
     repeated: int = 0
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -71,17 +77,17 @@ class Bytes:
     weights: int
     gradients: int
     optimizer: int
-    inputs: int
+    activations: int
 
     @property
     def total(self) -> int:
         """Return the sum of all four."""
-        return self.weights + self.gradients + self.optimizer + self.inputs
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def stages(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Stage]:
+def stages(config: Config, hf_config: Mapping[str, Any], world: int, *, activations: bool = False) -> list[Stage]:
     """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
-    return [_build(config, hf_config, world, stage) for stage in range(config.parallel.pipeline)]
+    return [_build(config, hf_config, world, stage, activations) for stage in range(config.parallel.pipeline)]
 
 
 def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, int]:
@@ -92,7 +98,7 @@ def parameters(built: list[Stage], tensor: int, expert: int = 1) -> tuple[int, i
 
 
 def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], stage: int, world: int) -> Bytes:
-    """Compute what a rank of this stage holds between steps, and the layer inputs that it holds at a step's peak."""
+    """Compute what a rank of this stage holds at a step's peak, without activations if they were not counted."""
     parallel = config.parallel
     size = DTYPES[config.model.dtype].itemsize
     here = built[stage]
@@ -109,14 +115,13 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     behind_another = stage > 0 and stage == len(built) - 1
     if behind_another and here.drafter.here and not hf_config.get("tie_word_embeddings", False):
         replica = hf_config["vocab_size"] // parallel.tensor * width  # the drafter's copy of the embedding
-    split = parallel.context * (parallel.tensor if parallel.sequence else 1)
-    tokens = config.train.tokens_per_micro_batch // split
     in_flight = len(built) - stage
+    one = here.activations or Activations(0, 0)
     return Bytes(
         weights=size * (count + replica),
         gradients=exact * count,
         optimizer=state * stepped,
-        inputs=size * in_flight * len(here.layers) * tokens * width,
+        activations=(in_flight - 1) * one.held + one.peak,
     )
 
 
@@ -134,10 +139,16 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
     return out | {"expert": expert, "pipeline": rank}
 
 
-def report(config: Config, hf_config: Mapping[str, Any], world: int) -> Iterator[str]:
-    """Yield the lines that `--dry-run` prints. Raises ConfigError if this layout or model cannot be trained."""
+def report(config: Config, hf_config: Mapping[str, Any], world: int, gpu_gib: float | None = None) -> Iterator[str]:
+    """Yield the lines that `--dry-run` prints.
+
+    Raises ConfigError if this layout or model cannot be trained, or if a rank needs more than `gpu_gib`.
+    """
     parallel = config.parallel
-    built = stages(config, hf_config, world)
+    built = stages(config, hf_config, world, activations=True)
+    needed = [memory(config, hf_config, built, stage, world) for stage in range(len(built))]
+    if gpu_gib is not None:
+        _refuse(needed, gpu_gib)
     policy, drafter = parameters(built, parallel.tensor, parallel.expert)
     replicas = world // (parallel.tensor * parallel.pipeline * parallel.context)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
@@ -147,23 +158,37 @@ def report(config: Config, hf_config: Mapping[str, Any], world: int) -> Iterator
         f"{f', experts split over {parallel.expert} of context x data' if parallel.expert > 1 else ''}"
         f"{', optimizer split over replicas' if config.optimizer.distributed else ''}"
     )
-    yield "memory in GiB; inputs: those of the layers only; other activations and workspaces come on top"
+    tokens = config.train.tokens_per_micro_batch
+    yield f"memory in GiB; activations: of micro-batches of {tokens:,} tokens; workspaces and fragmentation come on top"
     places = ["tensor", "context", "data", *(["expert"] if parallel.expert > 1 else []), "pipeline"]
     columns = ("rank", *places, "layers", "policy", "drafter")
-    parts = ("weights", "gradients", "optimizer", "inputs", "total")
-    widths = (4, *(max(4, len(name)) for name in places), 7, 14, 12, *(9 for _ in parts))
+    parts = ("weights", "gradients", "optimizer", "activations", "total")
+    widths = (4, *(max(4, len(name)) for name in places), 7, 14, 12, *(max(9, len(part)) for part in parts))
     yield " ".join(f"{name:>{width}}" for name, width in zip((*columns, *parts), widths, strict=True))
     for rank in range(world):
         at = place(rank, config, world)
         here = built[at["pipeline"]]
-        needs = memory(config, hf_config, built, at["pipeline"], world)
+        needs = needed[at["pipeline"]]
         cells = [rank, *(at[name] for name in places), f"{here.layers.start}-{here.layers.stop - 1}"]
         cells += [f"{here.policy.here:,}", f"{here.drafter.here:,}"]
         cells += [f"{getattr(needs, part) / _GIB:.2f}" for part in parts]
         yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int) -> Stage:
+def _refuse(needed: list[Bytes], gpu_gib: float) -> None:
+    stage = max(range(len(needed)), key=lambda i: needed[i].total)
+    most = needed[stage]
+    if most.total <= gpu_gib * _GIB:
+        return
+    parts = ("weights", "gradients", "optimizer", "activations")
+    sizes = ", ".join(f"{part} {getattr(most, part) / _GIB:.1f}" for part in parts)
+    raise ConfigError(
+        f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {stage} needs {most.total / _GIB:.1f} GiB ({sizes}); "
+        "use more ranks, a smaller train.tokens_per_micro_batch, parallel.recompute or optimizer.distributed"
+    )
+
+
+def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int, activations: bool) -> Stage:
     parallel = config.parallel
     options = config.drafter
     with _alone(config, world, rank=stage * world // parallel.pipeline):
@@ -188,7 +213,10 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
             )
         tied = stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
         repeated = policy.head_weight().numel() if tied else 0
-        return Stage(range(stage * each, (stage + 1) * each), _held(table, policy, described), drafter, repeated)
+        sizes = _held(table, policy, described)
+        del policy
+        counted = of_micro_batch(config, hf_config) if activations else None
+        return Stage(range(stage * each, (stage + 1) * each), sizes, drafter, repeated, counted)
 
 
 def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:

@@ -99,9 +99,13 @@ class Learner:
 
     `pipelined` says whether the module is split over pipeline stages (the policy) or whole on this one (the drafter).
     Gradient norm and finalisation run over the ranks that hold a part of it, and only these construct a Learner.
+
+    `overlap`: gradients are summed over replicas while the last micro-batch's backward still computes; the schedule
+    must run the other micro-batches in `ddp.no_sync()`. After `step`, parameters are complete on every replica once
+    `finish_parameters` has returned. The drafter is one layer, and its backward runs in each micro-batch: no overlap.
     """
 
-    def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool) -> None:
+    def __init__(self, module: MegatronModule, adam: AdamW, *, pipelined: bool, overlap: bool = False) -> None:
         dtype = module.config.params_dtype
         low = dtype == torch.bfloat16
         if adam.distributed and dtype == torch.float64:
@@ -115,7 +119,12 @@ class Learner:
         self._biases_before: list[tuple[Tensor, Tensor]] = []
         self.ddp = DistributedDataParallel(
             module.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=low, use_distributed_optimizer=adam.distributed),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=low,
+                use_distributed_optimizer=adam.distributed,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap and adam.distributed,
+            ),
             module,
         )
         config = OptimizerConfig(
@@ -128,7 +137,9 @@ class Learner:
             bf16=low,
             params_dtype=dtype,
             use_distributed_optimizer=adam.distributed,
+            overlap_param_gather=overlap and adam.distributed,
         )
+        self.gathers_late = overlap and adam.distributed
         self.parts = [self._part(config, experts=False)]
         if module.config.num_moe_experts and module.config.expert_model_parallel_size > 1:
             self.parts.append(self._part(config, experts=True))
@@ -235,7 +246,15 @@ class Learner:
             group["lr"] = self.adam.rate(self.steps, self.updates_before)
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
+        if self.gathers_late:
+            self.ddp.start_param_sync()
         return norm, True
+
+    def finish_parameters(self) -> None:
+        """Wait until the parameters are complete on every replica after a step. Collective."""
+        if self.gathers_late:
+            for group in self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _is_expert(parameter: Tensor) -> bool:

@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -154,8 +154,9 @@ def device_options() -> dict[str, Any]:
         "use_te_activation_func": not has_transformer_engine(),
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
+        # Megatron's own output layer refuses the option without Apex's kernel, though only other layers would use it.
+        "gradient_accumulation_fusion": has_transformer_engine() and layers._grad_accum_fusion_available,
+        "apply_rope_fusion": has_transformer_engine(),
         "batch_p2p_sync": gpu,
     }
 

@@ -65,7 +65,8 @@ class Trainer:
         self.model_config = transformer_config(hf_config, config)
         self.rotary_base = rotary_base(hf_config)
         self.policy = Policy(self.model_config, hf_config, config.model.max_length).to(self.device)
-        self.learner = Learner(self.policy, _policy_adam(config), pipelined=True)
+        overlap = runtime.has_transformer_engine()
+        self.learner = Learner(self.policy, _policy_adam(config), pipelined=True, overlap=overlap)
         self.drafter: Drafter | None = None
         self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
@@ -84,6 +85,7 @@ class Trainer:
             self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
+        self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
         self.prediction: Prediction | None = None  # of the next rollout's acceptance, by the last GRPO step
         self._steps = _predicted_steps(config) if options.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
@@ -197,6 +199,7 @@ class Trainer:
         if self.config.drafter.train and drafter == "learn":
             metrics |= self._drafter_step()
         if train_policy:
+            self.learner.finish_parameters()  # gathered while the drafter was updated
             self.refresh_embedding()
         return metrics
 

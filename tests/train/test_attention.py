@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from host_reads import CPU, GPU, HostReads
-from live_bytes import LiveBytes
 
 from megatron_rlspec.packing.context_parallel import cp_index
 from megatron_rlspec.train import attention, varlen
+from megatron_rlspec.train.activations import LiveBytes
 from megatron_rlspec.train.attention_plan import plan_attention
 
 

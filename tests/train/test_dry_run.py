@@ -247,7 +247,48 @@ def test_memory_equals_that_of_a_real_trainer(index):
         assert here[2] == (pytest.approx(state, rel=0.02) if CELLS[index][2] else state)
 
 
+VARIANTS = {
+    "plain": {},
+    "twice the tokens": {"train": {"tokens_per_micro_batch": 8192}, "model": {"max_length": 8192}},
+    "recomputed": {"parallel": {"recompute": True}},
+    "depth 1": {"drafter": {"depth": 1}},
+    "no drafter": {"drafter": {"train": False}},
+    "two ranks": {"parallel": {"tensor": 2, "sequence": True}},
+    "two shares": {"parallel": {"context": 2}},
+    "two stages": {"parallel": {"pipeline": 2}},
+}
+
+
+def peaks():
+    """Return the bytes of one micro-batch, held and at most, of every stage."""
+    found = {}
+    for name, sections in VARIANTS.items():
+        plain = {"model": {"dtype": "bfloat16", "max_length": 4096}, "train": {"tokens_per_micro_batch": 4096}}
+        cfg = config(**{key: plain.get(key, {}) | sections.get(key, {}) for key in plain | sections})
+        found[name] = [stage.activations for stage in dry_run.stages(cfg, HF_CONFIG, 2, activations=True)]
+    cfg = config(parallel={"expert": 2}, train={"tokens_per_micro_batch": 4096})
+    found["experts"] = [stage.activations for stage in dry_run.stages(cfg, SMALL["glm"], 2, activations=True)]
+    return found
+
+
+def test_activations_follow_the_configuration():
+    (found,) = on_ranks(1, peaks)
+    (plain,) = found.pop("plain")
+    assert 4096 * 32 * 2 * HF_CONFIG["num_hidden_layers"] < plain.held < plain.peak
+    (twice,) = found.pop("twice the tokens")
+    assert twice.peak == pytest.approx(2 * plain.peak, rel=0.15), "the output layer's chunks do not grow"
+    (recomputed,) = found.pop("recomputed")
+    assert recomputed.held < 0.2 * plain.held and recomputed.peak < plain.peak
+    first, last = found.pop("two stages")
+    assert first.peak < last.peak < plain.peak and 0.4 < first.held / plain.held < 0.6
+    assert found.pop("experts")[0].peak > plain.peak
+    assert all(one.peak < plain.peak for (one,) in found.values())
+    assert found["no drafter"][0].peak < found["depth 1"][0].peak
+
+
 REFUSED = [
+    ({"--gpu-gib": "0"}, MIMO, "--gpu-gib 0: expected a number above 0"),
+    ({"--gpu-gib": "0.001"}, HF_CONFIG, "--gpu-gib 0.001: a rank of pipeline stage 0 needs"),
     ({"--parallel.tensor": "3"}, MIMO, "needs a multiple of 3 ranks"),
     ({"--parallel.tensor": "8"}, QWEN, "num_key_value_heads=4 is no multiple of parallel.tensor=8"),
     ({"--parallel.expert": "3"}, GLM, "parallel.expert=3 must divide the 8 ranks that share experts: 8 ranks /"),
