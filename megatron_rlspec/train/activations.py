@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train import runtime, step
-from megatron_rlspec.train.model import describe
+from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.model import Policy, describe
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 
 _META = torch.device("meta")
@@ -40,7 +41,9 @@ class Activations:
     peak: int
 
 
-def of_micro_batch(config: Config, hf_config: Mapping[str, Any]) -> Activations:
+def of_micro_batch(
+    config: Config, hf_config: Mapping[str, Any], policy: Policy, drafter: Drafter | None
+) -> Activations:
     """Run a micro-batch of GRPO on this rank of a fake job (`dry_run`), and count the bytes of its tensors.
 
     Every token but the first of a sequence is trained, and experts draw equally many tokens.
@@ -48,6 +51,8 @@ def of_micro_batch(config: Config, hf_config: Mapping[str, Any]) -> Activations:
     replaced = [
         (runtime, "device", lambda: _META),
         (step, "Learner", _Untrained),
+        (step, "Policy", lambda *_, **__: policy),
+        (step, "Drafter", lambda *_, **__: drafter),
         (MoELayer, "forward", _balanced),
     ]
     with contextlib.ExitStack() as stack:

@@ -197,26 +197,25 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int,
         table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
         policy = Policy(described, hf_config, config.model.max_length)
         each = described.num_layers // parallel.pipeline
-        drafter = Sizes()
+        drafter = None
         if options.train and stage == parallel.pipeline - 1:
-            drafter = _held(
-                table,
-                Drafter(
-                    described,
-                    depth=options.depth,
-                    repeated_layer=options.repeated_layer,
-                    zero_first_embedding=False,
-                    rotary_base=rotary_base(hf_config),
-                    seed=config.train.seed,
-                ),
+            drafter = Drafter(
                 described,
+                depth=options.depth,
+                repeated_layer=options.repeated_layer,
+                zero_first_embedding=False,
+                rotary_base=rotary_base(hf_config),
+                seed=config.train.seed,
             )
         tied = stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
         repeated = policy.head_weight().numel() if tied else 0
-        sizes = _held(table, policy, described)
-        del policy
-        counted = of_micro_batch(config, hf_config) if activations else None
-        return Stage(range(stage * each, (stage + 1) * each), sizes, drafter, repeated, counted)
+        return Stage(
+            range(stage * each, (stage + 1) * each),
+            _held(table, policy, described),
+            _held(table, drafter, described) if drafter is not None else Sizes(),
+            repeated,
+            of_micro_batch(config, hf_config, policy, drafter) if activations else None,
+        )
 
 
 def _held(table: NameTable, module: nn.Module, config: Any) -> Sizes:

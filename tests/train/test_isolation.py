@@ -51,7 +51,7 @@ def isolation():
     trainer.train_step(own_batches(trainer), objective="sft")
     out["own clip"] = state(trainer)
 
-    # Control 2: the drafter's parameters are in the policy's gradient buffer. They get no gradient there.
+    # Control 2: the drafter's parameters are in the policy's gradient buffer. Their gradient there is 0.
     original = model.Policy.__init__
 
     def crowded(self, *args):
@@ -61,6 +61,8 @@ def isolation():
     model.Policy.__init__ = crowded
     trainer = build(CELL, drafter=False, clip=0.3)
     model.Policy.__init__ = original
+    head = trainer.policy.head_weight
+    trainer.policy.head_weight = lambda: head() + 0 * trainer.policy.drafter.sum()
     five_steps(trainer)
     out["crowded"] = digest([p for name, p in trainer.policy.named_parameters() if name != "drafter"])
     trainer = build(CELL, drafter=False, clip=0.3)
