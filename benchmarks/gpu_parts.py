@@ -316,7 +316,7 @@ def train(plan: Plan, folder: Path, figures: Figures) -> None:
             note = f"{plan.train_layers} layers, {plan.train_sequences} samples of {plan.train_length}"
             figures.say(f"{name}: a step", milliseconds[name], "ms", f"{note}; the first took {taken[0]:.0f}")
             why = "--dry-run: weights, gradients, optimizer, activations"
-            say_peak(figures, name, peak_gib(), "workspaces of kernels come on top", (expected[name], expected[name], why))
+            say_peak(figures, name, peak_gib(), "workspaces come on top", (expected[name], expected[name], why))
         trainer = None
         gc.collect()
     if len(milliseconds) == 2:
