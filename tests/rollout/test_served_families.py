@@ -28,7 +28,8 @@ from megatron_rlspec.weights.push import Pusher
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
-SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False, "head_dim": 8}
+SERVED["MiMoForCausalLM"] |= {"head_dim": 8}
+SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
 FAST = "Glm4MoeForCausalLM"  # stands for all in the short suite
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
 TEMPERATURE = 0.8
