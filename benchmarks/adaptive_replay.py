@@ -205,6 +205,12 @@ class Engine:
         self.rng = np.random.default_rng(0)
         self.drafters = Drafters(0)
 
+    def push(self, forecast: list[float]) -> None:
+        """Go on with a new rule, as after a push of new weights."""
+        after = SpecRule(self.rule.candidates, self.rule.cost, acceptance=self.rule.acceptance, forecast=forecast)
+        after.inherit(self.rule)
+        self.rule = after
+
     def run(self, rounds: int, batch: int, rate: float, length: int = 1024) -> tuple[list[SpecConfig], float]:
         """Run `rounds` rounds of `batch` requests. Return the chosen configurations and the milliseconds."""
         if len(self.drafters.behind) != batch:  # new requests; the drafter has read their prompts
@@ -233,9 +239,10 @@ def adversarial_cases(perturbation: float, seed: int) -> dict[str, dict[str, flo
         engine.rule.report()
         late, ms = engine.run(3000, batch, 0.0)
         cost = ms / (3000 * score.ms(OFF, batch, batch * 1024)) - 1
+        engine.push([0.85] * 5)
         configs, _ = engine.run(1000, batch, 0.85)
         on_after = _first_stretch(configs, steps=3, length=40)
-        found[f"zero acceptance, then recovery, batch {batch}"] = {
+        found[f"zero acceptance, then weights that learnt, batch {batch}"] = {
             "off_after_rounds": off_after,
             "probe_cost": cost,
             "on_again_after_rounds": on_after,
