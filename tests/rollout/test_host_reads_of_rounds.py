@@ -72,4 +72,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 def test_a_round_reads_from_the_gpu_where_it_is_allowed_only(found, kind):
     places = dict(found[kind])
     assert places.pop("rounds") >= (64 if kind == "off" else 1)
-    assert places == {f"{SERVER}/{place}": count for place, (count, _) in ALLOWED[kind].items()}
+    most = {f"{SERVER}/{place}": count for place, (count, _) in ALLOWED[kind].items()}
+    assert places.keys() == most.keys() and all(places[place] <= most[place] for place in most), places
