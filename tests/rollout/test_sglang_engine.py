@@ -214,14 +214,14 @@ def test_drafting_after_off_equals_drafting_after_step_0(engines: dict[str, SGLa
 
 
 def rounds_of(sample: Sample) -> dict[int, int]:
-    """Map the position in the response at which a round starts to its accepted drafts, for the last 100 tokens."""
+    """Map the position in the response at which a round starts to its accepted drafts, for the last 80 tokens."""
     drafted = np.zeros(len(sample.response), bool)
     found = {}
     start = 1
     for a, b in sample.accepted_spans:
         drafted[a:b] = True
     for place in np.flatnonzero(~drafted).tolist():
-        if start >= len(drafted) - 100:
+        if start >= len(drafted) - 80:
             found[start] = place - start
         start = place + 1
     return found
