@@ -21,6 +21,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rlspec.rollout.sglang.server import token_filter, verifier
@@ -200,7 +201,7 @@ def fake_gpu() -> Iterator[None]:
 @pytest.mark.parametrize("nodes", [1, 7, NODES])
 def test_the_compiled_draw_keeps_the_noise_out_of_memory(sampler, nodes):
     """Inductor fuses the float64 noise into the reduction. Only the 32-bit hash is a buffer of nodes × vocabulary."""
-    library = torch.library.Library(f"rlspec_test_{nodes}", "DEF")  # SGLang's hash is a Triton kernel: opaque here
+    library = Library(f"rlspec_test_{nodes}", "DEF")  # SGLang's hash is a Triton kernel: opaque here
     library.define("murmur(Tensor seeds, Tensor positions, Tensor columns) -> Tensor")
     hashed = lambda s, p, c: torch.empty(len(s), len(c), dtype=torch.uint32, device=s.device)  # noqa: E731
     library.impl("murmur", hashed, "Meta")
