@@ -158,7 +158,8 @@ class Sample:
     loss_mask [L] float32          1 where the token itself is a trained response token
     behaviour_logprobs [L] float32 log-probability under the policy that drew the token; 0 on the prompt
     policy_versions                spans (version, first, last + 1) of response tokens; the first has index 0
-    accepted                       histogram over verify rounds: accepted[i] rounds accepted i drafts
+    accepted                       histogram over verify rounds: accepted[i] rounds delivered 1 + i tokens
+                                   (`acceptance.delivered`)
     accepted_spans                 spans (first, last + 1) of response tokens that were drafts; at most one per round
     """
 
@@ -243,7 +244,9 @@ class RoundStats:
     """Decode rounds that ran under one configuration.
 
     ms        duration of all `rounds` together
-    accepted  histogram: accepted[i] times a request accepted i drafts in a round
+    accepted  histogram: accepted[i] times a request accepted i drafts in a round. For the estimate of acceptance rates,
+              it counts drafts past the end of a sample, and the embedded engine's first rounds. `Sample.accepted`
+              counts delivered tokens
     """
 
     config: SpecConfig

@@ -7,7 +7,7 @@ emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,41 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
 def accept_length(histogram: Sequence[int] | np.ndarray) -> float:
     """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 
-    `histogram[i]` rounds accepted i drafts. Pool several histograms first, so that the result is a ratio of sums.
+    `histogram[i]` rounds accepted i drafts. Pool several histograms first, so that the result is a ratio of sums. Of
+    `Sample.accepted` (see `delivered`), these are the tokens that a verify round delivers, in every engine.
     """
     counts = np.asarray(histogram, dtype=np.int64)
     rounds = int(counts.sum())
     return 1 + int(counts @ np.arange(len(counts))) / rounds if rounds else float("nan")
+
+
+def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tuple[int, ...]:
+    """Return `Sample.accepted`: at index i, the verify rounds that delivered 1 + i tokens; empty without rounds.
+
+    rounds  verify rounds, without the pass that draws the response's first token
+    spans   `Sample.accepted_spans`
+    tokens  of the response
+
+    The pass over the prompt draws the first token: a prefill in SGLang, which drafts nothing. The embedded engine's
+    first round drafts already; its drafts are left out here, so that both engines count the same rounds. Tokens past
+    the end of the response are drawn and not delivered. A response that ends with a draft lost its last round's own
+    token: that round counts one draft less. Raises ValueError if there are more spans than rounds.
+    """
+    drafts = [last - first - (last == tokens) for first, last in spans if first > 0]
+    if len(drafts) > rounds:
+        raise ValueError(f"{len(drafts)} spans of accepted drafts in {rounds} verify rounds")
+    if not rounds:
+        return ()
+    histogram = np.bincount(drafts, minlength=1) if drafts else np.zeros(1, np.int64)
+    histogram[0] += rounds - len(drafts)
+    return tuple(histogram.tolist())
+
+
+def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of every run of ones."""
+    padded = np.array([0, *(mark or 0 for mark in marks), 0])
+    edges = np.flatnonzero(np.diff(padded)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 def pooled(histograms: Iterable[Sequence[int]]) -> np.ndarray:

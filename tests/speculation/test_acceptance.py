@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.acceptance import Acceptance, beta_interval, expected_tokens, histogram_of
+from megatron_rlspec.speculation.acceptance import Acceptance, beta_interval, delivered, expected_tokens, histogram_of
 from megatron_rlspec.types import OFF, SpecConfig
 
 TRUTH = [0.8, 0.6, 0.5, 0.3]
@@ -150,3 +150,24 @@ def test_impossible_counts_are_refused():
         Acceptance(4).observe_histogram(1, [1, 2, 3])
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
         Acceptance(2).predict([1.2])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spans", "tokens", "expected"),
+    [
+        (0, [], 1, ()),  # the prompt's pass drew the only token
+        (0, [(0, 3)], 3, ()),  # and its drafts are not of a counted round
+        (3, [(0, 2), (3, 5)], 8, (2, 0, 1)),
+        (2, [(1, 4)], 6, (1, 0, 0, 1)),  # its own token, the fourth of the round, was delivered
+        (2, [(2, 5)], 5, (1, 0, 1)),  # it was not: three tokens, two of them counted as drafts
+        (2, [(2, 3)], 3, (2,)),
+        (4, [], 5, (4,)),
+    ],
+)
+def test_a_round_counts_the_tokens_that_it_delivered(rounds, spans, tokens, expected):
+    assert delivered(rounds, spans, tokens) == expected
+
+
+def test_more_spans_than_rounds_are_refused():
+    with pytest.raises(ValueError, match="2 spans of accepted drafts in 1 verify rounds"):
+        delivered(1, [(1, 2), (3, 4)], 6)

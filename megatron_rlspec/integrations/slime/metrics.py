@@ -25,7 +25,8 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import SlimeEngine, after_push, drafter_names
 from megatron_rlspec.integrations.slime.speculation import Speculation
-from megatron_rlspec.speculation.acceptance import accept_length, pooled
+from megatron_rlspec.rollout.sglang.settings import DRAFTED
+from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
@@ -194,7 +195,11 @@ def add(self: Any, meta_info: Mapping[str, Any]) -> None:
             renamed.setdefault(ours, renamed[theirs])
     _add(self, meta_info=renamed)
     seen = getattr(self, "histogram", ())
-    self.histogram = pooled([seen, meta_info.get("spec_correct_drafts_histogram") or ()]).tolist()
+    histogram = meta_info.get("spec_correct_drafts_histogram") or ()
+    if DRAFTED in meta_info:  # SGLang's histogram counts drafts past the end of the sample, too
+        marks = meta_info[DRAFTED]
+        histogram = delivered(sum(histogram), runs(marks), len(marks))
+    self.histogram = pooled([seen, histogram]).tolist()
 
 
 Sample.SpecInfo.add = add

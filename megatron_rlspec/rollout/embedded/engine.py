@@ -25,7 +25,7 @@ from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, RoundRunner, scratch
-from megatron_rlspec.speculation.acceptance import histogram_of
+from megatron_rlspec.speculation.acceptance import delivered, histogram_of
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
@@ -60,7 +60,7 @@ class ActiveRequest:
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0  # without the one that drew the first token
     spans: list[tuple[int, int]] = field(default_factory=list)
     sample: Sample | None = None
 
@@ -81,8 +81,7 @@ class ActiveRequest:
             self.versions[-1][2] = last
         else:
             self.versions.append([version, first, last])
-        self.accepted += [0] * (new.accepted + 1 - len(self.accepted))
-        self.accepted[new.accepted] += 1
+        self.rounds += first > 0
         return status
 
     def finish(self, status: Status) -> None:
@@ -97,7 +96,7 @@ class ActiveRequest:
             behaviour_logprobs=np.concatenate([zeros, np.asarray(self.logprobs, np.float32)]),
             status=status,
             policy_versions=tuple((v, first, last) for v, first, last in self.versions),
-            accepted=tuple(self.accepted),
+            accepted=delivered(self.rounds, self.spans, len(self.response)),
             accepted_spans=tuple(self.spans),
         )
 

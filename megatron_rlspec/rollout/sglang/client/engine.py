@@ -18,6 +18,7 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
+from megatron_rlspec.speculation.acceptance import delivered, runs
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
 from megatron_rlspec.weights.bucket import Bucket, Memory
 from megatron_rlspec.weights.fingerprint import as_delivered
@@ -371,6 +372,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
     response = np.asarray(line["output_ids"], dtype=np.int64)
     zeros = np.zeros(len(prompt), dtype=np.float32)
     spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
+    drafted = tuple(runs(line["drafted"][: len(response)]))
     return Sample(
         request_id=request.id,
         prompt=request.prompt,
@@ -379,13 +381,6 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         behaviour_logprobs=np.concatenate([zeros, np.asarray(line["logprobs"], dtype=np.float32)]),
         status=_STATUS[line["finish"]["type"]],
         policy_versions=spans,
-        accepted=tuple(line["accepted"]),
-        accepted_spans=tuple(_runs(line["drafted"][: len(response)])),
+        accepted=delivered(sum(line["accepted"]), drafted, len(response)),
+        accepted_spans=drafted,
     )
-
-
-def _runs(marks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of every run of ones."""
-    padded = np.array([0, *marks, 0])
-    edges = np.flatnonzero(np.diff(padded)).tolist()
-    yield from zip(edges[::2], edges[1::2], strict=True)

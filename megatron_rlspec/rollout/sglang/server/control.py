@@ -23,12 +23,11 @@ from megatron_rlspec.rollout.sglang.server.served_weights import (
     models_of,
     of_scheduler,
 )
-from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.names import name_table
 
 METHOD = "rlspec"
-DRAFTED = "rlspec_drafted"  # in the answer's meta_info: for every output token, whether it was a draft
 logger = logging.getLogger(__name__)
 _rounds = RoundLog()
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}

@@ -40,8 +40,8 @@ from megatron_rlspec.rollout.sglang.server.bodies import (
     read_nothing,
     run_command,
 )
-from megatron_rlspec.rollout.sglang.server.control import DRAFTED
 from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
+from megatron_rlspec.rollout.sglang.settings import DRAFTED
 
 _sglang = versions.installed()
 _GENERATE_BYTES = 512 * MEGABYTE  # 4096 prompts of 16,000 tokens
