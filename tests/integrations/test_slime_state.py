@@ -1,8 +1,10 @@
-"""The files that slime's train ranks and its RolloutManager exchange."""
+"""The files that slime's train ranks and its RolloutManager exchange, and the acceptance that slime logs."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.speculation.forecast import Prediction
@@ -33,3 +35,18 @@ def test_runs_without_a_folder_write_nothing():
     slime_state.write_rollouts(None, {})
     slime_state.hand_on(None, None)
     assert slime_state.read_rollouts(None) is None
+
+
+@pytest.mark.slime
+@pytest.mark.skipif(not os.environ.get("RLSPEC_SLIME"), reason="set RLSPEC_SLIME to a slime checkout")
+def test_slimes_accept_length_counts_delivered_tokens(monkeypatch):
+    """The last of three rounds accepted three drafts, of which the sample's end kept one."""
+    monkeypatch.syspath_prepend(os.environ["RLSPEC_SLIME"])
+    from slime.utils.types import Sample
+
+    from megatron_rlspec.integrations.slime import metrics
+
+    info = Sample.SpecInfo()
+    counts = {"spec_verify_ct": 3, "completion_tokens": 6, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 9}
+    info.add(counts | {"spec_correct_drafts_histogram": [1, 0, 1, 1], "rlspec_drafted": [0, 1, 1, 0, 0, 1]})
+    assert info.histogram == [2, 0, 1] and metrics.acceptance([info])["accept_length"] == (6 - 1) / 3
