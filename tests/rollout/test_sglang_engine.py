@@ -605,7 +605,8 @@ def test_observed_acceptance_reaches_every_engine(engines: dict[str, SGLangEngin
     few.set_schedule(k(3))
     for engine in (few, many):
         engine.stats()
-    samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=30, ignore_eos=True))
+    whole = 1 + 8 * 4  # tokens: the prefill's, and eight rounds that the limit does not cut
+    samples = few.generate(requests(2), Sampling(temperature=0, max_new_tokens=whole, ignore_eos=True))
     samples += many.generate(requests(12), Sampling(max_new_tokens=30, ignore_eos=True))
     speculation = Speculation(Learning(Adapter([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0), 0.01, 0.01)))
     found = speculation.after_rollout([few.url, many.url])
