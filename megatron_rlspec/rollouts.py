@@ -347,8 +347,9 @@ class Rollouts:
 
     def sleep(self) -> None:
         """Let every engine release its memory. The next push wakes them, and sends them all tensors."""
-        self.engines.everywhere(lambda engine: engine.sleep())
-        self.asleep = True
+        if not self.asleep:  # a warm start takes several steps before a push
+            self.engines.everywhere(lambda engine: engine.sleep())
+            self.asleep = True
 
     def wake(self) -> None:
         """Let engines that sleep take their memory back."""

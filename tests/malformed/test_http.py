@@ -103,6 +103,11 @@ def sampling(name: str, words: str, **changes: object) -> Attack:
     return generating(name, words, sampling={"max_new_tokens": 4} | changes)
 
 
+def lacking(route: str, name: str) -> Attack:
+    body = {key: value for key, value in NEEDED[route].items() if key != name}
+    return Attack(f"{route}: no {name}", route, body, (f"{name} is missing",))
+
+
 NOT_JSON = {
     "broken": b"{",
     "two documents": b"{} {}",
@@ -115,7 +120,12 @@ NOT_JSON = {
     "BOM": b"\xef\xbb\xbf{}",
 }
 NOT_OBJECTS = {"list": [], "null": None, "number": 5, "text": "x", "true": True}
-ROUTES = ("generate", "abort", "pause", "resume", "weights/join", "control/set_schedule", "control/describe")
+ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join", "weights/receive?scope=all",
+          "control/set_schedule", "control/describe")  # fmt: skip
+NEEDED = {
+    "weights/join": {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"},
+    "weights/receive?scope=all": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
+}
 
 ATTACKS = [Attack(f"{route}: {name}", route, body) for route in ROUTES for name, body in NOT_JSON.items()]
 ATTACKS += [
@@ -195,7 +205,14 @@ ATTACKS += [
     Attack("abort: ids of objects", "abort", {"ids": [{}]}, ("ids[0] is {}; expected a string",)),
     Attack("abort: ids of numbers", "abort", {"ids": [1]}, ("expected a string",)),
     Attack("abort: unknown field", "abort", {"id": ["a"]}, ("did you mean ids",)),
-    Attack("pause: a body", "pause", {"mode": "abort"}, ("mode is not known",)),
+    *(Attack(f"{name}: a body", name, {"mode": "a"}, ("mode is not known",)) for name in ("pause", "sleep", "wake")),
+    Attack("wake: awake", "wake", b"", ("the engine is awake",), 409),
+    Attack("sleep: during a push", "sleep", b"", ("a weight update is open",), 409, "all"),
+    *(lacking(route, name) for route, body in NEEDED.items() for name in body),
+    *(
+        Attack(f"{route}: no key", route, b"", ("Bearer KEY",), 401, headers={"Authorization": ""})
+        for route in ("sleep", "wake", *NEEDED)
+    ),
     Attack("no such route", "nothing", b"", ("no route", "generate"), 404),
     Attack("no such weight route", "weights/nothing", b"", ("no route",), 404),
     Attack("control: no such command", "control/nothing", b"", ("no route", "control/set_schedule"), 404),
@@ -233,7 +250,7 @@ ATTACKS += [
     schedule("config that cannot be", "num_draft_tokens=9", configs=[[[3, 1, 9]]]),
     schedule("config that was not launched", "cannot run k4; it was launched with", configs=[[[4, 1, 5]]]),
     schedule("config huge", "at most 4096", configs=[[[2**40, 1, 2]]]),
-    rule("empty", "expected exactly one of table, roofline and schedule"),
+    rule("empty", "expected exactly one of table, roofline, learnt and schedule"),
     rule("table 5", "expected a path or an object", table=5),
     rule("table not there", "No such file", table="/no/such/file.json"),
     rule("table empty object", "set_spec_rule", table={}),
@@ -405,7 +422,7 @@ def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path
     assert "not a regular file" in refusal(answer)
     assert server.post("/rlspec/weights/end").status_code == 200
     silent = socket.create_server(("127.0.0.1", 0))
-    body = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
+    body = NEEDED["weights/join"]
     cases = [
         ({}, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
         ({"port": silent.getsockname()[1]}, "does not answer as the trainer's store"),
@@ -427,7 +444,7 @@ def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path
         assert time.monotonic() - began < 2 * SECONDS
         server.check_alive()
     silent.close()
-    what = {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
+    what = NEEDED["weights/receive?scope=all"]
     assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
     for change, told in [
         ({}, "was not joined"),
@@ -515,6 +532,8 @@ BODIES: dict[str, st.SearchStrategy] = {
     "control/hold": JUNK,
     "control/stats": JUNK,
     "control/describe": JUNK,
+    "sleep": st.lists(JUNK, min_size=1),
+    "wake": JUNK,
     "weights/join": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
     "weights/receive?scope=all": JUNK,
     "weights/begin": JUNK,

@@ -1,14 +1,20 @@
 """Which GPUs ranks and engines get, what does not fit, and the environments in which engines are started."""
 
+import itertools
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import StartingEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, share
+from megatron_rlspec.session import Session
+
+RECIPES = Path(__file__).parents[2] / "examples/torchrun"
 
 APART = [(n, ranks, engines, tensor) for n in range(2, 9) for ranks in range(1, n) for engines in range(1, n)
          for tensor in (1, 2, 4) if ranks + engines * tensor == n]  # fmt: skip
@@ -97,8 +103,11 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     ("count", "ranks", "engines", "tensor", "mode", "line"),
     [
         (8, 4, 5, 1, "apart", "leave 4, but rollout.engines=5 x placement.tensor=1 needs 5, more than there are"),
-        (8, 4, 1, 2, "apart", "needs 2, and 2 would stay idle"),
-        (8, 8, 1, 1, "apart", "8 GPUs less 8 trainer ranks leave 0"),
+        (8, 4, 1, 2, "apart", "needs 2, and 2 would stay idle; expected rollout.engines=2 or placement.tensor=4 or "
+         "torchrun --nproc-per-node 6 or CUDA_VISIBLE_DEVICES=0,1,2,3,4,5, which leaves the others free"),
+        (8, 8, 1, 1, "apart", "8 GPUs less 8 trainer ranks leave 0, but rollout.engines=1 x placement.tensor=1 needs "
+         "1, more than there are; expected torchrun --nproc-per-node 7"),
+        (8, 4, 1, 1, "together", "CUDA_VISIBLE_DEVICES=0,1,2,3 leaves the other GPUs free"),
         (8, 8, 3, 2, "together", "8; torchrun started 8 ranks, and rollout.engines=3 x placement.tensor=2 needs 6"),
         (8, 4, 8, 1, "together", "torchrun started 4 ranks"),
         (2, 3, 1, 1, "auto", "torchrun started 3 ranks on this node, but it has 2 GPUs"),
@@ -108,6 +117,38 @@ def test_a_layout_that_does_not_come_out_even_is_refused(count, ranks, engines, 
     with pytest.raises(ConfigError) as refused:
         place([str(i) for i in range(count)], ranks, engines, tensor, mode)
     assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_gpu_that_is_left_free_on_purpose_has_no_part():
+    visible = placement.devices({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 6)
+    assert place(visible, 4, 1, 2, "auto") == Layout("apart", tuple("0123"), (("4", "5"),))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "launched"),
+    [("glm-4.5-air", False), *itertools.product(["mimo-7b-rl", "qwen2.5-7b-add-mtp"], [False, True])],
+)
+def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, launched):
+    """With the engines at `rollout.urls` that they name, and with engines that the run launches on the GPUs left."""
+    ranks = 8 if recipe == "glm-4.5-air" else 4
+    engines = {"rollout.engines": str(8 - ranks)} if launched else {"rollout.urls": "http://127.0.0.1:30004"}
+    config = load(str(RECIPES / f"{recipe}.toml"), engines | {"model.path": "m", "placement.gpu_gib": "80"})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    model = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    run = SimpleNamespace(config=config, generates=True, hf_config=model)
+    layout = Session._place(run, Shapes({"all": (7_800_000, 1_000)}))
+    if not launched:
+        assert layout == Layout()
+        return
+    assert layout.train == tuple("0123") and layout.engines == (("4",), ("5",), ("6",), ("7",))
+    assert 0.8 < layout.mem_fraction < 0.95
+
+
+class Shapes(dict):
+    def shape(self, name):
+        return self[name]
 
 
 APART_80 = Need(gpu=80 * GIB, train=60 * GIB, weights=15 * GIB, token=1 << 17, longest=8192)

@@ -741,6 +741,14 @@ def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engine
     with pytest.raises(EngineError, match="it slept, and no weights were pushed since"):
         engine.generate(asked, SAMPLINGS["T=1"])
     engine.wake()
+    undefined = "the engine slept, so its weights are undefined"
+    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "drafter"}})):
+        with pytest.raises(EngineError, match=undefined):
+            engine._post(path, **arguments)
+    engine._post("weights/begin", params={"scope": "all"})
+    engine._post("weights/end")  # an update that ended before its last bucket
+    with pytest.raises(EngineError, match=undefined):
+        engine._post("resume")
     engine.update_weights(1, WEIGHTS.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
     assert texts(engine.generate(asked, SAMPLINGS["T=1"])) == before

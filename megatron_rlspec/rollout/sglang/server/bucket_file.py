@@ -33,11 +33,11 @@ def of_file(path: str, size: int, entries: Sequence[Entry]) -> bytes:
 
 def open_regular(path: str) -> BinaryIO:
     """Open a regular file. A pipe or a device neither blocks nor is read. Raises OSError and NotRegularError."""
-    opened = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-        opened.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # `open` would refuse a directory, and not close it
+        os.close(descriptor)
         raise NotRegularError(path)
-    return opened
+    return open(descriptor, "rb", buffering=0)
 
 
 def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:

@@ -64,7 +64,7 @@ async def generate(request: Request) -> StreamingResponse:
     """
     body = parse(schemas.GenerateBody, await read_body(request, _GENERATE_BYTES))
     tokenizer = manager()
-    weight_routes.check_awake()
+    weight_routes.check_defined()
     schemas.check_batch(body, tokenizer.model_config.vocab_size, tokenizer.context_len)
     for asked in body.requests:
         if asked.id in tokenizer.rid_to_state:
@@ -139,7 +139,7 @@ async def pause(request: Request) -> JSONResponse:
 
 async def resume(request: Request) -> JSONResponse:
     await read_nothing(request)
-    weight_routes.check_awake()
+    weight_routes.check_defined()
     await manager().continue_generation(ContinueGenerationReqInput())
     return JSONResponse({})
 
@@ -154,7 +154,7 @@ async def sleep(request: Request) -> JSONResponse:
 
 
 async def wake(request: Request) -> JSONResponse:
-    """Take the memory back. Weights are undefined until an update of all of them; the engine stays paused."""
+    """Take the memory back. The engine stays paused, and serves nothing until an update of all weights."""
     await read_nothing(request)
     async with weight_routes.between_updates(asleep=True):
         await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)

@@ -44,6 +44,8 @@ class _Push:
     def __init__(self) -> None:
         self.scope: Scope | None = None
         self.asleep = False
+        self.undefined = False  # after a sleep, until an update of all tensors
+        self.whole = False  # whether the open update is of all tensors and its last bucket came
         self.lock = asyncio.Lock()  # one request of a push at a time: all buckets use the same memory
         self.groups: set[str] = set()
         self.served: ServedTensors | None = None
@@ -66,6 +68,7 @@ class _Push:
 
     def close(self) -> None:
         self.scope = None
+        self.whole = False
         if self._shared.numel() > _KEPT:
             self._shared = torch.empty(0, dtype=torch.uint8)
 
@@ -78,6 +81,13 @@ def check_awake() -> None:
         raise Refusal(409, "the engine sleeps: its memory is released; call wake first")
 
 
+def check_defined() -> None:
+    """Raise Refusal while the engine sleeps, and after that until all weights are pushed."""
+    check_awake()
+    if _push.undefined:
+        raise Refusal(409, "the engine slept, so its weights are undefined; push all of them first, with scope=all")
+
+
 @asynccontextmanager
 async def between_updates(asleep: bool) -> AsyncIterator[None]:
     """Keep updates away while the engine goes to sleep or wakes up. Raises Refusal unless it is `asleep` or awake."""
@@ -86,6 +96,7 @@ async def between_updates(asleep: bool) -> AsyncIterator[None]:
             raise Refusal(409, "a weight update is open; call weights/end first")
         if _push.asleep != asleep:
             raise Refusal(409, f"the engine is {'asleep already' if _push.asleep else 'awake'}")
+        _push.undefined = True
         yield
         _push.asleep = not asleep
 
@@ -94,7 +105,10 @@ async def begin(request: Request) -> JSONResponse:
     scope = _query(request, schemas.ScopeQuery).scope
     await read_nothing(request)
     async with _alone():
-        check_awake()
+        if scope == "all":
+            check_awake()
+        else:
+            check_defined()
         if _push.scope is not None:
             raise Refusal(409, "a weight update is already open; call weights/end first")
         answer = done(*await _sglang.begin_push(manager(), _SELECTOR[scope]))
@@ -108,8 +122,11 @@ async def end(request: Request) -> JSONResponse:
     async with _alone():
         if _push.scope is None:
             raise Refusal(409, "no weight update is open; call weights/begin first")
+        whole = _push.whole
         _push.close()
-        return done(*await _sglang.end_push(manager()))
+        answer = done(*await _sglang.end_push(manager()))
+        _push.undefined &= not whole
+        return answer
 
 
 async def bucket(request: Request) -> JSONResponse:
@@ -152,7 +169,7 @@ async def file(request: Request) -> JSONResponse:
             return await _load(landed, query)
         ranks = manager().server_args.tp_size
         message = _sglang.tensors(_SELECTOR[query.scope], query.version, [of_file(query.path, size, entries)] * ranks)
-        return done(*await manager().update_weights_from_tensor(message, None))
+        return _loaded(await manager().update_weights_from_tensor(message, None), query)
 
 
 def _read_header(path: str, limit: int) -> tuple[bytes, int]:
@@ -249,7 +266,7 @@ async def receive(request: Request) -> JSONResponse:
         message = _sglang.broadcast(
             _SELECTOR[query.scope], query.version, asked.group, asked.names, asked.dtypes, asked.shapes
         )
-        return done(*await manager().update_weights_from_distributed(message, None))
+        return _loaded(await manager().update_weights_from_distributed(message, None), query)
 
 
 async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONResponse:
@@ -265,7 +282,13 @@ async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONRespons
     parts = {"flattened_tensor": landed, "metadata": metadata}
     payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(manager().server_args.tp_size)]
     message = _sglang.tensors(_SELECTOR[query.scope], query.version, payloads)
-    return done(*await manager().update_weights_from_tensor(message, None))
+    return _loaded(await manager().update_weights_from_tensor(message, None), query)
+
+
+def _loaded(answered: tuple[bool, str], query: schemas.BucketQuery) -> JSONResponse:
+    answer = done(*answered)
+    _push.whole = query.scope == "all" and bool(query.version)
+    return answer
 
 
 async def _served() -> ServedTensors:
