@@ -354,10 +354,10 @@ class Rollouts:
     def wake(self) -> None:
         """Let engines that sleep take their memory back."""
         if self.asleep:
-            self.engines.everywhere(lambda engine: engine.wake())
-            self.asleep = False
+            self.asleep = False  # before an engine may fail: one that replaces it is awake
             for name in self.health.pusher.engines:
                 self.health.pusher.forget(name)
+            self.engines.everywhere(lambda engine: engine.wake())
 
     def push(
         self, version: int, source: Source, words: np.ndarray | None = None, scope: Scope = "all"

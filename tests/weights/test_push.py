@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from memory_engine import MemoryEngine
+from safetensors.torch import load
 from train_ranks import on_ranks
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.weights import push
+from megatron_rlspec.weights.bucket import Memory
 from megatron_rlspec.weights.fingerprint import compare, fingerprint
-from megatron_rlspec.weights.push import Pusher, PushError, buckets, exporting
+from megatron_rlspec.weights.push import Pusher, PushError, buckets, exporting, in_buckets
 
 
 def weights(seed: int = 0, names: int = 12) -> dict[str, torch.Tensor]:
@@ -69,6 +72,49 @@ def test_silent_damage_is_reported_by_name():
     engine.wire = lambda n, t: None if "w1." in n else (n, t * 2 if n == damaged else t)
     report = pusher.push(0, source_of(weights()))
     assert report.failed == {"e": f"lacks model.mtp_layers.0.mlp.w1.weight; holds otherwise {damaged}"}
+
+
+class BucketEngine(MemoryEngine):
+    """Takes packed buckets, as SGLang's client does, and reads each with the safetensors library."""
+
+    def __init__(self, name: str, memory: Memory) -> None:
+        super().__init__(name)
+        self.memory = memory
+
+    def update_weights(self, version, tensors, scope="all"):
+        super().update_weights(version, self.unpacked(tensors), scope)
+
+    def unpacked(self, tensors):
+        for bucket, _ in in_buckets(tensors, self.memory):
+            yield from load(bucket.file().numpy().tobytes()).items()
+
+
+def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch):
+    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    memory = Memory()
+    engines = {name: BucketEngine(name, memory) for name in ("good", "damaged", "bad")}
+    pusher = Pusher(engines)
+
+    def tensors(seed):
+        return {**weights(seed), "model.norm.weight": torch.randn(7).bfloat16(), "model.scale": torch.randn(3).double()}
+
+    def flipped(name, tensor):
+        if name == "model.norm.weight":
+            tensor.view(torch.int16)[4] ^= 1
+        return name, tensor
+
+    for broken in (False, True, False):  # memory of a failed push serves the next one
+        engines["damaged"].wire = flipped if broken else lambda name, tensor: (name, tensor)
+        engines["bad"].fail_at = 5 if broken else None
+        new = tensors(int(broken))
+        report = pusher.push(int(broken), source_of(new))
+        lost = "bad: connection lost after 5 tensors of version 1"
+        assert report.failed == ({"damaged": "holds otherwise model.norm.weight", "bad": lost} if broken else {})
+        assert holds(engines["good"], new)
+        poisoned = {**new, "model.norm.weight": torch.full((7,), float("nan"), dtype=torch.bfloat16)}
+        with pytest.raises(PushError, match="model.norm.weight holds NaN"):
+            pusher.push(9, source_of(poisoned))
+        assert not any(engine.serving for engine in engines.values())
 
 
 def test_scope_drafter_sends_the_drafter_only():
