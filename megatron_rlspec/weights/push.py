@@ -94,7 +94,7 @@ class Pusher:
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
                 AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
     feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
-                a `memory` take buckets of it, and the exporter runs ahead by two of them
+                a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
     """
 
     def __init__(self, engines: Mapping[str, RolloutEngine], *, delta: bool = False, feed_bytes: int = 1 << 30) -> None:
@@ -117,10 +117,10 @@ class Pusher:
         if scope != "all" and any(name not in self._proven for name in names):
             scope = "all"
         proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
-        feeds = {
-            name: Feed(self.feed_bytes, proven[name] if self.delta else {}, getattr(self.engines[name], "memory", None))
-            for name in names
-        }
+        feeds = {}
+        for name in names:
+            memory = getattr(self.engines[name], "bucket_memory", None)
+            feeds[name] = Feed(self.feed_bytes, proven[name] if self.delta else {}, memory)
         limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}

@@ -79,13 +79,13 @@ class BucketEngine(MemoryEngine):
 
     def __init__(self, name: str, memory: Memory) -> None:
         super().__init__(name)
-        self.memory = memory
+        self.bucket_memory = memory
 
     def update_weights(self, version, tensors, scope="all"):
         super().update_weights(version, self.unpacked(tensors), scope)
 
     def unpacked(self, tensors):
-        for bucket, _ in in_buckets(tensors, self.memory):
+        for bucket, _ in in_buckets(tensors, self.bucket_memory):
             yield from load(bucket.file().numpy().tobytes()).items()
 
 

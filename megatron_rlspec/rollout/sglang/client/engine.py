@@ -74,7 +74,7 @@ class SGLangEngine:
         return f"SGLangEngine({self.url})"
 
     @property
-    def memory(self) -> Memory:
+    def bucket_memory(self) -> Memory:
         """Return the memory of the buckets that a push gives to `update_weights`."""
         return self._transport.memory
 
@@ -136,7 +136,7 @@ class SGLangEngine:
             self._post("weights/end")
             self._post("weights/begin", params={"scope": scope})
         sent = 0
-        for bucket, last in in_buckets(tensors, self.memory):
+        for bucket, last in in_buckets(tensors, self.bucket_memory):
             if not held["unnamed"]:
                 self._check(bucket, held["shapes"])
             final = {"version": str(version)} if last else {}
