@@ -286,11 +286,24 @@ class Feed:
             bucket = self._take()
             if bucket is None:
                 raise StopIteration
+            if bucket.piece is not None:
+                raise TypeError("an engine with a `bucket_memory` reads buckets, with `in_buckets`")
             self._left.extend(bucket.tensors)
         name, tensor = self._left.popleft()
         self.sent_bytes += size(tensor)
         self.sent_tensors += 1
         return name, tensor
+
+    def unread(self) -> str:
+        """Return the name of the first tensor that was not read, "" if there is none. Raises the exporter's error."""
+        if self._left:
+            return self._left[0][0]
+        if len(self._taken) > 1:  # `buckets` takes one ahead
+            return self._taken[1].names[0]
+        if self._taken:  # else the exporter may wait for its memory
+            self._done(self._taken[0])
+        bucket = self._take()
+        return "" if bucket is None else bucket.names[0]
 
     def _take(self) -> Bucket | None:
         with self._changed:
@@ -386,8 +399,8 @@ def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> st
     began = time.perf_counter()
     try:
         engine.update_weights(version, feed, scope)
-        left = next(feed, None)
-        return f"stopped reading at {left[0]}" if left else ""
+        left = feed.unread()
+        return f"stopped reading at {left}" if left else ""
     except (EngineError, PushError) as error:
         return str(error)
     finally:

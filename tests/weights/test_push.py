@@ -117,6 +117,16 @@ def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch
         assert not any(engine.serving for engine in engines.values())
 
 
+def test_an_engine_that_stops_reading_packed_buckets_is_named(monkeypatch):
+    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    engine = BucketEngine("e", Memory())
+    engine.unpacked = lambda tensors: next(in_buckets(tensors, engine.bucket_memory)) and []
+    assert Pusher({"e": engine}).push(0, source_of(weights())).failed["e"].startswith("stopped reading at model.")
+    engine.unpacked = list
+    with pytest.raises(TypeError, match="reads buckets, with `in_buckets`"):
+        Pusher({"e": engine}).push(0, source_of(weights()))
+
+
 def test_scope_drafter_sends_the_drafter_only():
     engine = MemoryEngine()
     pusher = Pusher({"e": engine})

@@ -65,7 +65,9 @@ def urls(served) -> Iterator[list[str]]:
 
 
 class Engine(SGLangEngine):
-    """The client with a place to damage what it sends."""
+    """The client with a place to damage what it sends. It reads single tensors, and packs them itself."""
+
+    bucket_memory = None
 
     def __init__(self, url):
         super().__init__(url, timeout=60)

@@ -136,7 +136,7 @@ class SGLangEngine:
             self._post("weights/end")
             self._post("weights/begin", params={"scope": scope})
         sent = 0
-        for bucket, last in in_buckets(tensors, self.bucket_memory):
+        for bucket, last in in_buckets(tensors, self._transport.memory):
             if not held["unnamed"]:
                 self._check(bucket, held["shapes"])
             final = {"version": str(version)} if last else {}
