@@ -45,7 +45,10 @@ def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, 
 
 @pytest.mark.parametrize(("engine", "rank"), [("1", {}), ("0", {"NCCL_CUMEM_ENABLE": "1"})])
 def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine, rank, monkeypatch):
+    import torch
+
     from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
+    from megatron_rlspec.weights.bucket import Bucket
 
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     for name, value in rank.items():
@@ -57,7 +60,7 @@ def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine
         return {"tensor_parallel": 1, "nccl_cumem_enable": engine}
 
     with pytest.raises(EngineError) as error:
-        GroupBroadcast(backend="nccl").send(post, {}, {})
+        GroupBroadcast(backend="nccl").send(post, Bucket([("x", torch.zeros(1))]), {})
     own = rank.get("NCCL_CUMEM_ENABLE", "0")
     told = f"weight group: NCCL_CUMEM_ENABLE is {own} for this rank and {engine} for the engine"
     assert str(error.value) == f"{told}; start both with the same value"

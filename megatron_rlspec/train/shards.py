@@ -58,7 +58,11 @@ def load(table: NameTable, modules: list[nn.Module], config: TransformerConfig, 
         raise CheckpointError(f"the checkpoint has no {missing[0]}{more}{hint}")
     for name, parameter in wanted.items():
         row = table.row(name)
-        shard = table.shard(name, row.layout.fuse([tensors[hf] for hf in row.hf]), rank, size)
+        try:
+            whole = row.layout.fuse([tensors[hf] for hf in row.hf])
+        except CheckpointError as error:
+            raise CheckpointError(f"{row.hf[0]}: {error}") from None
+        shard = table.shard(name, whole, rank, size)
         if shard.shape != parameter.shape:
             raise CheckpointError(
                 f"{row.hf[0]} makes {name} {list(shard.shape)}, but config.json promises {list(parameter.shape)}"

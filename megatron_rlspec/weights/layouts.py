@@ -66,7 +66,9 @@ def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
         if any(bias.count_nonzero() for bias in parts[3:]):
-            raise CheckpointError("biases of q, k and v that are not 0, but config.json says attention_bias=false")
+            raise CheckpointError(
+                "biases of q, k and v that are not 0, but config.json says attention_bias=false; expected true"
+            )
         return weights.fuse(parts[:3])
 
     def split(full: Tensor) -> Sequence[Tensor]:

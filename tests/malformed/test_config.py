@@ -107,7 +107,7 @@ CHOICES = [
     option("--drafter.loss mse", "drafter.loss", "'ce', 'forward_kl', 'reverse_kl' or 'tv'", "'mse'"),
     option("--model.dtype float8", "model.dtype", "'float32', 'bfloat16' or 'float64'"),
     option("--spec.verifier Rejection", "spec.verifier", "'target_only' or 'rejection'"),
-    option("--push.transport carrier", "push.transport", "'http', 'files' or 'group'"),
+    option("--push.transport carrier", "push.transport", "'http', 'files', 'group' or 'ipc'"),
     option("--algorithm.kl_kind k4", "algorithm.kl_kind", "'k1', 'k2' or 'k3'"),
     option("--rollout.engine vllm", "rollout.engine", "'sglang' or 'embedded'"),
     option("--data.shuffle perhaps", "data.shuffle", "true or false", "'perhaps'"),

@@ -171,7 +171,6 @@ IGNORED_TODAY = [  # settings that change what a model computes
     value("layer_types", ["sliding_attention"], "full_attention"),
     value("layer_types", ["full_attention"] * 3, "num_hidden_layers=1"),
     value("layer_types", "full_attention", "a list of texts"),
-    value("attention_bias", False, "true"),
     value("attention_bias", "yes", "true"),
     value("attention_dropout", 0.1, "equal to 0"),
     value("quantization_config", {"quant_method": "fp8"}, "quantised"),

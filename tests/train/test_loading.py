@@ -103,6 +103,7 @@ def test_ranks_must_fit_the_layout(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(runtime, "install", lambda: None)
+    monkeypatch.setattr(runtime.parallel_state, "model_parallel_is_initialized", lambda: False)
     with pytest.raises(ValueError, match="3 ranks, but tensor × pipeline × context = 2"):
         runtime.init_distributed(ParallelConfig(context=2))
 

@@ -14,6 +14,7 @@ ROUNDS = 20
 @pytest.fixture
 def run(tmp_path):
     options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3", "health__canary_prompts": "0"}
+    options["spec__learn_costs"] = "false"  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
     learning = made.rollouts.learning
     learning.adapter.cost = {
