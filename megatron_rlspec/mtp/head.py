@@ -115,10 +115,14 @@ class VocabParallelHead:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         return top + self.sum((lse - top).exp_()).log_()
 
+    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of this rank's columns."""
+        return columns + self.start
+
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
-        value, best = scores.max(-1)
-        best += self.start
+        value, column = scores.max(-1)
+        best = self.ids_of(column)
         if self.group is not None:
             top = value.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
@@ -233,15 +237,8 @@ class DraftHead(VocabParallelHead):
         """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
         return self.sum(self._local(labels)[1][:, 0].to(accumulate_in(self.weight)))
 
-    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
-        value, best = scores.max(-1)
-        best = self.ids[best]
-        if self.group is not None:
-            top = value.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-            best.masked_fill_(value < top, self.total)
-            dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
-        return best
+    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+        return self.ids[columns]
 
     def of_full(self, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of the words of log-probabilities `x [C, full.width]`."""

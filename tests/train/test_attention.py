@@ -204,8 +204,7 @@ def test_rotation_follows_transformers_convention():
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("links", [0, 1, 3])
 def test_flash_attention_on_a_gpu_equals_the_textbook_formula(links, cp_size):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    assert torch.cuda.is_available(), "no CUDA device"
     lengths = [512, 4, 1028, 0, 256, 200]
     cu = torch.tensor([0, *lengths]).cumsum(0)
     draw = torch.Generator("cuda").manual_seed(1)
@@ -236,8 +235,7 @@ def distance(x, reference):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens, links, most", [(9216, 0, 0.4), (32768, 0, 1.2), (32768, 3, 2.2)])
 def test_memory_on_a_real_gpu(tokens, links, most):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    assert torch.cuda.is_available(), "no CUDA device"
     plan = plan_attention(torch.tensor([0, tokens]), 4, 1, 0, torch.device("cuda"))
     shapes = [(tokens, 16, 128), *[(tokens, 4, 128)] * (2 + 2 * links)]
     inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
