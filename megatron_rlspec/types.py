@@ -139,15 +139,51 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
+class Partial:
+    """A sample that has begun: what an engine needs to continue it, and to return it as one `Sample`.
+
+    Moves between engines, changes of the tensor-parallel size, lost engines and partial rollouts all use it. Indices
+    count response tokens. The last four fields are as in `Sample`.
+
+    response [R] int64   tokens drawn so far, at least one
+    logprobs [R] float32 their log-probabilities under the policies that drew them
+    draws                noise keys used so far; only verifiers that are not position-keyed read it
+    """
+
+    response: np.ndarray
+    logprobs: np.ndarray
+    policy_versions: tuple[tuple[int, int, int], ...]
+    accepted: tuple[int, ...] = ()
+    accepted_spans: tuple[tuple[int, int], ...] = ()
+    draws: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.response) == len(self.logprobs):
+            raise ValueError(
+                f"a partial sample of {len(self.response)} tokens and {len(self.logprobs)} log-probabilities; "
+                "expected as many of both, at least one"
+            )
+
+    @classmethod
+    def of(cls, sample: Sample) -> Partial:
+        """Return what an aborted sample has. Raises ValueError if it has no token."""
+        first = sample.prompt_len
+        logprobs = sample.behaviour_logprobs[first:]
+        return cls(sample.response, logprobs, sample.policy_versions, sample.accepted, sample.accepted_spans)
+
+
+@dataclass(frozen=True, eq=False)
 class Request:
     """One sample to draw. Under the position-keyed verifier its text depends only on seed, prompt and weights.
 
-    No `id` may be a prefix of another: SGLang aborts by prefix.
+    No `id` may be a prefix of another: SGLang aborts by prefix. With `partial`, the engine continues that sample and
+    returns the whole of it; `max_new_tokens` counts from the first response token.
     """
 
     id: str
     prompt: Prompt
     seed: int
+    partial: Partial | None = None
 
 
 @dataclass(eq=False)
@@ -255,3 +291,47 @@ class RoundStats:
     rounds: int
     ms: float
     accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sample that an engine decodes now.
+
+    prompt   its prompt tokens
+    context  its tokens so far, the prompt included
+    accept   tokens that one of its verify rounds delivered, on average
+    """
+
+    id: str
+    prompt: int
+    context: int
+    accept: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one engine has to do.
+
+    waiting      requests that it has not begun
+    free_tokens  room in its KV cache, tokens
+    version      of its weights; samples move between engines of one version only
+    """
+
+    engine: str
+    running: tuple[Held, ...]
+    waiting: int
+    free_tokens: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A decision of `tail`: these samples leave `source` for `target`.
+
+    how  "kv": their KV cache travels; "recompute": the target prefills prompt and response
+    """
+
+    source: str
+    target: str
+    ids: tuple[str, ...]
+    how: Literal["kv", "recompute"]
