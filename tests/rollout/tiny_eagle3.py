@@ -1,0 +1,146 @@
+"""A tiny random Llama and an EAGLE-3 drafter for it, written as the two directories that SGLang loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB = 160
+WORDS = 120
+HIDDEN = 64
+LAYERS = 8  # so that SGLang's own choice of layers, 2, 4 and 5, is three different ones
+
+
+def target_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | changes
+
+
+def drafter_config(**changes: Any) -> dict[str, Any]:
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": HIDDEN,
+        "rope_theta": 1e6,
+        "draft_vocab_size": WORDS,
+    }
+    return target_config(**own) | changes
+
+
+def target_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    draw = _normal(seed)
+    tensors = {
+        "model.embed_tokens.weight": draw(config["vocab_size"], HIDDEN, std=0.5),
+        "lm_head.weight": draw(config["vocab_size"], HIDDEN, std=0.3),
+        "model.norm.weight": 1 + draw(HIDDEN, std=0.02),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= _block(draw, config, f"model.layers.{layer}.", HIDDEN)
+    return tensors
+
+
+def drafter_weights(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
+    """Return the tensors of the drafter's file. Its words are drawn at random from the target's."""
+    draw = _normal(seed)
+    words = config["draft_vocab_size"]
+    ids = torch.randperm(config["vocab_size"], generator=torch.Generator().manual_seed(seed))[:words].sort().values
+    tensors = _block(draw, config, "midlayer.", 2 * HIDDEN)
+    tensors["midlayer.hidden_norm.weight"] = 1 + draw(HIDDEN, std=0.02)
+    tensors["fc.weight"] = draw(HIDDEN, 3 * HIDDEN)
+    tensors["norm.weight"] = 1 + draw(HIDDEN, std=0.02)
+    tensors["lm_head.weight"] = draw(words, HIDDEN, std=0.3)
+    return tensors | maps(ids, config["vocab_size"])
+
+
+def maps(ids: Tensor, vocab: int) -> dict[str, Tensor]:
+    marked = torch.zeros(vocab, dtype=torch.bool)
+    marked[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+
+
+def _normal(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, std: float = 0.08) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
+    return draw
+
+
+def _block(draw: Any, config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
+    heads = config["num_attention_heads"] * config["head_dim"]
+    groups = config["num_key_value_heads"] * config["head_dim"]
+    wide = config["intermediate_size"]
+    shapes = {
+        "self_attn.q_proj": (heads, width),
+        "self_attn.k_proj": (groups, width),
+        "self_attn.v_proj": (groups, width),
+        "self_attn.o_proj": (HIDDEN, heads),
+        "mlp.gate_proj": (wide, HIDDEN),
+        "mlp.up_proj": (wide, HIDDEN),
+        "mlp.down_proj": (HIDDEN, wide),
+    }
+    tensors = {f"{prefix}{name}.weight": draw(*shape) for name, shape in shapes.items()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + draw(HIDDEN, std=0.02)
+    return tensors
+
+
+def agreeing(target: dict[str, Tensor], drafter: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Make the target context-free, and the drafter draft its likeliest word, if that is among the drafter's.
+
+    With outputs of attention and MLP at zero the target's logits are head(norm(embedding of x_t)). The drafter's one
+    head attends to positions with the same token, by the channels that rotate slowest, and copies the embedding.
+    """
+    target = {name: tensor.clone() for name, tensor in target.items()}
+    drafter = {name: tensor.clone() for name, tensor in drafter.items()}
+    for name in target:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            target[name].zero_()
+    slow = torch.zeros(HIDDEN, HIDDEN)
+    half = HIDDEN // 2
+    for channel in range(half // 2, half):
+        slow[channel, channel] = slow[half + channel, half + channel] = 4.0
+    nothing = torch.zeros(HIDDEN, HIDDEN)
+    drafter["fc.weight"].zero_()
+    drafter["midlayer.input_layernorm.weight"].fill_(1)
+    drafter["midlayer.self_attn.q_proj.weight"] = torch.cat((slow, nothing), dim=1)
+    drafter["midlayer.self_attn.k_proj.weight"] = torch.cat((slow, nothing), dim=1)
+    drafter["midlayer.self_attn.v_proj.weight"] = torch.cat((torch.eye(HIDDEN), nothing), dim=1)
+    drafter["midlayer.self_attn.o_proj.weight"] = torch.eye(HIDDEN)
+    drafter["midlayer.mlp.down_proj.weight"].zero_()
+    drafter["norm.weight"] = target["model.norm.weight"].clone()
+    ids = drafter["d2t"] + torch.arange(len(drafter["d2t"]))
+    drafter["lm_head.weight"] = target["lm_head.weight"][ids].clone()
+    return target, drafter
+
+
+def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
