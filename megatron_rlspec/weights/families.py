@@ -44,9 +44,6 @@ from megatron_rlspec.weights.layouts import (
 )
 from megatron_rlspec.weights.model_config import refusal
 
-# Of the tensors of a drafter with a checkpoint of its own, in a push: both models have an lm_head.weight.
-APART = "draft."
-
 
 @dataclass(frozen=True)
 class Row:
@@ -526,16 +523,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
     "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
-    "LlamaForCausalLMEagle3": Family(
-        eagle3,
-        sglang_files=("llama_eagle3",),
-        sglang_drafter="LlamaForCausalLMEagle3",
-        sglang_drafter_names=(
-            ("model.layers.0.", f"{APART}midlayer."),
-            ("model.", APART),
-            ("", APART),
-        ),
-    ),
+    "LlamaForCausalLMEagle3": Family(eagle3),
 }
 
 

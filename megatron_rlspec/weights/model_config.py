@@ -253,21 +253,18 @@ def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
     return f"architecture {short(architecture)} is not {column}; those are {', '.join(known)} (docs/families.md)"
 
 
-def check_config(
-    config: Mapping[str, Any], where: str, *, trained: bool = True, schemas: Mapping[str, type[Shared]] = SCHEMAS
-) -> Shared:
+def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
     """Check a config.json and return it typed. Raises ModelConfigError: `where`, key, value, expectation.
 
     trained  also refuse what cannot be trained. False: the model is only converted, or run by SGLang
-    schemas  of the architectures that are trained
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    schema = schemas.get(name)
+    schema = SCHEMAS.get(name)
     if trained and "kv_lora_rank" in config:
         raise ModelConfigError(f"config.json of {where}: kv_lora_rank: latent attention is converted, but not trained")
     if trained and name and schema is None:
-        raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', schemas)}")
+        raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     schema = (schema or Trained) if trained else Converted
     try:
         found = schema.model_validate(dict(config))
