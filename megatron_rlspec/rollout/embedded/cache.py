@@ -50,9 +50,21 @@ class Cache:
 
     def __init__(self, model: Decoder, rows: int, columns: int, slots: int, share_prefix: bool) -> None:
         self.model = model
-        self.total = slots
+        self.rows = rows
         self.columns = columns
         self.share_prefix = share_prefix
+        self.reset(slots)
+        arch = model.arch
+        device = model.device
+        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.mtp)]
+        self.hidden = torch.zeros((slots, arch.hidden), dtype=model.dtype, device=device)
+
+    def reset(self, slots: int) -> None:
+        """Forget all rows. The pool has `slots` slots from now on, all of them free."""
+        rows = self.rows
+        columns = self.columns
+        self.total = slots
         self.free = np.arange(slots)[::-1].copy()  # a stack: free[:left] are free
         self.left = slots
         self.free_rows = list(range(rows))[::-1]
@@ -64,11 +76,6 @@ class Cache:
         self.computed = np.zeros(rows, np.int64)
         self.drafted = np.zeros(rows, np.int64)
         self.held = np.zeros(rows, np.int64)  # columns that have a slot
-        arch = model.arch
-        device = model.device
-        shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
-        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.mtp)]
-        self.hidden = torch.zeros((slots, arch.hidden), dtype=model.dtype, device=device)
 
     def take(self, count: int) -> np.ndarray | None:
         """Take `count` free slots; None if fewer are free."""

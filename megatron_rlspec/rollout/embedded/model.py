@@ -6,7 +6,7 @@ A query heads and K key/value heads of this rank; D head dimension; V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,6 +70,12 @@ class Architecture:
             eos=eos_ids,
         )
 
+    def check_size(self, tp: int) -> None:
+        """Raise ValueError if tensor parallelism over `tp` ranks does not divide the model."""
+        for what in ("heads", "kv_heads", "intermediate", "vocab"):
+            if (size := getattr(self, what)) % tp:
+                raise ValueError(f"tensor parallel size {tp} does not divide {what}={size}")
+
 
 class Placement(NamedTuple):
     """Positions, cache slots and attention mask of the N tokens of one forward."""
@@ -103,6 +109,24 @@ class Shard(NamedTuple):
     dim: int | None  # the dimension split over tensor-parallel ranks
 
 
+class Parameter(NamedTuple):
+    """A parameter of the forward, and the Hugging Face tensors that are blocks of its rows."""
+
+    fused: torch.Tensor
+    rows: dict[str, int]  # rows of each block on this rank
+    split: int | None  # the dimension split over tensor-parallel ranks
+
+    def blocks(self) -> dict[str, torch.Tensor]:
+        """Return the blocks by name, as views."""
+        return dict(zip(self.rows, self.fused.split(list(self.rows.values())), strict=True))
+
+    def resized(self, old: int, new: int) -> Parameter:
+        """Return an empty parameter for a rank of `new` instead of `old` tensor-parallel ranks."""
+        shape = [size * old // new if dim == self.split else size for dim, size in enumerate(self.fused.shape)]
+        rows = {name: count * old // new if self.split == 0 else count for name, count in self.rows.items()}
+        return Parameter(self.fused.new_empty(shape), rows, self.split)
+
+
 class Decoder:
     """Parameters and forward passes. It knows no requests, sampling or speculation.
 
@@ -114,11 +138,7 @@ class Decoder:
     def __init__(
         self, arch: Architecture, dtype: torch.dtype, device: str, comm: Solo | TensorParallel, positions: int
     ) -> None:
-        for what, size in {"heads": arch.heads, "kv_heads": arch.kv_heads, "intermediate": arch.intermediate}.items():
-            if size % comm.size:
-                raise ValueError(f"tensor parallel size {comm.size} does not divide {what}={size}")
-        if arch.vocab % comm.size:
-            raise ValueError(f"tensor parallel size {comm.size} does not divide vocab={arch.vocab}")
+        arch.check_size(comm.size)
         self.arch = arch
         self.dtype = dtype
         self.device = device
@@ -126,6 +146,7 @@ class Decoder:
         self.heads = arch.heads // comm.size
         self.kv_heads = arch.kv_heads // comm.size
         self.tensors: dict[str, Shard] = {}
+        self.parameters: list[Parameter] = []
         self.draft_ids: torch.Tensor | None = None  # [S] words of the draft head's columns, -1: none; None: all words
         self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
@@ -275,6 +296,35 @@ class Decoder:
         """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
         shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for (name, _), view in zip(rows.items(), fused.split(list(rows.values())), strict=True):
-            self.tensors[name] = Shard(view, split)
+        parameter = Parameter(fused, dict(rows), split)
+        self.parameters.append(parameter)
+        self._name(parameter)
         return fused
+
+    def _name(self, parameter: Parameter) -> None:
+        """Give every block of rows its Hugging Face name."""
+        for name, view in parameter.blocks().items():
+            self.tensors[name] = Shard(view, parameter.split)
+
+    def retile(self, comm: Solo | TensorParallel, moved: Callable[[Parameter, Parameter], None]) -> None:
+        """Change to the tensor-parallel group `comm`, one parameter after the other.
+
+        `moved(old, new)` fills this rank's new part of a split parameter. Every reference to a parameter stays valid.
+        Raises ValueError for a size that does not divide the model; nothing has changed then.
+        """
+        self.arch.check_size(comm.size)
+        for index, old in enumerate(self.parameters):
+            if old.split is None:
+                continue
+            new = old.resized(self.comm.size, comm.size)
+            moved(old, new)
+            old.fused.data = new.fused
+            self.parameters[index] = new._replace(fused=old.fused)
+            self._name(self.parameters[index])
+        self.comm = comm
+        self.heads = self.arch.heads // comm.size
+        self.kv_heads = self.arch.kv_heads // comm.size
+        if self.arch.tied:
+            self.head = self.embedding.chunk(comm.size)[comm.rank]
+        if self.draft_ids is not None:
+            self.set_draft_vocabulary(self.draft_ids[self.draft_ids >= 0])

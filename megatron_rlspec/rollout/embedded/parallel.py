@@ -1,6 +1,8 @@
-"""Tensor parallelism for the model: a rank, a size, a sum and a concatenation."""
+"""Tensor parallelism for the model: a rank, a size, a sum and a concatenation; and groups that are kept."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ class Solo:
 
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return x
+
+    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        return list(parts)
 
 
 class TensorParallel:
@@ -35,3 +40,34 @@ class TensorParallel:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Send the flat tensor `parts[i]` to rank i. Returns what the ranks sent; rank i sent `counts[i]` elements."""
+        received = parts[0].new_empty(sum(counts))
+        dist.all_to_all_single(received, torch.cat(list(parts)), list(counts), list(map(len, parts)), group=self.group)
+        return list(received.split(list(counts)))
+
+
+class Groups:
+    """The tensor-parallel groups of a job, by size. A group is made when its size is first used, and kept (PAT, 4.3).
+
+    Groups are blocks of neighbouring ranks: at size t, ranks [i t, (i + 1) t) are group i.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self._made: dict[int, Solo | TensorParallel] = {1: Solo()}
+
+    def of(self, size: int) -> Solo | TensorParallel:
+        """Return this rank's group of `size` ranks. All ranks of the job must ask for new sizes in one order.
+
+        Raises ValueError if `size` does not divide the job.
+        """
+        if size not in self._made:
+            if self.world % size:
+                raise ValueError(f"tensor parallel size {size} does not divide a job of {self.world} ranks")
+            blocks = [list(range(first, first + size)) for first in range(0, self.world, size)]
+            own, _ = dist.new_subgroups_by_enumeration(blocks)
+            self._made[size] = TensorParallel(own)
+        return self._made[size]

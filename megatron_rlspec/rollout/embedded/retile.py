@@ -1,0 +1,289 @@
+"""Change the tensor-parallel size between two rounds: weights and KV caches change hands, nothing is loaded anew.
+
+Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by one layer. PAT gathers
+every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new shard
+(`exchange`). `gather` is PAT's way, kept as the oracle of the tests and the other side of `benchmarks/retile.py`.
+Both keep PAT's canonical map: at size t, rank r holds shard r mod t, in the order of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_rlspec.rollout.embedded.cache import Cache
+from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
+from megatron_rlspec.rollout.embedded.parallel import Groups, Solo, TensorParallel
+
+
+class Switch:
+    """A change of the tensor-parallel size from `old` to `new`, seen from one rank.
+
+    `wide` is the group of the larger size: all that moves, moves inside it. Ranks are counted in it. It holds
+    `wide.size / old` groups before the change and `wide.size / new` after it. A *unit* is 1 / `wide.size` of a split
+    dimension, so each shard is a whole number of units.
+
+    Raises ValueError if neither size divides the other, or if they do not divide the job.
+    """
+
+    def __init__(self, groups: Groups, old: int, new: int) -> None:
+        if max(old, new) % min(old, new):
+            raise ValueError(f"tensor parallel sizes {old} and {new}: expected one to divide the other")
+        self.old = old
+        self.new = new
+        self.before = groups.of(old)
+        self.after = groups.of(new)
+        self.wide: Solo | TensorParallel = groups.of(max(old, new))
+
+    @property
+    def ranks(self) -> range:
+        return range(self.wide.size)
+
+    @property
+    def old_group(self) -> int:
+        """Return this rank's group before the change, counted within the wide group."""
+        return self.wide.rank // self.old
+
+    @property
+    def new_group(self) -> int:
+        """Return this rank's group after the change."""
+        return self.wide.rank // self.new
+
+    def units(self, source: int, target: int) -> tuple[int, int, int]:
+        """Return the units that the old shard of `source` and the new shard of `target` share.
+
+        Returns their count, and the first of them within the old and within the new shard; zeros if they share none.
+        """
+        held = self.wide.size // self.old
+        wanted = self.wide.size // self.new
+        has = source % self.old * held
+        needs = target % self.new * wanted
+        first = max(has, needs)
+        count = min(has + held, needs + wanted) - first
+        return (count, first - has, first - needs) if count > 0 else (0, 0, 0)
+
+
+def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | None = None) -> None:
+    """Give every rank its part of the weights at the new size. `how`: `exchange` (default) or `gather`."""
+    move = how or exchange
+    with torch.no_grad():
+        model.retile(switch.after, lambda old, new: move(switch, old, new))
+
+
+def exchange(switch: Switch, old: Parameter, new: Parameter) -> None:
+    """Fill this rank's new part of a parameter from the ranks of its old group that hold pieces of it."""
+    me = switch.wide.rank
+    assert old.split is not None
+    dim = old.split
+    sources = old.blocks()
+    targets = new.blocks()
+
+    def pieces(blocks: dict[str, torch.Tensor], shards: int, units: int, first: int) -> list[torch.Tensor]:
+        found = []
+        for block in blocks.values():
+            unit = block.shape[dim] * shards // switch.wide.size
+            found.append(block.narrow(dim, first * unit, units * unit))
+        return found
+
+    def near(rank: int, other: int) -> bool:  # each old group holds the whole model
+        return rank // switch.old == other // switch.old
+
+    send = []
+    receive = []
+    for rank in switch.ranks:
+        count, first, _ = switch.units(me, rank)
+        send.append(_flat(pieces(sources, switch.old, count * near(me, rank), first), old.fused))
+        count, _, first = switch.units(rank, me)
+        receive.append(pieces(targets, switch.new, count * near(me, rank), first))
+    _place(switch.wide.swap(send, [sum(part.numel() for part in parts) for parts in receive]), receive)
+
+
+def gather(switch: Switch, old: Parameter, new: Parameter) -> None:
+    """Fill this rank's new part of a parameter: gather the whole in the old group, and slice."""
+    assert old.split is not None
+    targets = new.blocks()
+    for name, block in old.blocks().items():
+        full = switch.before.concat(block, old.split)
+        targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
+
+
+class Row(NamedTuple):
+    """A row of a cache that moves to another group of ranks. Every rank of the wide group knows it.
+
+    source, target   groups before and after the change, counted within the wide group
+    computed         columns [0, computed) hold the target's keys
+    drafted          columns [1, drafted) hold the drafter's keys
+    prefix_computed, prefix_drafted   the same for the prompt's columns, which other rows may share
+    """
+
+    id: str
+    tokens: np.ndarray  # [length]
+    prompt_len: int
+    computed: int
+    drafted: int
+    prefix_computed: int
+    prefix_drafted: int
+    source: int
+    target: int
+
+    @classmethod
+    def of(cls, cache: Cache, row: int, id: str, source: int, target: int) -> Row:
+        """Describe a row of this rank's cache."""
+        prefix = cache.prefix[row]
+        tokens = cache.tokens[row, : cache.length[row]].copy()
+        computed = int(cache.computed[row])
+        drafted = min(int(cache.drafted[row]), computed)
+        prompt_len = len(prefix.tokens) + 1
+        return cls(id, tokens, prompt_len, computed, drafted, prefix.computed, prefix.drafted, source, target)
+
+
+class Stretch(NamedTuple):
+    """Columns [first, last) of a row or a prefix, with their slots where this rank has them."""
+
+    source: int
+    target: int
+    first: int
+    last: int
+    drafted: int  # columns before it hold the drafter's keys
+    old: np.ndarray | None  # slots of column `first` and those after it, if this rank's old group is the source
+    new: np.ndarray | None  # if its new group is the target and has room
+
+    def cut(self, first: int, last: int) -> Stretch:
+        """Return the part of this stretch in columns [first, last)."""
+        first = min(max(first, self.first), self.last)
+        last = min(max(last, first), self.last)
+        old, new = (None if x is None else x[first - self.first : last - self.first] for x in (self.old, self.new))
+        return self._replace(first=first, last=last, old=old, new=new)
+
+
+def retile_cache(cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], switch: Switch) -> dict[str, int]:
+    """Move the contents of the cache to the groups of the new size. All ranks call it, after `retile_weights`.
+
+    rows   the moving rows of all groups, in one order on all ranks
+    mine   this rank's row of each id that its old group holds; its other rows are dropped
+    Returns the row of each id that this rank's group holds now. An id that the group has no room for is missing; its
+    caller computes it anew. The cache keeps its size in bytes: it has new / old times the slots.
+    """
+    held = {row.id: cache.slots[mine[row.id], : row.computed].copy() for row in rows if row.source == switch.old_group}
+    cache.reset(cache.total * switch.new // switch.old)
+    seated = {}
+    for row in rows:
+        if row.target == switch.new_group and (found := _seat(cache, row)) is not None:
+            seated[row.id] = found
+    stretches = list(_stretches(cache, rows, held, seated, switch))
+    drafted = [s.cut(0, s.drafted) for s in stretches]
+    undrafted = [s.cut(s.drafted - 1, s.last) for s in stretches]
+    width = cache.model.arch.head_dim
+    for layer in range(len(cache.kv)):
+        cache.kv[layer] = cache.kv[layer].view(len(cache.kv[layer]), 2, -1, width)  # keys and values apart
+        moving = drafted if layer == cache.model.arch.layers else stretches
+        _move(cache.kv, layer, cache.total, moving, switch, split=True)
+        cache.kv[layer] = cache.kv[layer].flatten(1, 2)
+    hidden = [cache.hidden[:, None, None]]
+    cache.hidden = cache.hidden.new_empty(0)
+    _move(hidden, 0, cache.total, undrafted, switch, split=False)
+    cache.hidden = hidden[0][:, 0, 0]
+    return seated
+
+
+def _seat(cache: Cache, row: Row) -> int | None:
+    """Take a row, and slots for all its tokens; None without room."""
+    new = cache.open(row.tokens, row.prompt_len)
+    if new is None:
+        return None
+    if not cache.back(new, len(row.tokens)):
+        cache.close(new)
+        return None
+    cache.computed[new] = row.computed
+    cache.drafted[new] = max(row.drafted, 1)
+    return new
+
+
+def _stretches(
+    cache: Cache, rows: Sequence[Row], held: Mapping[str, np.ndarray], seated: Mapping[str, int], switch: Switch
+) -> Iterator[Stretch]:
+    """Yield what moves: every row's own columns, and each prefix once a target, from the first row that has it."""
+    carried = set()
+    for row in rows:
+        old = held.get(row.id)
+        new = seated.get(row.id)
+        prompt = row.prompt_len - 1
+        leaves = None if old is None else old[prompt:]
+        arrives = None if new is None else cache.slots[new, prompt : row.computed]
+        yield Stretch(row.source, row.target, prompt, row.computed, row.drafted, leaves, arrives)
+        shared = row.tokens[:prompt].tobytes()
+        key = (row.target, shared if cache.share_prefix else row.id)
+        if key in carried:
+            continue
+        carried.add(key)
+        prefix = None if new is None else cache.prefix[new]
+        if prefix is None and row.target == switch.new_group:
+            prefix = cache.prefixes.get(shared)  # of a later row, if this one has no room
+        last = row.prefix_computed
+        if prefix is not None:
+            prefix.computed = last
+            prefix.drafted = row.prefix_drafted
+        leaves = None if old is None else old[:last]
+        arrives = None if prefix is None else prefix.slots[:last]
+        yield Stretch(row.source, row.target, 0, last, row.prefix_drafted, leaves, arrives)
+
+
+def _move(
+    pools: list[torch.Tensor], index: int, slots: int, stretches: Sequence[Stretch], switch: Switch, split: bool
+) -> None:
+    """Replace pool `index`, [old slots, parts, old heads, width], by one of `slots` slots that holds what moved here.
+
+    split  whether ranks hold different heads; otherwise all ranks of a group hold all
+    """
+    me = switch.wide.rank
+    pool = pools[index]
+    heads = pool.shape[2] * switch.old // switch.new if split else pool.shape[2]
+    unit = pool.shape[2] * switch.old // switch.wide.size if split else pool.shape[2]
+
+    def shared(source: int, target: int) -> tuple[int, int, int]:
+        if split:
+            count, first, new_first = switch.units(source, target)
+            return count * unit, first * unit, new_first * unit
+        return unit * (source % switch.old == target % switch.old), 0, 0  # one rank of the source sends
+
+    def between(source: int, target: int) -> list[Stretch]:
+        groups = (source // switch.old, target // switch.new)
+        return [s for s in stretches if (s.source, s.target) == groups and s.last > s.first]
+
+    send = []
+    coming: list[list[Stretch]] = []
+    sizes = []
+    for rank in switch.ranks:
+        count, first, _ = shared(me, rank)
+        going = between(me, rank) if count else []
+        send.append(_flat([pool[s.old, :, first : first + count] for s in going], pool))
+        count, _, _ = shared(rank, me)
+        coming.append(between(rank, me) if count else [])
+        sizes.append(sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3])
+    _, parts, _, width = pool.shape
+    pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
+    received = switch.wide.swap(send, sizes)
+    del send
+    pools[index] = pool.new_zeros(slots, parts, heads, width)
+    for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
+        count, _, first = shared(rank, me)
+        lengths = [s.last - s.first for s in stretches_here]
+        rows = flat.view(sum(lengths), parts, count, width).split(lengths) if lengths else ()
+        for s, columns in zip(stretches_here, rows, strict=True):
+            if s.new is not None:
+                pools[index][s.new, :, first : first + count] = columns
+
+
+def _flat(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the elements of all parts, one after the other; of the dtype and device of `like` if there are none."""
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+
+
+def _place(flats: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Copy every flat tensor into its parts, one after the other."""
+    for flat, views in zip(flats, parts, strict=True):
+        for view, piece in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            view.copy_(piece.view(view.shape))
