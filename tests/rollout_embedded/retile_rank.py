@@ -159,9 +159,8 @@ def caches(meeting: str, share_prefix: bool, slots: int) -> list[str]:
         if switch.wide.size > 1:
             dist.all_gather_object(everybody, own, group=switch.wide.group)
         rows = {row.id: row for part in everybody for row in part}
-        rows = {id: rows[id]._replace(target=i * switch.wide.size // new % 1) for i, id in enumerate(sorted(rows))}
         share = -(-len(rows) // (switch.wide.size // new))
-        rows = {id: row._replace(target=i // share) for i, (id, row) in enumerate(rows.items())}
+        rows = {id: rows[id]._replace(target=i // share) for i, id in enumerate(sorted(rows))}
         retile.retile_weights(model, switch)
         seated = retile.retile_cache(cache, list(rows.values()), mine, switch)
         found += [f"{old} to {new}: {line}" for line in wrong(cache, groups, new, rows, seated)]
