@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.weights.convert import Conversion, convert, plan, weight_files
+from megatron_rlspec.weights.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.weights.families import names_where
 from megatron_rlspec.weights.gguf_file import DTYPES
 from megatron_rlspec.weights.model_config import refusal
@@ -35,6 +37,18 @@ def parser() -> arguments.Parser:
     p.add_argument("--dtype", choices=tuple(DTYPES), help="dequantise a GGUF file to this type (default bfloat16)")
     p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
     p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
+    p.add_argument(
+        "--add-eagle3",
+        action="store_true",
+        help="write a fresh EAGLE-3 drafter of the Hugging Face model SOURCE to TARGET, a directory of its own",
+    )
+    p.add_argument(
+        "--draft-vocabulary",
+        type=arguments.integer(1, 2**24),
+        default=0,
+        metavar="N",
+        help=f"words of lowest ids that a drafter of --add-eagle3 drafts from (default: all, at most {MOST_WORDS})",
+    )
     p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
     p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
     p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
@@ -48,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        if options.add_eagle3:
+            return _add_eagle3(options)
+        if options.draft_vocabulary:
+            raise ValueError(f"--draft-vocabulary {options.draft_vocabulary} is an option of --add-eagle3")
         work = plan(
             options.source,
             options.target,
@@ -88,6 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"rlspec convert: {error}", file=sys.stderr)
             return 1
+    return 0
+
+
+def _add_eagle3(options: argparse.Namespace) -> int:
+    for name in ("to", "dtype", "hf", "add_mtp", "dry_run", "check"):
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')}: expected no such option with --add-eagle3")
+    config = make_drafter(options.source, options.target, options.draft_vocabulary)
+    if not options.quiet:
+        outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        print(
+            f"written: {options.target}, a fresh EAGLE-3 drafter of {options.source}, which drafts from "
+            f"{config['draft_vocab_size']:,} words and reads the outputs of layers {', '.join(map(str, outputs))}"
+        )
     return 0
 
 

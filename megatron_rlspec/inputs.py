@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from megatron_rlspec import data
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.weights.eagle3 import check_drafter
 from megatron_rlspec.weights.model_directory import check_model
 
 REWARD_SECONDS = 120.0  # a reward's module may import heavy libraries
@@ -38,7 +39,11 @@ def check_inputs(config: Config, command: Command) -> None:
     draws = command == "train" or (command == "replay" and config.replay.policy_step >= 0)
     evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path) if command == "sft" else draws
     with _reward_checked(config.reward.kind if evaluates else "exact"):
-        check_model(config.model.path, "train", drafter=config.drafter.train, longest=config.model.max_length)
+        mtp = config.drafter.kind == "mtp"
+        model = config.model.path
+        found = check_model(model, "train", drafter=mtp and config.drafter.train, longest=config.model.max_length)
+        if not mtp:
+            check_drafter(config.drafter.path, found, model)
         if config.spec.cost_table:
             CostTable.load(config.spec.cost_table)
         if draws:

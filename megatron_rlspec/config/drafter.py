@@ -6,12 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Count, LearningRate, Name, Positive, Section, Tokens, Weight
+from megatron_rlspec.config.base import FUNCTION, Count, LearningRate, Name, Positive, Section, Text, Tokens, Weight
 
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 
 
 class DrafterConfig(Section):
+    kind: Literal["mtp", "eagle3"] = Field(
+        "mtp",
+        description="mtp: the MTP layer of model.path; eagle3: the EAGLE-3 drafter of drafter.path, a model of its own",
+    )
+    path: Text = Field(
+        "",
+        description="with kind=eagle3: Hugging Face directory of the drafter; `rlspec convert --add-eagle3` makes one",
+    )
     train: bool = Field(True, description="train the drafter together with the policy")
     depth: Annotated[int, Field(gt=0, le=64)] = Field(3, description="drafted tokens per position that are trained")
     repeated_layer: bool = Field(
@@ -98,6 +106,23 @@ class DrafterConfig(Section):
                     f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "
                     f"{name}={str(value).lower()} needs mtp_detach_heads=true"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _kind_fits(self) -> DrafterConfig:
+        if self.kind == "mtp":
+            if self.path:
+                raise ValueError(f"path={self.path}: kind=mtp has its drafter in model.path; expected kind=eagle3")
+            return self
+        if not self.path:
+            raise ValueError(
+                "kind=eagle3 needs path, the directory of an EAGLE-3 drafter; `rlspec convert --add-eagle3` makes one"
+            )
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss={self.loss}: a loss of your own sees all words, and kind=eagle3 drafts from a part")
+        for name, needed in {"repeated_layer": True, "mtp_detach_heads": True, "vocabulary": 0}.items():
+            if (value := getattr(self, name)) != needed:
+                raise ValueError(f"{name}={str(value).lower()}: expected {str(needed).lower()} with kind=eagle3")
         return self
 
     @property

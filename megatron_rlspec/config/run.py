@@ -76,6 +76,11 @@ class Config(Section):
                 "algorithm.dynamic_sampling=true drops groups of equal rewards, "
                 "and rollout.temperature=0 draws every sample of a group alike"
             )
+        if self.drafter.kind == "eagle3" and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"parallel.pipeline={self.parallel.pipeline}: drafter.kind=eagle3 reads hidden states of several "
+                "layers, which must be on one rank; expected 1"
+            )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "

@@ -21,7 +21,7 @@ the halves of MiMo's input projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rlspec.weights.layouts import (
@@ -42,7 +42,7 @@ from megatron_rlspec.weights.layouts import (
     stacked,
     zero_biased_qkv,
 )
-from megatron_rlspec.weights.model_config import refusal
+from megatron_rlspec.weights.model_config import MAPS, PREFIX, refusal
 
 
 @dataclass(frozen=True)
@@ -379,9 +379,17 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from attention(layer, "midlayer.", g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
     yield from mlp(f"{layer}mlp.", "midlayer.mlp.")
     yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
-    yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",), cut=COLUMN)
+    # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.
+    yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",))
     yield Row(f"{to}d2t", ("d2t",))
     yield Row(f"{to}t2d", ("t2d",))
+
+
+def beside_target(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the trained rows of an EAGLE-3 drafter whose tensors stand beside its target's, behind `PREFIX`."""
+    for row in eagle3(config):
+        if row.hf[0] not in MAPS:
+            yield replace(row, hf=tuple(PREFIX + name for name in row.hf))
 
 
 # ---- one record per family --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -37,6 +37,9 @@ HARMLESS = frozenset(
     "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
     "is_decoder tie_encoder_decoder is_llama_config".split()
 )
+
+
+_TAPPED = "eagle_aux_hidden_state_layer_ids"
 
 
 class ModelConfigError(ConfigError):
@@ -207,6 +210,53 @@ class Qwen3(Dense):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
 
 
+class Eagle3(Llama):
+    """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it."""
+
+    num_hidden_layers: Literal[1] = Field(description="one layer is implemented")  # type: ignore[assignment]
+    draft_vocab_size: Size
+    tie_word_embeddings: Literal[False] = Field(False, description="the drafter has a head of its own")  # type: ignore[assignment]
+    target_hidden_size: Size | None = None
+    num_aux_hidden_states: Size | None = None
+    eagle_config: dict[str, Any] | None = None
+    bias: Literal[False] | None = Field(None, description="biases are not implemented")
+    fc_norm: Literal[False] | None = Field(None, description="norms before fc are not implemented")
+    use_aux_norm: Literal[False] | None = Field(None, description="norms before fc are not implemented")
+    norm_before_fc: Literal[False] | None = Field(None, description="norms before fc are not implemented")
+    norm_output: Literal[False] | None = Field(None, description="the next draft reads the state before the norm")
+
+    @model_validator(mode="after")
+    def _aux_hidden_states(self) -> Eagle3:
+        stated = self.eagle_config or {}
+        for key, value in stated.items():
+            if key not in ("use_aux_hidden_state", _TAPPED) and value:
+                raise ValueError(f"eagle_config.{short(key)}={_shown(value)}: not implemented; expected no such key")
+        if stated.get("use_aux_hidden_state", True) is not True:
+            raise ValueError("eagle_config.use_aux_hidden_state: only true is implemented")
+        ids = stated.get(_TAPPED)
+        if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
+            raise ValueError(f"eagle_config.{_TAPPED}={_shown(ids)}: expected a list of layer numbers")
+        return self
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of a target of `layers` layers whose inputs the drafter reads, counted from 0.
+
+        `eagle_aux_hidden_state_layer_ids` names layers by their outputs; without them these are SGLang's default.
+        Raises ValueError for layers that the target cannot give: SGLang then computes on, and accepts no draft.
+        """
+        ids = (self.eagle_config or {}).get(_TAPPED)
+        found = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
+        if len(found) < 2 or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= layers:
+            raise ValueError(
+                f"eagle_config.{_TAPPED}={'SGLang default ' if ids is None else ''}{[i - 1 for i in found]}: "
+                f"the target has {layers} layers; expected "
+                f"at least two ascending numbers from -1 (its embedding) to {layers - 2}"
+            )
+        if self.num_aux_hidden_states not in (None, len(found)):
+            raise ValueError(f"num_aux_hidden_states={self.num_aux_hidden_states}: expected {len(found)}, as layers")
+        return found
+
+
 class Glm4Moe(Trained):
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
 
@@ -246,6 +296,11 @@ SCHEMAS: dict[str, type[Shared]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Glm4MoeForCausalLM": Glm4Moe,
 }
+EAGLE3 = "LlamaForCausalLMEagle3"
+# config.json of a target with an EAGLE-3 drafter, in memory: the drafter's under this key, which no file has.
+DRAFTER = "eagle3"
+PREFIX = "eagle3."  # of such a drafter's tensors beside the target's: in memory, in pushes and among moments
+MAPS = ("d2t", "t2d")  # of its tensors those that are not trained: words of drafts to token ids, and back
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
@@ -266,14 +321,36 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     if trained and name and schema is None:
         raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     schema = (schema or Trained) if trained else Converted
-    try:
-        found = schema.model_validate(dict(config))
-    except ValidationError as error:
-        raise ModelConfigError(f"config.json of {where}: {_one_line(error, schema, config)}") from None
+    config = {key: value for key, value in config.items() if key != DRAFTER}
+    found = _validated(schema, config, where)
     if not trained:
         if config.get("quantization_config"):
             raise ModelConfigError(f"config.json of {where}: quantization_config: quantised weights are not converted")
         return found
+    return _without_unknown(found, name, where)
+
+
+def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
+    """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
+    names = config.get("architectures")
+    if names != [EAGLE3]:
+        raise ModelConfigError(f"config.json of {where}: architectures={_shown(names)}: expected [{EAGLE3}]")
+    found = _validated(Eagle3, config, where)
+    _without_unknown(found, EAGLE3, where)
+    return found
+
+
+_Schema = TypeVar("_Schema", bound=Shared)
+
+
+def _validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _Schema:
+    try:
+        return schema.model_validate(dict(config))
+    except ValidationError as error:
+        raise ModelConfigError(f"config.json of {where}: {_one_line(error, schema, config)}") from None
+
+
+def _without_unknown(found: Shared, name: str, where: str) -> Shared:
     for key, value in (found.model_extra or {}).items():
         if value and key not in HARMLESS and not key.startswith("_"):
             raise ModelConfigError(

@@ -59,7 +59,7 @@ def check_model(
     if not directory.is_dir():
         what = "not a directory" if directory.exists() else "no such directory"
         raise ModelConfigError(f"{directory}: {what}; expected a Hugging Face checkpoint")
-    config = _json(directory / "config.json")
+    config = read_object(directory / "config.json")
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package
     typed = check_config(config, str(path), trained=use == "train")
@@ -100,7 +100,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def _json(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
+def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
     """Read an object of standard JSON. Transformers reads no byte order mark, so one is refused."""
     try:
         if files.read_bytes(file, most).startswith(b"\xef\xbb\xbf"):
@@ -121,7 +121,7 @@ def _json(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
 def read_headers(directory: Path) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged."""
     if (directory / INDEX).exists():
-        placed = _json(directory / INDEX, files.READ_MOST).get("weight_map")
+        placed = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise ModelConfigError(f"{directory / INDEX}: expected weight_map, an object of tensor name and file name")
         found: dict[str, Header] = {}
@@ -291,7 +291,7 @@ def _check_tokenizer(directory: Path, typed: Shared) -> None:
         raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         if (directory / name).exists():
-            found = _json(directory / name, files.READ_MOST)
+            found = read_object(directory / name, files.READ_MOST)
             if name == "generation_config.json":
                 _check_stop_tokens(directory / name, found.get("eos_token_id"), typed.vocab_size)
 

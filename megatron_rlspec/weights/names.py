@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rlspec.weights.families import Family, Geometry, Row, record_of
+from megatron_rlspec.weights.families import Family, Geometry, Row, beside_target, record_of
 from megatron_rlspec.weights.layouts import Cut
+from megatron_rlspec.weights.model_config import DRAFTER
 
 # (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
 _FUSED = (
@@ -70,6 +71,7 @@ class NameTable:
     rows       by canonical Megatron name
     by_hf      the same rows by Hugging Face name
 
+    A config.json with an EAGLE-3 drafter's under `DRAFTER` has the drafter's rows, too, behind `PREFIX`.
     A model with `geometry.tied` has no `lm_head.weight`. The copy of the embedding on Megatron's last pipeline stage,
     `output_layer.weight`, reads the embedding's row and writes nothing.
     """
@@ -81,6 +83,8 @@ class NameTable:
         self.mtp_block = mtp_block
         self.geometry = Geometry.of(hf_config)
         self.rows: dict[str, Row] = {row.megatron: row for row in record.rows(hf_config)}
+        if DRAFTER in hf_config:
+            self.rows |= {row.megatron: row for row in beside_target(hf_config[DRAFTER])}
         self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
 
     def row(self, megatron_name: str) -> Row:

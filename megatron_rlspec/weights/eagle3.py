@@ -1,0 +1,121 @@
+"""Check the directory of an EAGLE-3 drafter against its target. This module does not import torch.
+
+A drafter is a Hugging Face directory of its own, as SGLang and SpecForge read and write it: `LlamaForCausalLMEagle3`,
+with `fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight` over the words of drafts, and the map `d2t`, `t2d`.
+The embedding is the target's: SGLang replaces the drafter's own, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from megatron_rlspec.weights.model_config import MAPS, Eagle3, ModelConfigError, check_config, check_drafter_config
+from megatron_rlspec.weights.model_directory import FLOATS, Header, read_headers, read_object
+
+_IGNORED = {"embed_tokens.weight"}
+
+
+def check_drafter(path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True) -> Eagle3:
+    """Return the drafter's config.json, typed. Raises ModelConfigError for one that the target cannot be drafted with.
+
+    A drafter that reads the wrong layers of its target runs, and no draft is accepted. So its layers are compared here.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise ModelConfigError(f"{directory}: {what}; expected an EAGLE-3 drafter")
+    typed = check_drafter_config(read_object(directory / "config.json"), str(directory))
+    policy = check_config(target, target_path)
+    width = {"hidden_size": policy.hidden_size, "vocab_size": policy.vocab_size}
+    for key, size in width.items():
+        if getattr(typed, key) != size:
+            raise ModelConfigError(
+                f"config.json of {directory}: {key}={getattr(typed, key)}, but {target_path} has {size}"
+            )
+    if typed.target_hidden_size not in (None, policy.hidden_size):
+        raise ModelConfigError(
+            f"config.json of {directory}: target_hidden_size={typed.target_hidden_size}, but {target_path} has "
+            f"hidden_size={policy.hidden_size}"
+        )
+    try:
+        taps = typed.taps(policy.num_hidden_layers)
+    except ValueError as error:
+        raise ModelConfigError(f"config.json of {directory}: {error}") from None
+    if weights:
+        headers = read_headers(directory)
+        _check_tensors(directory, headers, shapes(typed, len(taps)))
+        _check_words(directory, headers, typed)
+    return typed
+
+
+def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every float tensor of a drafter that reads `taps` layers of its target."""
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_size
+    keys = config.groups * config.head_size
+    layer = {
+        "input_layernorm": (hidden,),
+        "hidden_norm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, 2 * hidden),
+        "self_attn.k_proj": (keys, 2 * hidden),
+        "self_attn.v_proj": (keys, 2 * hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (config.intermediate_size, hidden),
+        "mlp.up_proj": (config.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, config.intermediate_size),
+    }
+    return {
+        "fc.weight": (hidden, taps * hidden),
+        **{f"midlayer.{name}.weight": shape for name, shape in layer.items()},
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+    }
+
+
+def _check_tensors(directory: Path, headers: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        if name not in headers:
+            raise ModelConfigError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")
+        if headers[name].shape != shape:
+            raise ModelConfigError(
+                f"{directory / headers[name].file}: {name} has shape {list(headers[name].shape)}, expected "
+                f"{list(shape)} by config.json and the layers that the drafter reads"
+            )
+        if headers[name].dtype not in FLOATS:
+            raise ModelConfigError(f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(FLOATS)}")
+    unknown = sorted(headers.keys() - wanted.keys() - _IGNORED - set(MAPS))
+    if unknown:
+        raise ModelConfigError(f"{directory}: {unknown[0]} is not part of an EAGLE-3 drafter of one layer")
+
+
+def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3) -> None:
+    """Check the map from words of drafts to token ids. Without one, every token is a word."""
+    size = config.draft_vocab_size
+    if "d2t" not in headers:
+        if size != config.vocab_size:
+            raise ModelConfigError(
+                f"{directory}: lacks d2t, the token ids of the draft_vocab_size={size} words of drafts"
+            )
+        return
+    with safe_open(directory / headers["d2t"].file, framework="np") as opened:
+        offsets = opened.get_tensor("d2t")
+    if offsets.shape != (size,) or offsets.dtype.kind != "i":
+        raise ModelConfigError(
+            f"{directory}: d2t is {offsets.dtype} {list(offsets.shape)}, expected whole numbers, [{size}]"
+        )
+    words = words_of(offsets)
+    if words[0] < 0 or words[-1] >= config.vocab_size or (np.diff(words) <= 0).any():
+        raise ModelConfigError(
+            f"{directory}: d2t[i] + i must ascend within 0 to {config.vocab_size - 1}, the token ids of the target"
+        )
+
+
+def words_of(offsets: np.ndarray) -> np.ndarray:
+    """Return the token ids of the words of drafts, `[S] int64`, from `d2t [S]`, which holds id - index."""
+    return offsets.astype(np.int64) + np.arange(len(offsets))
