@@ -300,12 +300,14 @@ class Held:
     prompt   its prompt tokens
     context  its tokens so far, the prompt included
     accept   tokens that one of its verify rounds delivered, on average
+    group    the `Prompt.id`: samples of one prompt share its KV cache; -1: not known
     """
 
     id: str
     prompt: int
     context: int
     accept: float
+    group: int = -1
 
 
 @dataclass(frozen=True)

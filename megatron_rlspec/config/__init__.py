@@ -22,6 +22,7 @@ from megatron_rlspec.config.rollout import RolloutConfig
 from megatron_rlspec.config.run import Command, Config
 from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
+from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.config.train import TrainConfig
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RolloutConfig",
     "SftConfig",
     "SpecSection",
+    "TailConfig",
     "TrainConfig",
     "load",
     "load_replay",

@@ -26,6 +26,7 @@ from megatron_rlspec.config.rollout import RolloutConfig
 from megatron_rlspec.config.run_dir import taken_by
 from megatron_rlspec.config.sft import SftConfig
 from megatron_rlspec.config.spec import SpecSection
+from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.config.train import TrainConfig
 
 Command = Literal["train", "sft", "replay"]
@@ -39,6 +40,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     spec: SpecSection = SpecSection()
+    tail: TailConfig = TailConfig()
     placement: PlacementConfig = PlacementConfig()
     push: PushConfig = PushConfig()
     health: HealthConfig = HealthConfig()

@@ -1,0 +1,86 @@
+"""How many tokens running samples still draw, estimated from the lengths of samples so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+KEPT = 4096  # newest samples
+
+
+class Lengths:
+    """The Kaplan-Meier estimate of response lengths (Kaplan and Meier, 1958).
+
+    A sample that was cut, by the cap or because it still runs, is *censored*: it shows that its length is larger.
+    Beyond the longest sample the estimate is undefined. There, a sample of n tokens is taken to reach u tokens with
+    probability n / u. Without any sample, all run to the cap. It depends on the samples alone, so ranks agree.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, bool]] = deque(maxlen=KEPT)
+
+    def observe(self, lengths: Sequence[int], censored: Sequence[bool]) -> None:
+        """Add response lengths, in tokens. Raises ValueError for a negative one."""
+        for length, cut in zip(lengths, censored, strict=True):
+            if length < 0:
+                raise ValueError(f"a response of {length} tokens, expected 0 or more")
+            self._seen.append((int(length), bool(cut)))
+        self.__dict__.pop("_survival", None)
+        self.__dict__.pop("_below", None)
+
+    def beside(self, running: Sequence[int]) -> Lengths:
+        """Return the estimate that also counts samples which still run, by their tokens so far.
+
+        Without them, an estimate in the middle of a rollout knows the short samples only.
+        """
+        both = Lengths()
+        both._seen = deque((*self._seen, *((int(length), True) for length in running)))
+        return both
+
+    @cached_property
+    def _survival(self) -> np.ndarray:
+        """Return P(length > u), `[longest + 1]`; empty without samples."""
+        if not self._seen:
+            return np.zeros(0)
+        lengths, cut = np.array(self._seen, np.int64).T
+        size = int(lengths.max()) + 1
+        ended = np.bincount(lengths[cut == 0], minlength=size)
+        at_risk = np.bincount(lengths, minlength=size)[::-1].cumsum()[::-1]
+        return np.cumprod(1 - ended / at_risk)
+
+    @cached_property
+    def _below(self) -> np.ndarray:
+        """Return the sum of `_survival` over all u < n, `[longest + 2]`."""
+        return np.concatenate([[0.0], np.cumsum(self._survival)])
+
+    def survival(self, length: int, more: np.ndarray) -> np.ndarray:
+        """Return the probability that a sample of `length` tokens draws more than `more` further ones, as `more`."""
+        known = self._survival
+        reached = length + np.maximum(np.asarray(more, float), 0.0)
+        if not len(known):
+            return np.ones_like(reached)
+        if length < len(known) and known[length] > 0:
+            reaches: np.ndarray = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / known[length]
+        else:
+            reaches = max(length, 1) / np.maximum(reached, 1.0)
+        return reaches
+
+    def remaining(self, length: int, cap: int) -> float:
+        """Return the expected further tokens of a sample of `length` tokens that ends at `cap` at the latest."""
+        if length >= cap:
+            return 0.0
+        known = self._survival
+        if length < len(known) and known[length] > 0:
+            inside = min(cap, len(known))
+            beyond = (cap - inside) * known[-1]
+            return float((self._below[inside] - self._below[length] + beyond) / known[length])
+        return float(self.survival(length, np.arange(cap - length)).sum())
+
+    def quantile(self, length: int, cap: int, q: float) -> int:
+        """Return the least n for which a sample of `length` tokens draws at most n more with probability `q`."""
+        most = max(cap - length, 0)
+        ended = 1 - self.survival(length, np.arange(most))
+        return min(int(np.searchsorted(ended, q - 1e-12)), most)
