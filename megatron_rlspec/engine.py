@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
+from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine refused, failed or ended. The message is one line: the engine, the request, the answer."""
+    """The engine refused, failed or ended. The message is one line: the engine, the request, the answer.
+
+    begun  by id, what the unfinished requests of a failed `generate` had, as far as it is known; empty where a
+           sample cannot go on on another engine
+    """
+
+    begun: Mapping[str, Partial] = MappingProxyType({})
 
 
 class EngineDescription(TypedDict):
@@ -54,6 +61,9 @@ class RolloutEngine(Protocol):
         """Draw one sample per request, returned in the order of the requests.
 
         Every sample carries log-probs, acceptance histogram and policy versions; aborted ones keep what they have.
+        A request with a partial is continued after a prefill of prompt and partial, and its sample is the whole one.
+        Position-keyed, its text is that of a sample that was never interrupted; SGLang refuses it under other
+        verifiers.
         `on_sample` is called once per sample, at the latest before this returns, perhaps from another thread.
         Raises ValueError if two requests have one id.
         """

@@ -7,7 +7,7 @@ D the drafter's depth. Times are milliseconds unless a name says otherwise.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,7 +169,18 @@ class Partial:
         """Return what an aborted sample has. Raises ValueError if it has no token."""
         first = sample.prompt_len
         logprobs = sample.behaviour_logprobs[first:]
-        return cls(sample.response, logprobs, sample.policy_versions, sample.accepted, sample.accepted_spans)
+        spans = sample.policy_versions
+        return cls(sample.response, logprobs, spans, sample.accepted, sample.accepted_spans, sample.draws)
+
+    def then(self, more: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+        """Return the versions of the whole response, given those of the tokens after this one's."""
+        spans = [list(span) for span in self.policy_versions]
+        for version, first, last in more:
+            if spans and spans[-1][0] == version:
+                spans[-1][2] = last + len(self.response)
+            else:
+                spans.append([version, first + len(self.response), last + len(self.response)])
+        return tuple((version, first, last) for version, first, last in spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +208,7 @@ class Sample:
     accepted                       histogram over verify rounds: accepted[i] rounds delivered 1 + i tokens
                                    (`acceptance.delivered`)
     accepted_spans                 spans (first, last + 1) of response tokens that were drafts; at most one per round
+    draws                          see `Partial`
     """
 
     request_id: str
@@ -208,6 +220,7 @@ class Sample:
     policy_versions: tuple[tuple[int, int, int], ...] = ()
     accepted: tuple[int, ...] = ()
     accepted_spans: tuple[tuple[int, int], ...] = ()
+    draws: int = 0
     reward: float = 0.0
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -227,6 +240,20 @@ class Sample:
     @property
     def response(self) -> np.ndarray:
         return self.tokens[self.prompt_len :]
+
+
+def ended(response: Sequence[int] | np.ndarray, stops: Collection[int], limit: int) -> Status | None:
+    """Return how a sample ends after these response tokens, or None if it goes on.
+
+    Raises ValueError for a response that an engine would have ended before.
+    """
+    tokens = np.asarray(response)
+    if len(tokens) > limit:
+        raise ValueError(f"{len(tokens)} response tokens were drawn before; expected at most max_new_tokens={limit}")
+    found = np.flatnonzero(np.isin(tokens, list(stops)))
+    if len(found) and found[0] < len(tokens) - 1:
+        raise ValueError(f"response token {found[0]} of {len(tokens)} drawn before is {tokens[found[0]]}, a stop token")
+    return "finished" if len(found) else "truncated" if len(tokens) == limit else None
 
 
 @dataclass(eq=False)

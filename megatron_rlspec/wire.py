@@ -1,14 +1,14 @@
-"""Encode groups of samples as MessagePack bytes, and decode them by type. Nothing is pickled."""
+"""Encode groups of samples, and requests, as MessagePack bytes, and decode them by type. Nothing is pickled."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from megatron_rlspec.types import Group
+from megatron_rlspec.types import Group, Request
 
 _DTYPES = tuple(np.dtype(kind).str for kind in ("i8", "i4", "u1", "f8", "f4", "?"))
 
@@ -36,8 +36,10 @@ def _decode_array(kind: type, value: Any) -> Any:
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
 
 
+_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
+_groups = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
+_requests = msgspec.msgpack.Decoder(list[Request], dec_hook=_decode_array)
 
 
 def encode_groups(groups: list[Group]) -> bytes:
@@ -47,7 +49,21 @@ def encode_groups(groups: list[Group]) -> bytes:
 
 def decode_groups(data: bytes) -> list[Group]:
     """Return the groups. Raises msgspec.DecodeError for bytes that hold none."""
+    return _decode(_groups, data, "groups of samples")
+
+
+def encode_requests(requests: list[Request]) -> bytes:
+    """Return the bytes that `decode_requests` reads."""
+    return _encoder.encode(requests)
+
+
+def decode_requests(data: bytes) -> list[Request]:
+    """Return the requests, with their partial samples. Raises msgspec.DecodeError for bytes that hold none."""
+    return _decode(_requests, data, "requests")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(f"not groups of samples: {error}") from None
+        raise msgspec.DecodeError(f"not {what}: {error}") from None

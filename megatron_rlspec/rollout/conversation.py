@@ -207,6 +207,7 @@ class Conversations:
                 try:
                     return engine.generate([request], sampling)[0]
                 except EngineError as error:
+                    request = replace(request, partial=error.begun.get(request.id, request.partial))
                     with self._lock:
                         self._engines.drop(engine, error)
         except EngineError as error:  # no engine is left

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
@@ -26,7 +27,8 @@ class EnginePool:
     lost       is called with each engine that failed, from the thread that saw the failure
 
     An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
-    unfinished requests start again on the others. When no engine is left, every method raises EngineError.
+    unfinished requests go on on the others, from what is known of them. When no engine is left, every method raises
+    EngineError.
     """
 
     def __init__(
@@ -218,7 +220,8 @@ class _Run:
                 future.result()
             except EngineError as error:
                 self.pool.drop(engine, error)
-                self._enqueue([r for r in requests if r.id not in self.samples])
+                left = [r for r in requests if r.id not in self.samples]
+                self._enqueue([replace(r, partial=error.begun.get(r.id, r.partial)) for r in left])
 
     def _abandon(self) -> None:
         """Abort the requests that still run: this `generate` has failed."""

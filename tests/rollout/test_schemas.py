@@ -60,7 +60,7 @@ BODIES = [
     ({"requests": [request(sampling={"top_k": 0})]}, "top_k is 0; expected -1, which keeps every token, or at least 1"),
     ({"requests": [request(sampling={"ignore_eos": 1})]}, "ignore_eos is 1; expected true or false"),
     ({"requests": [request(sampling={"sampling_seed": 2**63})]}, "sampling_seed is 9223372036854775808; expected"),
-    ({"requests": [request(extra=1)]}, "requests[0].extra is not known; known are id, input_ids, sampling"),
+    ({"requests": [request(extra=1)]}, "requests[0].extra is not known; known are id, input_ids, begun, sampling"),
 ]
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -30,11 +31,12 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -451,6 +453,76 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
         assert sample.behaviour_logprobs[sample.prompt_len :].all()
 
 
+def begun(engine: SGLangEngine, asked: list[Request], sampling: Sampling) -> list[Request]:
+    """Draw the first tokens of every sample, abort, and return the requests with them."""
+    drawn: list[Sample] = []
+    thread = threading.Thread(target=lambda: drawn.extend(engine.generate(asked, sampling)))
+    thread.start()
+    time.sleep(0.5)
+    engine.abort([r.id for r in asked])
+    thread.join(60)
+    assert all(s.status == "aborted" and 0 < len(s.response) < sampling.max_new_tokens for s in drawn)
+    return [replace(r, partial=Partial.of(s)) for r, s in zip(asked, drawn, strict=True)]
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize(("first", "second"), [("adaptive", "plain"), ("plain", "adaptive"), ("adaptive", "embedded")])
+def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], first: str, second: str) -> None:
+    sampling = Sampling(max_new_tokens=1200, ignore_eos=True)
+    asked = requests(6, f"go-{second}")
+    engines["adaptive"].set_schedule(k(2))
+    embedded = EmbeddedEngine(CONFIG, WEIGHTS.items(), schedule=k(2), max_length=1300)
+    whole = engines["plain"].generate(asked, sampling)
+    partials = begun(engines[first], asked, sampling)
+    engines["adaptive"].stats()
+    done = (engines | {"embedded": embedded})[second].generate(partials, sampling)
+    rounds = pooled(s.accepted for s in embedded.stats() + engines["adaptive"].stats()).sum()
+    differing = 0
+    for sample, request, reference in zip(done, partials, whole, strict=True):
+        old = request.partial
+        middle = len(old.response)
+        assert sample.status == "truncated" and len(sample.response) == 1200
+        differing += sample.response.tolist() != reference.response.tolist()
+        drawn = sample.behaviour_logprobs[sample.prompt_len :]
+        np.testing.assert_array_equal(drawn[:middle], old.logprobs)
+        assert sample.policy_versions[0][1] == 0 and sample.policy_versions[-1][2] == 1200
+        assert all(a[2] == b[1] for a, b in itertools.pairwise(sample.policy_versions))
+        assert sample.accepted_spans[: len(old.accepted_spans)] == old.accepted_spans
+        if second != "plain":
+            assert sample.accepted_spans[-1][1] > middle
+    assert differing == 0
+    news = sum(sum(s.accepted) - sum(r.partial.accepted) for s, r in zip(done, partials, strict=True))
+    assert rounds - len(asked) <= news <= rounds
+
+
+def test_partials_that_have_ended_or_are_wrong(engines: dict[str, SGLangEngine]) -> None:
+    sampling = replace(SAMPLINGS["T=1"], max_new_tokens=40, stop_token_ids=tuple(range(3, 12)))
+    asked = requests(12, "ended")
+    samples = engines["adaptive"].generate(asked, sampling)
+    assert {s.status for s in samples} == {"finished", "truncated"}
+    partials = [replace(r, partial=Partial.of(s)) for r, s in zip(asked, samples, strict=True)]
+    again = engines["adaptive"].generate([*partials, *requests(1, "fresh")], sampling)
+    for sample, before in zip(again[:-1], samples, strict=True):
+        np.testing.assert_array_equal(sample.behaviour_logprobs, before.behaviour_logprobs)
+        for name in ("status", "policy_versions", "accepted", "accepted_spans"):
+            assert getattr(sample, name) == getattr(before, name)
+    plain = engines["plain"]
+    with pytest.raises(EngineError, match=r"\d+ response tokens were drawn before; expected at most max_new_tokens=30"):
+        plain.generate(partials, replace(sampling, max_new_tokens=30))
+    finished = next(r for r, s in zip(partials, samples, strict=True) if s.status == "finished")
+    response = np.append(finished.partial.response, 50)
+    longer = replace(finished.partial, response=response, logprobs=np.zeros(len(response)))
+    with pytest.raises(EngineError, match=r"response token \d+ of \d+ drawn before is \d+, a stop token"):
+        plain.generate([replace(finished, partial=longer)], replace(sampling, max_new_tokens=100))
+    with pytest.raises(
+        EngineError, match="request ended-000.: a sample goes on only in an engine with --verifier posit"
+    ):
+        engines["unkeyed"].generate(partials, sampling)
+    wrong = replace(partials[0], partial=replace(partials[0].partial, response=partials[0].partial.response + 200))
+    with pytest.raises(EngineError, match=r"requests\[0\].begun\[0\] is \d+; expected a token id from 0 to 159"):
+        plain.generate([wrong], sampling)
+
+
 def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     asked = requests(4, "p")
@@ -711,13 +783,25 @@ assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
 
 def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     """This test runs last, since it ends a server. The pool finishes the work on the other one, with the same text."""
-    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=1200, ignore_eos=True)
     asked = requests(8, "lost")
     engines["adaptive"].set_schedule(k(3))
     expected = engines["adaptive"].generate(asked, sampling)
     pool = EnginePool([engines["plain"], engines["adaptive"]])
-    threading.Timer(0.3, engines["plain"].close).start()
+    survivor = engines["adaptive"].generate
+    sent: list[Request] = []
+    engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
+    threading.Timer(1.0, engines["plain"].close).start()
     samples = pool.generate(asked, sampling)
+    del engines["adaptive"].generate
+    moved = sent[4:]
+    assert len(moved) == 4 and all(64 < len(r.partial.response) < 1200 for r in moved)
+    by_id = {s.request_id: s for s in expected}
+    for request in moved:
+        first = len(request.partial.response)
+        assert request.partial.response.tolist() == by_id[request.id].response[:first].tolist()
+        logprobs = by_id[request.id].behaviour_logprobs[by_id[request.id].prompt_len :]
+        np.testing.assert_allclose(request.partial.logprobs, logprobs[:first], atol=2e-4)
     assert texts(samples) == texts(expected)
     assert pool.engines == (engines["adaptive"],) and len(pool.failures) == 1
     with pytest.raises(EngineError, match="the engine"):

@@ -30,6 +30,7 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
+    Partial,
     Request,
     RoundStats,
     Sample,
@@ -39,6 +40,7 @@ from megatron_rlspec.types import (
     SpecSchedule,
     Status,
     Verifier,
+    ended,
 )
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -64,6 +66,16 @@ class ActiveRequest:
     spans: list[tuple[int, int]] = field(default_factory=list)
     sample: Sample | None = None
 
+    def __post_init__(self) -> None:
+        begun = self.request.partial
+        if begun is not None:
+            self.draws = begun.draws
+            self.response = begun.response.tolist()
+            self.logprobs = begun.logprobs.tolist()
+            self.versions = [list(span) for span in begun.policy_versions]
+            self.rounds = sum(begun.accepted)
+            self.spans = list(begun.accepted_spans)
+
     def commit(self, new: Committed, version: int, limit: int) -> Status | None:
         """Append a round's tokens, up to a stop token or the limit. Returns the status if the sample ends."""
         status: Status | None = None
@@ -85,10 +97,13 @@ class ActiveRequest:
         return status
 
     def finish(self, status: Status) -> None:
-        """Make the `Sample`."""
+        """Set `sample`."""
+        self.sample = self.so_far(status)
+
+    def so_far(self, status: Status) -> Sample:
         prompt = self.request.prompt
         zeros = np.zeros(len(prompt.tokens), np.float32)
-        self.sample = Sample(
+        return Sample(
             request_id=self.request.id,
             prompt=prompt,
             tokens=np.concatenate([np.asarray(prompt.tokens, np.int64), np.asarray(self.response, np.int64)]),
@@ -98,6 +113,7 @@ class ActiveRequest:
             policy_versions=tuple((v, first, last) for v, first, last in self.versions),
             accepted=delivered(self.rounds, self.spans, len(self.response)),
             accepted_spans=tuple(self.spans),
+            draws=self.draws,
         )
 
 
@@ -182,26 +198,33 @@ class EmbeddedEngine:
         with self._lock:
             known = {run.request.id for run in (*self.running, *self.waiting)}
             for run in runs:
-                self._check(run.request, known)
-            self.waiting += runs
+                self._check(run, known)
+            self.waiting += [run for run in runs if run.sample is None]
             self._active += 1
         try:
             open_runs = runs
-            while open_runs:
-                with self._lock:
-                    self._serve()
-                time.sleep(0)  # locks are not fair: let another thread take this one between two rounds
+            while True:
                 done = [run for run in open_runs if run.sample is not None]
                 open_runs = [run for run in open_runs if run.sample is None]
                 if on_sample is not None:
                     for sample in [run.sample for run in done if run.sample is not None]:
                         on_sample(sample)
+                if not open_runs:
+                    break
+                with self._lock:
+                    self._serve()
+                time.sleep(0)  # locks are not fair: let another thread take this one between two rounds
+        except EngineError as error:
+            with self._lock:
+                for run in runs:
+                    self._remove(run)
+            error.begun = {run.request.id: Partial.of(run.so_far("aborted")) for run in open_runs if run.response}
+            raise
         finally:
             with self._lock:
                 self._active -= 1
                 for run in runs:
-                    if run.sample is None:
-                        self._remove(run)
+                    self._remove(run)
                 if not self.running and not self.waiting and not self._broken:
                     self.cache.audit()
                 self._lock.notify_all()
@@ -370,13 +393,26 @@ class EmbeddedEngine:
             if nodes > self.max_draft_tokens:
                 raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
 
-    def _check(self, request: Request, known: set[str]) -> None:
+    def _check(self, run: ActiveRequest, known: set[str]) -> None:
+        """Refuse a wrong request. Ends a run whose partial sample has ended already."""
+        request = run.request
         length = len(request.prompt.tokens)
         if not 0 < length < self.max_length:
             raise EngineError(f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}")
         if request.id in known:
             raise EngineError(f"request {request.id}: the id is already in use")
         known.add(request.id)
+        if request.partial is not None:
+            try:
+                status = ended(run.response, run.stops, self._limit(run))
+            except ValueError as error:
+                raise EngineError(f"request {request.id}: {error}") from None
+            if status is not None:
+                run.finish(status)
+
+    def _limit(self, run: ActiveRequest) -> int:
+        """Return the longest response that a run may have."""
+        return min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
 
     def _serve(self) -> None:
         """Run one step, unless the engine is broken or paused. The caller holds the lock. Raises EngineError."""
@@ -434,8 +470,7 @@ class EmbeddedEngine:
                 schedule.timed(config, len(rows), context, self._agreed(took))
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
-            limit = min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
-            status = run.commit(new, self.version, limit)
+            status = run.commit(new, self.version, self._limit(run))
             if status is not None:
                 self._end(run, status)
         if lone := len(rows) - len(accepted):
@@ -500,10 +535,11 @@ class EmbeddedEngine:
         run.row = -1
 
     def _remove(self, run: ActiveRequest) -> None:
+        """Take a run out of the engine. Repeatable."""
         if run.row >= 0:
             self._vacate(run)
             self.running.remove(run)
-        else:
+        elif run in self.waiting:
             self.waiting.remove(run)
 
     def _end(self, run: ActiveRequest, status: Status) -> None:

@@ -18,8 +18,18 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
-from megatron_rlspec.speculation.acceptance import delivered, runs
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig, SpecSchedule, Status
+from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
+from megatron_rlspec.types import (
+    Partial,
+    Request,
+    RoundStats,
+    Sample,
+    Sampling,
+    Scope,
+    SpecConfig,
+    SpecSchedule,
+    Status,
+)
 from megatron_rlspec.weights.bucket import Bucket, Memory
 from megatron_rlspec.weights.fingerprint import as_delivered
 from megatron_rlspec.weights.push import in_buckets
@@ -93,24 +103,32 @@ class SGLangEngine:
         if len(by_id) != len(requests):
             raise ValueError(f"{len(requests)} requests, but only {len(by_id)} distinct ids")
         body = {
-            "requests": [
-                {"id": r.id, "input_ids": np.asarray(r.prompt.tokens).tolist(), "sampling": _sampling(sampling, r)}
-                for r in requests
-            ]
+            "requests": [_body(r, sampling) for r in requests],
+            "progress": True,
         }
         samples: dict[str, Sample] = {}
-        for line in self._stream("generate", body):
-            if "error" in line:
-                place = f"request {line['id']}" if "id" in line else "generate"
-                raise EngineError(f"{self.url}: {place}: {line['error']}")
-            try:
-                sample = samples[line["id"]] = _sample(by_id[line["id"]], line)
-            except (KeyError, TypeError, ValueError):
-                raise self._not_an_engine("generate", line) from None
-            if on_sample:
-                on_sample(sample)
-        if len(samples) != len(requests):
-            raise EngineError(f"{self.url}: {len(requests)} samples asked, {len(samples)} came")
+        begun: dict[str, dict[str, Any]] = {}
+        try:
+            for line in self._stream("generate", body):
+                if "error" in line:
+                    place = f"request {line['id']}" if "id" in line else "generate"
+                    raise EngineError(f"{self.url}: {place}: {line['error']}")
+                try:
+                    request = by_id[line["id"]]
+                    if "drawn" in line:
+                        begun[request.id] = _longer(begun.get(request.id), line)
+                        continue
+                    sample = samples[request.id] = _sample(request, line)
+                except (KeyError, TypeError, ValueError):
+                    raise self._not_an_engine("generate", line) from None
+                if on_sample:
+                    on_sample(sample)
+            if len(samples) != len(requests):
+                raise EngineError(f"{self.url}: {len(requests)} samples asked, {len(samples)} came")
+        except EngineError as error:
+            unfinished = begun.keys() - samples.keys()
+            error.begun = {name: Partial.of(_sample(by_id[name], begun[name])) for name in unfinished}
+            raise
         return [samples[r.id] for r in requests]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
@@ -355,6 +373,31 @@ class SGLangEngine:
         return " ".join(str(error).split())
 
 
+def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
+    body = {
+        "id": request.id,
+        "input_ids": np.asarray(request.prompt.tokens).tolist(),
+        "sampling": _sampling(sampling, request),
+    }
+    if request.partial is not None:
+        body["begun"] = request.partial.response.tolist()
+    return body
+
+
+def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of a sample that would end here. Raises KeyError, TypeError and ValueError."""
+    found: dict[str, Any] = before or {"output_ids": [], "logprobs": [], "drafted": [], "finish": {"type": "abort"}}
+    drawn = line["drawn"]
+    tokens = [int(token) for token in drawn["output_ids"]]
+    found["output_ids"] += tokens
+    found["logprobs"] += [float(value) for _, value in zip(tokens, drawn["logprobs"], strict=True)]
+    found["drafted"] += [int(mark or 0) for mark in drawn["drafted"]]
+    found["accepted"] = [int(line["rounds"])]
+    found["weight_versions"] = [{"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}]
+    delivered(line["rounds"], runs(found["drafted"]), len(found["output_ids"]))
+    return found
+
+
 def _sampling(sampling: Sampling, request: Request) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
@@ -370,17 +413,27 @@ def _sampling(sampling: Sampling, request: Request) -> dict[str, Any]:
 def _sample(request: Request, line: dict[str, Any]) -> Sample:
     prompt = np.asarray(request.prompt.tokens, dtype=np.int64)
     response = np.asarray(line["output_ids"], dtype=np.int64)
+    logprobs = np.asarray(line["logprobs"], dtype=np.float32)
     zeros = np.zeros(len(prompt), dtype=np.float32)
     spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
     drafted = tuple(runs(line["drafted"][: len(response)]))
+    accepted = delivered(sum(line["accepted"]), drafted, len(response))
+    begun = request.partial
+    if begun is not None:
+        first = len(begun.response)
+        response = np.concatenate([begun.response, response])
+        logprobs = np.concatenate([begun.logprobs, logprobs])
+        spans = begun.then(spans)
+        drafted = (*begun.accepted_spans, *((a + first, b + first) for a, b in drafted))
+        accepted = tuple(pooled([begun.accepted, accepted]).tolist())
     return Sample(
         request_id=request.id,
         prompt=request.prompt,
         tokens=np.concatenate([prompt, response]),
         loss_mask=np.concatenate([zeros, np.ones(len(response), dtype=np.float32)]),
-        behaviour_logprobs=np.concatenate([zeros, np.asarray(line["logprobs"], dtype=np.float32)]),
+        behaviour_logprobs=np.concatenate([zeros, logprobs]),
         status=_STATUS[line["finish"]["type"]],
         policy_versions=spans,
-        accepted=delivered(sum(line["accepted"]), drafted, len(response)),
+        accepted=accepted,
         accepted_spans=drafted,
     )

@@ -296,20 +296,32 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
 
 def _mark_drafts(request: Any, accepted: int) -> None:
     """Append one mark per output token, 1 for a draft, before SGLang appends the tokens of a round."""
-    if request.customized_info is None:
-        request.customized_info = {}
-    marks = request.customized_info.setdefault(DRAFTED, [])
-    if before := len(request.output_ids) - len(marks):
-        marks += [0] * before  # tokens of a prefill, which are no drafts
+    marks = _marks(request)
+    marks += [0] * (len(request.output_ids) - len(marks))
     if accepted:
         marks += [1] * accepted
     marks.append(0)
 
 
 def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
-    """Note that the next round has no start time, and that the drafters have read all of these requests' tokens."""
+    """Note that the next round has no start time, and that the drafters have read all of these requests' tokens.
+
+    The token that a prefill draws is no draft.
+    """
     _rounds.interrupt()
     prefix_tree.follow(batch.reqs, ())
+    if batch.spec_algorithm.is_none():
+        return
+    for request in batch.reqs:
+        marks = _marks(request)
+        marks += [0] * (len(request.output_ids) + 1 - len(marks))  # before SGLang sends the prefill's token
+
+
+def _marks(request: Any) -> list[int]:
+    if request.customized_info is None:
+        request.customized_info = {}
+    marks: list[int] = request.customized_info.setdefault(DRAFTED, [])
+    return marks
 
 
 def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
 
 `POST /rlspec/control/{command}`  JSON in and out, executed by the scheduler (`control.py`)
-`POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished
+`POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished, and, if
+                                  asked for, lines of new tokens before that
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
 `POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
 `/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
@@ -41,8 +42,10 @@ from megatron_rlspec.rollout.sglang.server.bodies import (
     run_command,
 )
 from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
-from megatron_rlspec.rollout.sglang.settings import DRAFTED
+from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
+from megatron_rlspec.types import ended
 
+PROGRESS_TOKENS = 64  # between two lines of a sample that is being drawn
 _sglang = versions.installed()
 _GENERATE_BYTES = 512 * MEGABYTE  # 4096 prompts of 16,000 tokens
 logger = logging.getLogger(__name__)
@@ -60,7 +63,8 @@ def _control(command: str, schema: type[schemas.Strict]) -> Handler:
 async def generate(request: Request) -> StreamingResponse:
     """Turn {"requests": [{"id", "input_ids", "sampling"}]} into lines {"id", "output_ids", "logprobs", "finish", ...}.
 
-    A sample that fails is a line {"id", "error"}; a defect of the server ends the stream with a line {"error"}.
+    Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}; a defect of the server ends
+    the stream with a line {"error"}.
     """
     body = parse(schemas.GenerateBody, await read_body(request, _GENERATE_BYTES))
     tokenizer = manager()
@@ -69,14 +73,42 @@ async def generate(request: Request) -> StreamingResponse:
     for asked in body.requests:
         if asked.id in tokenizer.rid_to_state:
             raise Refusal(409, f"id {schemas.shown(asked.id)} is running already; expected a new id")
-    return StreamingResponse(_lines(body.requests), media_type="application/x-ndjson")
+    finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
+    progress = body.progress and _position_keyed()
+    return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
 
 
-async def _lines(requests: list[schemas.RequestBody]) -> AsyncIterator[bytes]:
-    tasks = [asyncio.create_task(_one(asked)) for asked in requests]
+def _position_keyed() -> bool:
+    settings = Settings.from_environment()
+    return settings is not None and settings.verifier == "position_keyed"
+
+
+def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
+    """Return SGLang's reason if a sample has ended before. Raises Refusal if it cannot go on here."""
+    if not _position_keyed():
+        raise Refusal(400, f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed")
+    sampling = asked.sampling
+    stops: set[int] = set()
+    if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
+        stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
     try:
-        for task in asyncio.as_completed(tasks):
-            yield json.dumps(await task).encode() + b"\n"
+        status = ended(asked.begun, stops, sampling.max_new_tokens)
+    except ValueError as error:
+        raise Refusal(400, f"request {asked.id}: {error}") from None
+    return None if status is None else {"type": {"finished": "stop", "truncated": "length"}[status]}
+
+
+async def _lines(
+    requests: list[schemas.RequestBody], finished: dict[str, dict[str, Any] | None], progress: bool
+) -> AsyncIterator[bytes]:
+    lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_one(asked, finished.get(asked.id), progress, lines)) for asked in requests]
+    left = len(requests)
+    try:
+        while left:
+            line = await lines.get()
+            left -= "drawn" not in line
+            yield json.dumps(line).encode() + b"\n"
     except Exception as error:
         logger.exception("rlspec: a stream of samples ended early")
         yield json.dumps({"error": internal(error)}).encode() + b"\n"
@@ -87,36 +119,70 @@ async def _lines(requests: list[schemas.RequestBody]) -> AsyncIterator[bytes]:
                 manager().abort_request(rid=asked.id)
 
 
-async def _one(asked: schemas.RequestBody) -> dict[str, Any]:
+async def _one(
+    asked: schemas.RequestBody,
+    finished: dict[str, Any] | None,
+    progress: bool,
+    lines: asyncio.Queue[dict[str, Any]],
+) -> None:
+    """Put the lines of one sample into the queue, the last of them without `drawn`."""
+    try:
+        if finished is not None:
+            nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": []}
+            lines.put_nowait({"id": asked.id, "finish": finished, "accepted": [], "drafted": [], **nothing})
+            return
+        async for line in _drawn(asked, progress):
+            lines.put_nowait({"id": asked.id, **line})
+    except ValueError as error:
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error))})
+    except Exception as error:
+        logger.exception("rlspec: request %s failed", asked.id)
+        lines.put_nowait({"id": asked.id, "error": internal(error)})
+
+
+async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[dict[str, Any]]:
+    """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
+    sampling = asked.sampling.model_dump()
+    sampling["max_new_tokens"] -= len(asked.begun)
     message = GenerateReqInput(
         rid=asked.id,
-        input_ids=asked.input_ids,
-        sampling_params=asked.sampling.model_dump(),
+        input_ids=asked.input_ids + asked.begun,
+        sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
+        stream=progress,  # otherwise the one answer comes when the sample is finished
         return_logprob=True,
         logprob_start_len=-1,
     )
     began = manager().server_args.weight_version
-    try:
-        # Not streaming: the one answer comes when the sample is finished.
-        answer = await anext(manager().generate_request(message, None))
-    except ValueError as error:
-        return {"id": asked.id, "error": one_line(str(error))}
-    except Exception as error:
-        logger.exception("rlspec: request %s failed", asked.id)
-        return {"id": asked.id, "error": internal(error)}
-    meta = answer["meta_info"]
-    return {
-        "id": asked.id,
-        "output_ids": answer["output_ids"],
-        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-        "finish": meta["finish_reason"],
-        # Without spans, a sample that was running during a push counts as generated under the older weights.
-        "weight_versions": meta["weight_versions"]
-        if _sglang.spans
-        else [{"version": began, "start": 0, "end": len(answer["output_ids"])}],
-        "accepted": meta.get("spec_correct_drafts_histogram", []),
-        "drafted": meta.get(DRAFTED, []),
-    }
+    sent = 0
+    async for answer in manager().generate_request(message, None):
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]
+        ids = answer["output_ids"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        marks = meta.get(DRAFTED, [])
+        if finish is None:
+            # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
+            last = min(len(ids), len(logprobs))
+            if manager().server_args.weight_version == began and last > sent:
+                drawn = {"output_ids": ids[sent:last], "logprobs": logprobs[sent:last], "drafted": marks[sent:last]}
+                # A round ends with a token that is no draft, and so does each prefill.
+                rounds = max(0, sum(not mark for mark in marks[:last]) - 1 - meta["num_retractions"])
+                yield {"drawn": drawn, "version": began, "rounds": rounds}
+                sent = last
+            continue
+        if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
+            raise ValueError(finish["message"])
+        yield {
+            "output_ids": ids,
+            "logprobs": logprobs,
+            "finish": finish,
+            # Without spans, a sample that was running during a push counts as generated under the older weights.
+            "weight_versions": meta["weight_versions"]
+            if _sglang.spans
+            else [{"version": began, "start": 0, "end": len(ids)}],
+            "accepted": meta.get("spec_correct_drafts_histogram", []),
+            "drafted": marks,
+        }
 
 
 async def abort(request: Request) -> JSONResponse:

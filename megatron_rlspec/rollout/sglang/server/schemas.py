@@ -76,15 +76,19 @@ class SamplingBody(Strict):
 
 
 class RequestBody(Strict):
-    """One sample to draw."""
+    """One sample to draw. `begun`: response tokens that were drawn before; `max_new_tokens` counts them."""
 
     id: RequestId
     input_ids: TokenIds
+    begun: list[int] = Field([], max_length=4 << 20)
     sampling: SamplingBody = SamplingBody()
 
 
 class GenerateBody(Strict):
+    """`progress`: also send the tokens of samples that are being drawn."""
+
     requests: list[RequestBody] = Field(min_length=1, max_length=1 << 16)
+    progress: bool = False
 
 
 class AbortBody(Strict):
@@ -224,11 +228,11 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
     """Refuse token ids outside the vocabulary, prompts that are too long, and ids that SGLang would confuse."""
     for i, request in enumerate(body.requests):
         ids = request.input_ids
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            j = next(j for j, token in enumerate(ids) if not 0 <= token < vocabulary)
-            raise Refusal(
-                400, f"requests[{i}].input_ids[{j}] is {shown(ids[j])}; expected a token id from 0 to {vocabulary - 1}"
-            )
+        for name, tokens in (("input_ids", ids), ("begun", request.begun)):
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+                j = next(j for j, token in enumerate(tokens) if not 0 <= token < vocabulary)
+                place = f"requests[{i}].{name}[{j}]"
+                raise Refusal(400, f"{place} is {shown(tokens[j])}; expected a token id from 0 to {vocabulary - 1}")
         if len(ids) >= context:
             raise Refusal(
                 400,
