@@ -791,9 +791,17 @@ def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     survivor = engines["adaptive"].generate
     sent: list[Request] = []
     engines["adaptive"].generate = lambda asked, *rest: sent.extend(asked) or survivor(asked, *rest)
-    threading.Timer(1.0, engines["plain"].close).start()
+    stream = engines["plain"]._stream
+
+    def closes(path: str, body: dict) -> Iterator[dict]:
+        for i, line in enumerate(stream(path, body)):
+            if i == 8:  # of four samples, each of which has sent two lines
+                threading.Thread(target=engines["plain"].close).start()
+            yield line
+
+    engines["plain"]._stream = closes
     samples = pool.generate(asked, sampling)
-    del engines["adaptive"].generate
+    del engines["adaptive"].generate, engines["plain"]._stream
     moved = sent[4:]
     assert len(moved) == 4 and all(64 < len(r.partial.response) < 1200 for r in moved)
     by_id = {s.request_id: s for s in expected}
