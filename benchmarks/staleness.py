@@ -1,14 +1,16 @@
 """Measure how drafters follow one recorded RL run: by loss, schedule, weights and learning rate.
 
-    python benchmarks/staleness.py [--quick] [--json FILE] [--csv FILE] [--plot FILE] [--work DIR] [--seconds N]
+    python benchmarks/staleness.py [--quick] [--workers N] [--seconds N] [--work DIR] [--csv FILE] [--plot FILE]
 
 The policy does not depend on its drafter. So a run is recorded once per task and seed, and every variant is a replay of
 it (docs/replay.md). All drafters answer the same held-out prompts with the same seeds, and the texts are the same; the
-differences are paired, with 95 % bootstrap intervals over prompts. Tasks are the quickstart's: in `days` RL changes
-what the policy says, in `slips` it removes errors and says the rest as before.
+differences are paired, with 95 % bootstrap intervals over prompts. Tasks are those of the quickstart's make_task.py:
+in `days` RL changes what the policy says, in `slips` it removes errors, in `writers` it chooses one of two ways to
+answer.
 
-The work is kept in --work: a finished part is not repeated, and several processes may share the directory. --seconds
-ends after so long; the next call continues. A table of unfinished work leaves out what is missing.
+The work is kept in --work: a finished job is not repeated, and several processes may share the directory. --workers
+starts them. --seconds ends after so long; the next call continues. A table of unfinished work leaves out what is
+missing.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import fcntl
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +37,7 @@ import torch
 
 from megatron_rlspec import compare, data, files
 from megatron_rlspec.config import Config, load_replay
+from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.session import Session
 from megatron_rlspec.trajectory import Trajectory
@@ -52,11 +57,15 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "after the step": {"replay": "newest"},
     "overlap": {"overlap": "true"},
     "disagreement": {"replay": "disagreement"},
+    "pays": {"update": "pays"},
 }
+LIVE = "pays"  # it needs the engine's rounds, so it is a run of its own, not a replay
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
+MORE_RATES = ("3e-4", "3e-3")  # of an update in every step only
 DRAFTS = 3
 FROZEN = "frozen"
+ENVIRONMENT = dict(os.environ)  # for processes of their own: a Session adds the address of its process group
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class Size:
     last      policy step of the last update in the curve over `ages`, steps since then
     """
 
-    tasks: tuple[str, ...] = ("days", "slips")
+    tasks: tuple[str, ...] = ("days", "slips", "writers")
     seeds: tuple[int, ...] = (1, 2)
     steps: int = 30
     measured: tuple[int, ...] = (5, 15, 30)
@@ -114,7 +123,8 @@ BASE = Variant("every step", "ce", "1e-3")
 
 def variants(quick: bool) -> list[Variant]:
     """Return the variants, those that differ from `BASE` in one thing first."""
-    grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES)]
+    grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES) if cell[0] != LIVE]
+    grid += [replace(BASE, rate=rate) for rate in MORE_RATES] + [replace(BASE, schedule=LIVE)]
 
     def order(v: Variant) -> tuple[int, bool]:
         return (v.schedule != BASE.schedule) + (v.loss != BASE.loss) + (v.rate != BASE.rate), v.loss != BASE.loss
@@ -123,63 +133,127 @@ def variants(quick: bool) -> list[Variant]:
     return [v for v in grid if v.loss == "ce" and v.rate == RATES[0]] if quick else grid
 
 
-class Unfinished(Exception):
-    """The time is over, or another process works on the last parts."""
+@dataclass(frozen=True)
+class Job:
+    """Something to make once, by one process: `make` writes `made`, when all `needs` exist. `lock`: its file."""
+
+    name: str
+    lock: Path
+    made: Path
+    needs: Sequence[Path]
+    make: Callable[[], None]
+
+    @property
+    def ready(self) -> bool:
+        return all(path.exists() for path in self.needs)
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Yield whether this process may make it; the claim ends with the process."""
+        self.lock.parent.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield not self.made.exists()
+
+
+def work_off(jobs: Sequence[Job], ends: float) -> None:
+    """Make the jobs in their order, as far as `ends` of time.monotonic() allows, beside processes that do the same.
+
+    A job that fails is a printed line; the others go on.
+    """
+    failed: set[Path] = set()
+    while time.monotonic() < ends:
+        left = [job for job in jobs if job.made not in failed and not job.made.exists()]
+        if not left:
+            return
+        for job in left:
+            if not job.ready:
+                continue
+            with job.claim() as mine:
+                if not mine:
+                    continue
+                print(job.name, flush=True)
+                try:
+                    job.make()
+                except (RuntimeError, ValueError, OSError, subprocess.CalledProcessError) as error:
+                    print(f"{job.name}: failed: {error}", flush=True)
+                    failed.add(job.made)
+                break
+        else:
+            time.sleep(1)  # others make what is left, or what it needs
 
 
 class Work:
-    """The parts of one task and seed, in `folder/TASK/seedN`. Every part is made once, by one process."""
+    """One task and seed, in `folder/TASK/seedN`."""
 
-    def __init__(self, folder: Path, task: str, seed: int, size: Size, ends: float) -> None:
+    def __init__(self, folder: Path, task: str, seed: int, size: Size) -> None:
         self.task = folder / task
         self.name = task
         self.seed = seed
         self.size = size
-        self.ends = ends
         self.run = self.task / f"seed{seed}"
 
-    @contextmanager
-    def claim(self, part: str) -> Iterator[bool]:
-        """Yield whether this process may make the part; the claim ends with the process."""
-        if time.monotonic() > self.ends:
-            raise Unfinished
-        self.task.mkdir(parents=True, exist_ok=True)
-        with (self.task / f".{part.replace('/', '-').replace(' ', '_')}.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-
-    def need(self, part: str, path: Path, *command: str) -> None:
-        """Run a command that makes `path`, unless it is there. Raises Unfinished while another process runs it."""
-        if path.exists():
-            return
-        with self.claim(part) as mine:
-            if not mine:
-                raise Unfinished
-            if not path.exists():
-                print(f"{self.name}: {part}", flush=True)
-                subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-
-    def record(self) -> None:
-        """Make task, model, warm start and the recorded run."""
+    def recording(self) -> list[Job]:
+        """Return the jobs that make task, model, warm start and the recorded run."""
         task, model, warm = self.task / "task", self.task / "model", self.task / "warm"
-        cli = ("-m", "megatron_rlspec.cli")
-        common = ("--config", str(EXAMPLES / "quickstart.toml"), "--rollout.engine", "embedded", "--spec.mode", "fixed")
-        common += ("--data.eval_path", str(task / "eval.jsonl"))
-        self.need("task", task / "eval.jsonl", str(EXAMPLES / "make_task.py"), "--task", self.name, "--out", str(task))
+        make_task = (str(EXAMPLES / "make_task.py"), "--task", self.name, "--out", str(task))
         make_model = (str(EXAMPLES / "make_model.py"), "--task", str(task), "--out", str(model))
-        self.need("model", model / "config.json", *make_model)
-        rates = ("--optimizer.lr", "3e-3", "--drafter.lr", "3e-3", "--optimizer.warmup_steps", "40")
-        sft = (*rates, "--optimizer.decay_steps", "600", "--sft.path", str(task / "train.jsonl"), *self.size.warm)
-        paths = ("--model.path", str(model), "--train.run_dir", str(warm))
-        self.need("warm start", warm / "hf", *cli, "sft", *common, *paths, *sft)
-        rl = ("--data.path", str(task / "rl.jsonl"), "--train.record", "true", "--train.seed", str(self.seed))
-        rl += ("--train.steps", str(self.size.steps), *self.size.train)
-        paths = ("--model.path", str(warm / "hf"), "--train.run_dir", str(self.run))
-        self.need(f"RL, seed {self.seed}", self.run / "hf", *cli, "train", *common, *paths, *rl)
+        sft = self._command("sft", {"model.path": model, "train.run_dir": warm, "sft.path": task / "train.jsonl"})
+        sft += ["--optimizer.lr", "3e-3", "--drafter.lr", "3e-3", "--optimizer.warmup_steps", "40"]
+        sft += ["--optimizer.decay_steps", "600", *self.size.warm]
+        rl = self._rl(self.run, {"train.record": "true", "train.drift_every": "5"})
+        return [
+            self._job("task", "", task / "eval.jsonl", (), make_task),
+            self._job("model", "", model / "config.json", (task / "eval.jsonl",), make_model),
+            self._job("warm start", "", warm / "hf", (model / "config.json",), sft),
+            self._job("RL", str(self.seed), self.run / "hf", (warm / "hf",), rl),
+        ]
+
+    def _command(self, name: str, options: Mapping[str, object]) -> list[str]:
+        command = ["-m", "megatron_rlspec.cli", name, "--config", str(EXAMPLES / "quickstart.toml")]
+        fixed = {"rollout.engine": "embedded", "spec.mode": "fixed", "data.eval_path": self.task / "task/eval.jsonl"}
+        for key, value in (fixed | dict(options)).items():
+            command += [f"--{key}", str(value)]
+        return command
+
+    def _rl(self, run_dir: Path, options: Mapping[str, object]) -> list[str]:
+        own = {"data.path": self.task / "task/rl.jsonl", "model.path": self.task / "warm/hf", "train.run_dir": run_dir}
+        steps = {"train.seed": self.seed, "train.steps": self.size.steps}
+        return [*self._command("train", {**own, **steps, **options}), *self.size.train]
+
+    def _job(self, name: str, seed: str, made: Path, needs: Sequence[Path], command: Sequence[str]) -> Job:
+        def make() -> None:
+            shutil.rmtree(made.parent, ignore_errors=True)  # what an earlier call left unfinished
+            subprocess.run([sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+
+        return Job(f"{self.name}, seed {seed or 'any'}: {name}", self._lock(f"{seed} {name}"), made, needs, make)
+
+    def _lock(self, name: str) -> Path:
+        return self.task / "locks" / name.replace(" ", "_")
+
+    def measuring(self, variant: Variant | None) -> Job:
+        """Return the job that trains a drafter and measures it on every policy; None: the warm start's, untrained."""
+        name = variant.name if variant else FROZEN
+        needs = (self.run / "hf",)
+
+        def make() -> None:
+            if variant and variant.schedule == LIVE:
+                self.live(variant)
+            elif variant:
+                self.replay(variant)
+            self.measure(variant)
+
+        return Job(
+            f"{self.name}, seed {self.seed}: {name}",
+            self._lock(f"{self.seed} {name}"),
+            self.measured(name),
+            needs,
+            make,
+        )
 
     def drafter(self, variant: Variant, step: int) -> Path:
         return self.run / "drafters" / variant.name / f"step-{step:04d}.safetensors"
@@ -187,62 +261,73 @@ class Work:
     def replay(self, variant: Variant) -> None:
         """Train the variant along the recorded run; keep its drafter at the steps that are measured."""
         kept = sorted({*self.size.measured, self.size.last})
-        if self.drafter(variant, kept[-1]).exists():
-            return
-        with self.claim(f"replay {self.seed} {variant.name}") as mine:
-            if not mine or self.drafter(variant, kept[-1]).exists():
-                return
-            print(f"{self.name}, seed {self.seed}: {variant.name}", flush=True)
-            folder = self.drafter(variant, 0).parent
-            overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
-            overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}
-            subprocess.run(["rm", "-rf", str(folder)], check=True)
-            config = load_replay(str(self.run), None, overrides)
-            updates = 0.0
-            with Session(config, config.data.path) as run:
-                for step in range(self.size.steps):
-                    groups = run.recorded(step)
-                    updates += run.train_step(run.pack(groups), objective="grpo", train_policy=False)["drafter/updated"]
-                    if step + 1 in kept:
-                        found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
-                        assert run.online is not None
-                        age = step - run.online.last_update
-                        found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
-                        tensor_file.save(found, self.drafter(variant, step + 1))
+        folder = self.drafter(variant, 0).parent
+        overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
+        overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}
+        shutil.rmtree(folder, ignore_errors=True)
+        config = load_replay(str(self.run), None, overrides)
+        updates = 0.0
+        with Session(config, config.data.path) as run:
+            for step in range(self.size.steps):
+                groups = run.recorded(step)
+                updates += run.train_step(run.pack(groups), objective="grpo", train_policy=False)["drafter/updated"]
+                if step + 1 in kept:
+                    found = {key: tensor.clone() for key, tensor in run.trainer.export("drafter")}
+                    assert run.online is not None
+                    age = step - run.online.last_update
+                    found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
+                    tensor_file.save(found, self.drafter(variant, step + 1))
 
-    def cells(self, chosen: Sequence[Variant]) -> Iterator[tuple[int, str, Path]]:
-        """Yield (policy step, drafter's name, its file or that of the warm start) of all that is measured."""
-        warm = self.task / "warm/hf"
-        ages = {self.size.last + age for age in self.size.ages}
-        for step in sorted({*self.size.measured, *ages}):
-            yield step, FROZEN, warm
-            for variant in chosen:
-                if step in self.size.measured:
-                    yield step, variant.name, self.drafter(variant, step)
-                if step in ages and variant.schedule == BASE.schedule:
-                    yield step, f"{variant.name}, after {self.size.last}", self.drafter(variant, self.size.last)
+    def live(self, variant: Variant) -> None:
+        """Train the variant in a run of its own, whose policy must be the recorded one's; keep its last drafter."""
+        folder = self.drafter(variant, 0).parent
+        shutil.rmtree(folder, ignore_errors=True)
+        command = self._rl(folder / "run", variant.options)
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+        tensors = dict(read_hf(folder / "run/hf")[1].items())
+        recorded = dict(read_hf(self.run / "hf")[1].items())
+        changed = [key for key in tensors if ".mtp_layers." not in key and not torch.equal(tensors[key], recorded[key])]
+        if changed:
+            raise RuntimeError(f"{folder}: the policy differs from the recorded one: {changed[0]}")
+        updated = [record["drafter/updated"] for record in read_records(folder / "run/metrics.jsonl")]
+        found = {key: tensor for key, tensor in tensors.items() if ".mtp_layers." in key}
+        counts = {"updates": sum(updated), "age": updated[::-1].index(1.0)}
+        found |= {key: torch.tensor(int(value)) for key, value in counts.items()}
+        tensor_file.save(found, self.drafter(variant, self.size.steps))
+
+    def cells(self, variant: Variant | None) -> list[tuple[int, str, Path]]:
+        """Return (policy step, drafter's name, its file or that of the warm start) of all that is measured."""
+        ages = sorted({self.size.last + age for age in self.size.ages})
+        if variant is None:
+            return [(step, FROZEN, self.task / "warm/hf") for step in sorted({*self.size.measured, *ages})]
+        if variant.schedule == LIVE:
+            return [(self.size.steps, variant.name, self.drafter(variant, self.size.steps))]
+        found = [(step, variant.name, self.drafter(variant, step)) for step in self.size.measured]
+        if variant.schedule == BASE.schedule:
+            left = self.drafter(variant, self.size.last)
+            found += [(step, f"{variant.name}, after {self.size.last}", left) for step in ages]
+        return found
 
     def rounds(self, step: int, name: str) -> Path:
         return self.run / "rounds" / f"{step:04d}" / f"{name}.json"
 
-    def measure(self, chosen: Sequence[Variant]) -> None:
-        """Draw with every drafter whose figures are missing; one policy after the other."""
-        cells = [c for c in self.cells(chosen) if c[2].exists() and not self.rounds(c[0], c[1]).exists()]
+    def measured(self, name: str) -> Path:
+        """Return the file that exists when all of a drafter's cells do."""
+        return self.run / "rounds" / f"{name}.done"
+
+    def measure(self, variant: Variant | None) -> None:
+        """Draw with the variant's drafter, or the untrained one, on every policy that it is measured on."""
         trajectory = Trajectory(self.run)
+        config = Config.model_validate_json((self.run / "config.json").read_text())
+        warm, tensors = read_hf(self.task / "warm/hf")
+        prompts = self.prompts(config)
+        cells = sorted(self.cells(variant))
         for step, group in itertools.groupby(cells, key=lambda cell: cell[0]):
-            with self.claim(f"measure {self.seed} {step}") as mine:
-                if not mine:
-                    continue
-                print(f"{self.name}, seed {self.seed}: drafters on the policy of step {step}", flush=True)
-                config = Config.model_validate_json((self.run / "config.json").read_text())
-                warm, tensors = read_hf(self.task / "warm/hf")
-                first = {key: tensors[key] for key in tensors} | dict(trajectory.policy(step))
-                engine = EmbeddedEngine(warm, first.items(), max_length=512, max_running_requests=self.size.prompts)
-                prompts = self.prompts(config)
-                for number, (_, name, path) in enumerate(group):
-                    if time.monotonic() > self.ends:
-                        raise Unfinished
-                    self._draw(engine, step, name, path, prompts, number)
+            first = {key: tensors[key] for key in tensors} | dict(trajectory.policy(step))
+            engine = EmbeddedEngine(warm, first.items(), max_length=512, max_running_requests=self.size.prompts)
+            for number, (_, name, path) in enumerate(group):
+                self._draw(engine, step, name, path, prompts, number)
+        files.write(self.measured(variant.name if variant else FROZEN), "")
 
     def _draw(
         self, engine: EmbeddedEngine, step: int, name: str, path: Path, prompts: Sequence[Prompt], number: int
@@ -279,7 +364,7 @@ def rows(works: Sequence[Work], chosen: Sequence[Variant]) -> list[dict[str, obj
     found = []
     ages = {f"{v.name}, after {works[0].size.last}": v for v in chosen}
     named = {v.name: v for v in chosen}
-    for step in sorted({step for step, _, _ in works[0].cells(chosen)}):
+    for step in sorted({step for step, _, _ in works[0].cells(None)}):
         drafters = [FROZEN, *named, *ages]
         loaded = {name: _pooled(works, step, name) for name in drafters}
         for name in drafters:
@@ -299,8 +384,8 @@ def rows(works: Sequence[Work], chosen: Sequence[Variant]) -> list[dict[str, obj
             row |= {"updates": here["updates"], "age": here["age"] + step - int(str(row["drafter_step"]))}
             row |= _numbers("accept_length", compare.estimate(here["rounds"]))
             for other, label in ((FROZEN, "minus_frozen"), (BASE.name, "minus_every_step")):
-                if name != other and loaded.get(other) is not None:
-                    row |= _numbers(label, compare.estimate(here["rounds"], loaded[other]["rounds"]))
+                if name != other and (there := loaded.get(other)) is not None:
+                    row |= _numbers(label, compare.estimate(here["rounds"], there["rounds"]))
             row["same_text"] = here["text"] == (loaded[FROZEN] or here)["text"]
             found.append(row)
     return found
@@ -346,11 +431,11 @@ def table(found: Sequence[Mapping]) -> str:
         lines.append(head + f"{'accept length':<24}{'- frozen':<24}- {BASE.name}")
         for row in same:
             if row["policy_step"] == last:
-                cells = [_cell(row, label) for label in ("accept_length", "minus_frozen", "minus_every_step")]
+                figures = [_cell(row, label) for label in ("accept_length", "minus_frozen", "minus_every_step")]
                 head = (
                     f"{row['schedule']:<16}{row['loss']:<12}{row['lr']!s:>7}{row['seeds']:>6}{row['updates']:>9.1f}  "
                 )
-                lines.append(head + "  ".join(cells))
+                lines.append(head + "  ".join(figures))
         lines.append(f"{task}: every step until one, then no update; by steps since the last update")
         for row in own:
             if row["curve"]:
@@ -404,6 +489,19 @@ def _curve(axis, line: Sequence[Mapping], x: Sequence[float], label: str) -> Non
     axis.errorbar(x, value, yerr=bars, label=label, marker=".", linewidth=1, capsize=2)
 
 
+def jobs(folder: Path, size: Size, quick: bool) -> list[Job]:
+    """Return all jobs, the most informative first."""
+    works = [Work(folder, task, seed, size) for seed in size.seeds for task in size.tasks]
+    found = [job for work in works for job in work.recording()]
+    return found + [work.measuring(variant) for variant in (None, *variants(quick)) for work in works]
+
+
+def work(folder: Path, size: Size, quick: bool, seconds: float) -> None:
+    """Run as one worker."""
+    torch.set_num_threads(1)
+    work_off(jobs(folder, size, quick), time.monotonic() + seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one task, one seed, four steps, few variants")
@@ -411,27 +509,26 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="write all rows to this file")
     parser.add_argument("--plot", type=Path, help="write the picture to this file")
     parser.add_argument("--work", type=Path, help="directory of the parts; default: runs/staleness, with -quick")
-    parser.add_argument("--tasks", nargs="+", choices=("days", "slips"), help="default: all")
+    parser.add_argument("--tasks", nargs="+", choices=("days", "slips", "writers"), help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 and 2")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the work; default: 1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
     args = parser.parse_args()
     size = QUICK if args.quick else Size()
     size = replace(size, tasks=tuple(args.tasks or size.tasks), seeds=tuple(args.seeds or size.seeds))
-    chosen = variants(args.quick)
     folder = (args.work or ROOT / f"runs/staleness{'-quick' if args.quick else ''}").absolute()
-    ends = time.monotonic() + args.seconds
-    torch.set_num_threads(1)
-    works = {task: [Work(folder, task, seed, size, ends) for seed in size.seeds] for task in size.tasks}
-    by_seed = [work for of_seed in zip(*works.values(), strict=True) for work in of_seed]
-    try:
-        for work in by_seed:
-            work.record()
-        for number, variant in enumerate(chosen, 1):
-            for work in by_seed:
-                work.replay(variant)
-                work.measure(chosen[:number])
-    except Unfinished:
-        print("unfinished: call again to go on")
+    start = multiprocessing.get_context("spawn").Process
+    shared = (folder, size, args.quick, args.seconds)
+    workers = [start(target=work, args=shared) for _ in range(args.workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    chosen = variants(args.quick)
+    works = {task: [Work(folder, task, seed, size) for seed in size.seeds] for task in size.tasks}
+    missing = [job.name for job in jobs(folder, size, args.quick) if not job.made.exists()]
+    if missing:
+        print(f"unfinished: {len(missing)} jobs are left; call again to go on")
     found = [row for of_task in works.values() for row in rows_of_all(of_task, chosen)]
     cpu = f"{os.cpu_count()} cores, torch {torch.__version__}, one thread, float32, the quickstart's model"
     cpu += f"; {size.prompts} held-out prompts a seed, seeds {', '.join(map(str, size.seeds))}"

@@ -14,6 +14,9 @@ time.
 total is off by one, and the rest of the answer follows from it. RL removes the slips, and most answers stay as they
 were.
 
+`--task writers` is `days`, but each demonstration follows one convention throughout, and `--nights` of them count
+nights. A model that imitates them chooses a convention once, at the first item where they differ. RL chooses for it.
+
 Keys run through the alphabet from a random letter, so they are predictable and the totals are not. The number of items
 is log-normal, so a few answers are several times as long as most. One wrong total makes every later one wrong.
 
@@ -48,7 +51,7 @@ class Task(NamedTuple):
 
     each    added to the true total for every item, beside its digit
     wrong   the errors of a demonstrated total; one of them is drawn
-    share   of demonstrated totals with an error
+    share   of demonstrated totals with an error; if `whole`, of demonstrations whose every total has it
     median, sigma  of the number of items: the median, and the spread of the logarithm
     """
 
@@ -57,10 +60,12 @@ class Task(NamedTuple):
     share: float
     median: float
     sigma: float
+    whole: bool = False
 
 
 TASKS = {
     "days": Task(each=1, wrong=(-1,), share=0.55, median=3.0, sigma=0.6),
+    "writers": Task(each=1, wrong=(-1,), share=0.55, median=3.0, sigma=0.6, whole=True),
     "slips": Task(each=0, wrong=(-1, 1), share=0.05, median=5.0, sigma=0.9),
 }
 
@@ -83,7 +88,12 @@ def draw(rng: random.Random, task: Task) -> tuple[str, str, str, int]:
     keys = (KEYS * 2)[first : first + items]
     digits = [rng.randrange(10) for _ in range(items)]
     true = [digit + task.each for digit in digits]
-    written = [more + rng.choice(task.wrong) if rng.random() < task.share else more for more in true]
+    # One convention for the whole answer is drawn once; otherwise each total draws its own.
+    shares = [float(rng.random() < task.share)] * items if task.whole else [task.share] * items
+    written = [
+        more + rng.choice(task.wrong) if rng.random() < share else more
+        for share, more in zip(shares, true, strict=True)
+    ]
     return *answer(keys, digits, written), str(sum(true) % 10), items
 
 
@@ -132,10 +142,10 @@ def main() -> None:
     parser.add_argument("--eval", type=int, default=512, help="held-out prompts")
     parser.add_argument("--median", type=float, help="items of the median prompt; default: 3, slips: 5")
     parser.add_argument("--sigma", type=float, help="spread of the logarithm of their number; default: 0.6, slips: 0.9")
-    parser.add_argument("--nights", type=float, help="days: share of stays counted in nights; default: 0.55")
+    parser.add_argument("--nights", type=float, help="days: share of stays, writers: of demonstrations, in nights; default: 0.55")
     parser.add_argument("--slip", type=float, help="slips: share of demonstrated totals off by one; default: 0.05")
     args = parser.parse_args()
-    share, other = ("nights", "slip") if args.task == "days" else ("slip", "nights")
+    share, other = ("slip", "nights") if args.task == "slips" else ("nights", "slip")
     if getattr(args, other) is not None:
         parser.error(f"--{other} is not an option of --task {args.task}; expected --{share}")
     given = {"median": args.median, "sigma": args.sigma, "share": getattr(args, share)}
