@@ -222,7 +222,8 @@ class Work:
 
     def _rl(self, run_dir: Path, options: Mapping[str, object]) -> list[str]:
         own = {"data.path": self.task / "task/rl.jsonl", "model.path": self.task / "warm/hf", "train.run_dir": run_dir}
-        steps = {"train.seed": self.seed, "train.steps": self.size.steps}
+        # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
+        steps = {"train.seed": self.seed, "train.steps": self.size.steps, "algorithm.tis_clip": 0}
         return [*self._command("train", {**own, **steps, **options}), *self.size.train]
 
     def _job(self, name: str, seed: str, made: Path, needs: Sequence[Path], command: Sequence[str]) -> Job:
