@@ -94,7 +94,7 @@ class Plan:
     tokens: int = 256
     repetitions: int = 2
     steps: tuple[int, ...] = (0, 1, 2, 3, 5)
-    fixed: tuple[int, ...] = (1, 3)
+    fixed: tuple[int, ...] = (1, 2, 3)
     pool_tokens: int = 98304
     profile_seconds: int = 60
     push_rounds: int = 2
@@ -109,7 +109,7 @@ class Plan:
     engine: tuple[str, ...] = ()
 
 
-LIMITS = {"model": 180, "decode": 480, "push": 300, "train": 240, "attention": 90, "verify": 120}  # seconds
+LIMITS = {"model": 180, "decode": 600, "push": 300, "train": 240, "attention": 90, "verify": 120}  # seconds
 NEEDS = {"decode": "model", "push": "model"}
 
 
@@ -130,6 +130,7 @@ def planned(*, cpu: bool = False, quick: bool = False, layers: int = 0, engine: 
             tokens=16,
             repetitions=1,
             steps=(0, 1, 3),
+            fixed=(1, 3),
             pool_tokens=4096,
             profile_seconds=5,
             train_layers=2,

@@ -262,6 +262,8 @@ class Work:
     def replay(self, variant: Variant) -> None:
         """Train the variant along the recorded run; keep its drafter at the steps that are measured."""
         kept = sorted({*self.size.measured, self.size.last})
+        if self.drafter(variant, kept[-1]).exists():
+            return
         folder = self.drafter(variant, 0).parent
         overrides = variant.options | {"train.run_dir": str(folder / "run"), "train.steps": str(self.size.steps)}
         overrides |= {"rollout.engine": "embedded", "train.drift_every": "0"}

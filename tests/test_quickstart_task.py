@@ -59,24 +59,28 @@ def test_demonstrations_follow_the_prompt_and_slip_as_often_as_asked(rows):
     assert abs(slips / steps - 0.1) < 0.02
 
 
-def test_days_want_one_more_a_stay_and_demonstrations_mix_two_conventions(tmp_path):
-    """The default task: the label counts days, and 0.55 of the demonstrated stays count nights."""
-    short_run.script(QUICKSTART / "make_task.py", "--out", tmp_path, "--train", 1000, "--rl", 50, "--eval", 50)
+@pytest.mark.parametrize("name", ["days", "writers"])
+def test_labels_count_days_and_demonstrations_follow_two_conventions(tmp_path, name):
+    """0.55 of the demonstrated stays count nights, and under `writers` all of a demonstration or none."""
+    sizes = ("--train", 1000, "--rl", 50, "--eval", 50)
+    short_run.script(QUICKSTART / "make_task.py", "--task", name, "--out", tmp_path, *sizes)
     for line in (tmp_path / "rl.jsonl").open():
         row = json.loads(line)
         assert row["label"] == str(sum(nights + 1 for _, nights in items(row["prompt"])) % 10)
-    stays = nights = 0
+    stays = nights = mixed = 0
     for line in (tmp_path / "train.jsonl").open():
         row = json.loads(line)
         body, _, last = row["response"].rpartition("#")
         total = 0
+        errors = []
         for _, digit, stated in re.findall(r"(.)(\d)=(\d),", body):
-            error = (int(stated) - total - int(digit) - 1) % 10
-            assert error in (0, 9)
-            stays, nights, total = stays + 1, nights + (error == 9), int(stated)
-        assert last == str(total)
-    # Binomial with p = 0.55 over some 3,700 stays: five standard deviations are 0.04.
-    assert stays > 3000 and abs(nights / stays - 0.55) < 0.04
+            errors.append((int(stated) - total - int(digit) - 1) % 10)
+            total = int(stated)
+        assert last == str(total) and set(errors) <= {0, 9}
+        stays, nights, mixed = stays + len(errors), nights + errors.count(9), mixed + len(set(errors)) - 1
+    # Five standard deviations of 3,700 stays are 0.04; of 1,000 demonstrations of unequal lengths, 0.1.
+    assert stays > 3000 and abs(nights / stays - 0.55) < (0.1 if name == "writers" else 0.04)
+    assert mixed == 0 if name == "writers" else mixed > 500
 
 
 def test_no_prompt_is_in_two_splits_and_lengths_have_a_long_tail(rows):

@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--eval", type=int, default=512, help="held-out prompts")
     parser.add_argument("--median", type=float, help="items of the median prompt; default: 3, slips: 5")
     parser.add_argument("--sigma", type=float, help="spread of the logarithm of their number; default: 0.6, slips: 0.9")
-    parser.add_argument("--nights", type=float, help="days: share of stays, writers: of demonstrations, in nights; default: 0.55")
+    parser.add_argument(
+        "--nights", type=float, help="days: share of stays, writers: of demonstrations, in nights; default: 0.55"
+    )
     parser.add_argument("--slip", type=float, help="slips: share of demonstrated totals off by one; default: 0.05")
     args = parser.parse_args()
     share, other = ("slip", "nights") if args.task == "slips" else ("nights", "slip")
