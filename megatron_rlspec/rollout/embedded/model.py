@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
+from megatron_rlspec.rollout.operators.packed import PackedWeights
 from megatron_rlspec.weights.families import FAMILIES, names_where
 from megatron_rlspec.weights.model_config import refusal
 
@@ -145,6 +146,7 @@ class Decoder:
         self.comm = comm
         self.heads = arch.heads // comm.size
         self.kv_heads = arch.kv_heads // comm.size
+        self.packed = PackedWeights()
         self.tensors: dict[str, Shard] = {}
         self.parameters: list[Parameter] = []
         self.draft_ids: torch.Tensor | None = None  # [S] words of the draft head's columns, -1: none; None: all words
@@ -186,7 +188,7 @@ class Decoder:
         """
         embedded = F.embedding(tokens, self.embedding).masked_fill_(plan.first[:, None], 0)
         pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
-        return self._rms(self._block(self.mtp, F.linear(pair, self.input_proj), plan, kv), self.final_norm)
+        return self._rms(self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv), self.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
@@ -215,10 +217,11 @@ class Decoder:
     def renew_draft_head(self) -> None:
         """Copy the rows of the draft vocabulary from the output head, which an update may have changed."""
         if self.draft_ids is not None:
+            self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        full = self.comm.concat(F.linear(hidden, head), -1)
+        full = self.comm.concat(self.packed.linear(hidden, head), -1)
         return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
 
     @torch.no_grad()
@@ -243,13 +246,13 @@ class Decoder:
     def _block(self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]
         d = self.arch.head_dim
-        qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
+        qkv = self.packed.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
         kv.index_copy_(0, plan.write, qkv[:, self.heads :])
         x = self._add(x, self._attend(qkv[:, : self.heads], plan, kv), layer.out)
-        gate, up = F.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
+        gate, up = self.packed.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
     def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
@@ -268,7 +271,8 @@ class Decoder:
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
-        return self.comm.sum(torch.addmm(x, y, weight.t(), beta=int(self.comm.rank == 0)))
+        first = self.comm.rank == 0
+        return self.comm.sum(self.packed.add(x, y, weight) if first else self.packed.linear(y, weight))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype in (torch.bfloat16, torch.float16):  # as in Transformers: normalise in float32, scale in x.dtype

@@ -1,0 +1,56 @@
+"""Multiply few rows by weight matrices on a CPU, from copies that oneDNN has rearranged once.
+
+`F.linear` rearranges the matrix in every call: MKL in float32, where two rows take twice the time of one, and oneDNN in
+bfloat16. With a copy in oneDNN's layout, a few rows take the time of reading the matrix, and a row's result hardly
+depends on the rows beside it. The copies take as much memory as the matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class PackedWeights:
+    """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.Tensor, tuple[int, torch.Tensor | None]] = {}
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [..., I] @ weightᵀ + bias [..., O] of a weight [O, I]."""
+        packed = self._packed(weight)
+        if packed is None:
+            return F.linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return x [N, O] + y [N, I] @ weightᵀ, rounded once."""
+        packed = self._packed(weight)
+        if packed is None:
+            return torch.addmm(x, y, weight.t())
+        return torch.ops.mkldnn._linear_pointwise.binary(y, x, packed, None, "add")
+
+    def forget(self, weight: torch.Tensor | None = None) -> None:
+        """Drop the copy of a matrix, or all. Needed after changes through `.data`, which torch does not count."""
+        if weight is None:
+            self._copies.clear()
+        else:
+            self._copies.pop(weight, None)
+
+    def _packed(self, weight: torch.Tensor) -> torch.Tensor | None:
+        found = self._copies.get(weight)
+        version = weight._version
+        if found is None or found[0] != version:
+            found = self._copies[weight] = (version, _pack(weight))
+        return found[1]
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy in oneDNN's layout, or None where the machine has no fast product of this dtype."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    fast = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if fast else None
