@@ -196,6 +196,26 @@ class Request:
     seed: int
     partial: Partial | None = None
 
+    def aborted(self) -> Sample:
+        """Return the sample as far as it is drawn."""
+        prompt = np.asarray(self.prompt.tokens, np.int64)
+        zeros = np.zeros(len(prompt), np.float32)
+        begun = self.partial
+        if begun is None:
+            return Sample(self.id, self.prompt, prompt, zeros, zeros, "aborted")
+        return Sample(
+            request_id=self.id,
+            prompt=self.prompt,
+            tokens=np.concatenate([prompt, begun.response]),
+            loss_mask=np.concatenate([zeros, np.ones(len(begun.response), np.float32)]),
+            behaviour_logprobs=np.concatenate([zeros, begun.logprobs]),
+            status="aborted",
+            policy_versions=begun.policy_versions,
+            accepted=begun.accepted,
+            accepted_spans=begun.accepted_spans,
+            draws=begun.draws,
+        )
+
 
 @dataclass(eq=False)
 class Sample:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 if TYPE_CHECKING:
     import torch
 
+ABORT_AGAIN = 0.2  # seconds
+Returned = Callable[[str, Request | None], None]
 logger = logging.getLogger(__name__)
 
 
 class EnginePool:
     """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
+    Groups are dealt by their predicted lengths, the longest first, each to the engine with the fewest predicted tokens.
+    When an engine has less than half as many requests as another, it takes over some that the other has not begun.
+
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
-               groups are distributed at the start, in one `generate` per engine
+               groups are distributed at the start
     lost       is called with each engine that failed, from the thread that saw the failure
 
     An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
@@ -42,6 +49,9 @@ class EnginePool:
         self._engines = list(engines)
         self._in_flight = in_flight
         self._lost = lost
+        self._runs: list[_Run] = []
+        self.stolen = 0  # requests that moved before they had begun
+        self.continued = 0  # tokens of lost engines' samples that other engines went on from
         self.failures: dict[int, str] = {}
 
     @property
@@ -54,8 +64,12 @@ class EnginePool:
         requests: Sequence[Request],
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
+        lengths: Mapping[int, float] = MappingProxyType({}),
     ) -> list[Sample]:
         """Draw one sample per request, in their order. `on_sample` is called once per request, from any thread.
+
+        lengths  predicted tokens of a response, by the prompt's id. Prompts without one count as the mean of the
+                 others; without any, groups are dealt in their order, by their number of requests
 
         Raises EngineError if no engine is left, and ValueError if two requests have one id.
         """
@@ -63,7 +77,12 @@ class EnginePool:
             raise EngineError("no engine is left")
         if len({r.id for r in requests}) != len(requests):
             raise ValueError("two requests have the same id")
-        return _Run(self, requests, sampling, on_sample).finish()
+        run = _Run(self, requests, sampling, on_sample, lengths)
+        self._runs.append(run)
+        try:
+            return run.finish()
+        finally:
+            self._runs.remove(run)
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         tensors = list(tensors) if len(self._engines) > 1 else tensors
@@ -79,8 +98,12 @@ class EnginePool:
         self.everywhere(lambda engine: engine.resume())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, or all, on every engine. Engines ignore ids that they do not hold."""
-        self.everywhere(lambda engine: engine.abort(request_ids))
+        """End these requests, or all. A lost engine is left to the `generate` that runs on it."""
+        for run in list(self._runs):
+            run.abort(request_ids)
+        for engine in self.engines:
+            with suppress(EngineError):
+                engine.abort(request_ids)
 
     def stats(self) -> list[RoundStats]:
         by_engine = self.everywhere(lambda engine: engine.stats())
@@ -129,7 +152,15 @@ class EnginePool:
 
 
 class _Run:
-    """One `generate`. The calling thread distributes groups; worker threads wait for engines."""
+    """One `generate`. The calling thread distributes groups; worker threads wait for engines.
+
+    A request is in exactly one place: in `waiting`, with the call in `where` that draws it, in the hands of the mover
+    that `lend` gave it to, or in `samples`.
+
+    load, tokens  of each engine's requests: their number, and how many tokens they will take
+    queueing      engines that may hold requests that they have not begun
+    aborted       requests that come back as they are
+    """
 
     def __init__(
         self,
@@ -137,16 +168,27 @@ class _Run:
         requests: Sequence[Request],
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None,
+        lengths: Mapping[int, float],
     ) -> None:
         self.pool = pool
         self.requests = requests
         self.sampling = sampling
         self.on_sample = on_sample
+        self.lengths = lengths
+        known = [lengths[r.prompt.id] for r in requests if r.prompt.id in lengths]
+        self.unknown = sum(known) / len(known) if known else 1.0
         self.waiting: deque[list[Request]] = deque()
-        self._enqueue(requests)
+        self._enqueue(sorted(requests, key=self._predicted, reverse=True))
         self.samples: dict[str, Sample] = {}
+        self.aborted: set[str] = set()
         self.load = {id(engine): 0 for engine in pool.engines}
+        self.tokens = {id(engine): 0.0 for engine in pool.engines}
+        self.queueing: set[int] = set()
         self.running: dict[Future, tuple[RolloutEngine, list[Request]]] = {}
+        self.where: dict[str, tuple[RolloutEngine, Request]] = {}
+        self.lent: dict[str, Returned] = {}
+        self.coming: deque[tuple[RolloutEngine, list[Request]]] = deque()  # continued by `resume`
+        self.freed = False  # whether a sample has ended since the last look at stealing
         self.changed = threading.Condition()
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
@@ -155,54 +197,78 @@ class _Run:
             groups.setdefault(request.prompt.id, []).append(request)
         self.waiting.extendleft(reversed(groups.values()))
 
+    def _predicted(self, request: Request) -> float:
+        """Return how many tokens a request will still take."""
+        begun = 0 if request.partial is None else len(request.partial.response)
+        return max(1.0, self.lengths.get(request.prompt.id, self.unknown) - begun)
+
     def finish(self) -> list[Sample]:
-        with ThreadPoolExecutor(max(1, len(self.waiting))) as threads:
+        with ThreadPoolExecutor(max(1, len(self.requests))) as threads:  # a call draws at least one sample
             try:
-                while self.waiting or self.running:
+                while len(self.samples) < len(self.requests) or self.running:
+                    self._continue(threads)
                     self._distribute(threads)
+                    self._steal()
                     with self.changed:
-                        self.changed.wait_for(lambda: any(f.done() for f in self.running) or self._room())
+                        self.changed.wait_for(self._busy, ABORT_AGAIN if self.aborted else None)
+                    self._abort_again()
                     self._collect()
             except BaseException:
                 self.waiting.clear()
                 self._abandon()
+                self._end_lending(list(self.lent))
                 raise
         return [self.samples[r.id] for r in self.requests]
+
+    def _busy(self) -> bool:
+        ended = len(self.samples) == len(self.requests) and not self.running
+        return ended or self.freed or any(future.done() for future in self.running) or bool(self.coming) or self._room()
 
     def _room(self) -> bool:
         return bool(self.waiting) and self._least_loaded() is not None
 
     def _least_loaded(self) -> RolloutEngine | None:
-        engine = min(self.pool.engines, key=lambda e: self.load[id(e)])
         limit = self.pool._in_flight
-        return engine if not limit or self.load[id(engine)] < limit else None
+        free = [e for e in self.pool.engines if not limit or self.load[id(e)] < limit]
+        return min(free, key=lambda e: (self.tokens[id(e)], self.load[id(e)]), default=None)
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
         parts: dict[int, list[Request]] = {}
-        while self.waiting and (engine := self._least_loaded()) is not None:
-            group = self.waiting.popleft()
-            self.load[id(engine)] += len(group)
-            if self.pool._in_flight:
-                self._start(threads, engine, group)
-            else:
+        with self.changed:
+            while self.waiting and (engine := self._least_loaded()) is not None:
+                group = self.waiting.popleft()
+                self._count(engine, group, 1)
                 parts.setdefault(id(engine), []).extend(group)
-        for engine in self.pool.engines:
-            if id(engine) in parts:
-                self._start(threads, engine, parts[id(engine)])
+            for engine in self.pool.engines:
+                if id(engine) in parts:
+                    self._start(threads, engine, parts[id(engine)])
+
+    def _count(self, engine: RolloutEngine, requests: Sequence[Request], sign: int) -> None:
+        self.load[id(engine)] += sign * len(requests)
+        self.tokens[id(engine)] += sign * sum(map(self._predicted, requests))
 
     def _start(self, threads: ThreadPoolExecutor, engine: RolloutEngine, requests: list[Request]) -> None:
-        unfinished = {r.id for r in requests}
+        call = {request.id: (engine, request) for request in requests}
+        with self.changed:
+            self.where.update(call)
+            self.queueing.add(id(engine))
 
         def finished(sample: Sample) -> None:
+            name = sample.request_id
             with self.changed:
-                if sample.request_id in unfinished:
-                    unfinished.remove(sample.request_id)
-                    self.load[id(engine)] -= 1
-                    self.changed.notify()
-                if sample.request_id in self.samples:
+                if self.where.get(name) is not call[name]:
                     return
-                self.samples[sample.request_id] = sample
-            if self.on_sample:
+                del self.where[name]
+                self._count(engine, [call[name][1]], -1)
+                returned = self.lent.pop(name, None)
+                leaves = returned is not None and sample.status == "aborted" and name not in self.aborted
+                if not leaves:
+                    self.samples[name] = sample
+                self.freed = True
+                self.changed.notify()
+            if returned is not None:
+                returned(name, _continued(call[name][1], sample) if leaves else None)
+            if self.on_sample and not leaves:
                 self.on_sample(sample)
 
         future = threads.submit(engine.generate, requests, self.sampling, finished)
@@ -220,8 +286,127 @@ class _Run:
                 future.result()
             except EngineError as error:
                 self.pool.drop(engine, error)
-                left = [r for r in requests if r.id not in self.samples]
-                self._enqueue([replace(r, partial=error.begun.get(r.id, r.partial)) for r in left])
+                self._give_back(self._lost(engine, requests, error))
+
+    def _steal(self) -> None:
+        """Have requests that an engine has not begun come back, if another one has less than half as many."""
+        freed = self.freed
+        self.freed = False
+        if not freed or self.waiting or self.aborted:
+            return
+        engines = self.pool.engines
+        least = min(self.load[id(engine)] for engine in engines)
+        for engine in sorted(engines, key=lambda e: self.load[id(e)], reverse=True):
+            surplus = (self.load[id(engine)] - least) // 2
+            if id(engine) not in self.queueing or surplus <= least / 2:
+                continue
+            try:
+                names = [name for name in engine.not_begun() if name not in self.lent]
+                if not names:
+                    self.queueing.discard(id(engine))
+                    continue
+                names = names[-surplus:]
+                self.lend(engine, names, self._stolen)
+                engine.abort(names)
+            except EngineError as error:  # its `generate` fails, too
+                logger.warning("no requests taken from %s: %s", engine, error)
+            return
+
+    def _stolen(self, name: str, request: Request | None) -> None:
+        if request is not None:
+            with self.changed:
+                self.pool.stolen += 1
+                self.waiting.append([request])
+                self.changed.notify()
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """End what waits here, and whatever comes back of these requests later."""
+        with self.changed:
+            names = {r.id for r in self.requests if request_ids is None or r.id in request_ids}
+            self.aborted |= names - self.samples.keys()
+            groups = list(self.waiting)
+            self.waiting = deque(left for group in groups if (left := [r for r in group if r.id not in names]))
+        self._end([request for group in groups for request in group if request.id in names])
+
+    def _end(self, requests: Iterable[Request]) -> None:
+        """Finish aborted requests that no engine holds."""
+        for request in requests:
+            sample = request.aborted()
+            with self.changed:
+                self.samples[request.id] = sample
+                self.changed.notify()
+            if self.on_sample:
+                self.on_sample(sample)
+
+    def _abort_again(self) -> None:
+        """Repeat the aborts of requests that may have reached their engine after the first one."""
+        with self.changed:
+            still = {id(e): [n for n, (where, _) in self.where.items() if where is e] for e in self.pool.engines}
+        for engine in self.pool.engines:
+            if names := self.aborted.intersection(still[id(engine)]):
+                with suppress(EngineError):
+                    engine.abort(sorted(names))
+
+    def _lost(self, engine: RolloutEngine, requests: list[Request], error: EngineError) -> list[Request]:
+        """Take what a failed call has not finished away from its engine, with what is known of it."""
+        with self.changed:
+            left = [r for r in requests if self.where.get(r.id, (None, None)) == (engine, r)]
+            for request in left:
+                del self.where[request.id]
+        self._end_lending([request.id for request in left])
+        self.pool.continued += sum(len(begun.response) for name, begun in error.begun.items())
+        return [replace(r, partial=error.begun.get(r.id, r.partial)) for r in left]
+
+    def _end_lending(self, ids: Iterable[str]) -> None:
+        with self.changed:
+            ended = [(name, self.lent.pop(name)) for name in ids if name in self.lent]
+        for name, returned in ended:
+            returned(name, None)
+
+    # ---- moves.Owner ------------------------------------------------------------------------------------------------
+
+    def drawn_by(self, engine: RolloutEngine) -> dict[str, Request]:
+        with self.changed:
+            return {name: request for name, (where, request) in self.where.items() if where is engine}
+
+    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> None:
+        gone = []
+        with self.changed:
+            for name in ids:
+                if name in self.where and self.where[name][0] is engine:
+                    self.lent[name] = returned
+                else:
+                    gone.append(name)
+        for name in gone:
+            returned(name, None)
+
+    def take_back(self, ids: Iterable[str]) -> None:
+        with self.changed:
+            for name in ids:
+                self.lent.pop(name, None)
+
+    def resume(self, requests: Sequence[Request], engine: RolloutEngine) -> None:
+        with self.changed:
+            if requests:
+                self.coming.append((engine, list(requests)))
+                self.changed.notify()
+
+    def _continue(self, threads: ThreadPoolExecutor) -> None:
+        while self.coming:
+            engine, requests = self.coming.popleft()
+            if engine in self.pool.engines and not self.aborted.intersection(r.id for r in requests):
+                with self.changed:
+                    self._count(engine, requests, 1)
+                    self._start(threads, engine, requests)
+            else:
+                self._give_back(requests)
+
+    def _give_back(self, requests: Sequence[Request]) -> None:
+        """Put requests to the head of the queue; aborted ones end."""
+        with self.changed:
+            ended = [r for r in requests if r.id in self.aborted]
+            self._enqueue([r for r in requests if r.id not in self.aborted])
+        self._end(ended)
 
     def _abandon(self) -> None:
         """Abort the requests that still run: this `generate` has failed."""
@@ -232,3 +417,7 @@ class _Run:
                 engine.abort([r.id for r in requests])
             except EngineError as error:
                 logger.warning("abort after a failure: %s", error)
+
+
+def _continued(request: Request, sample: Sample) -> Request:
+    return replace(request, partial=Partial.of(sample)) if len(sample.response) else request

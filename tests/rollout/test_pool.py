@@ -63,8 +63,101 @@ class Engine:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         pass
 
+    def not_begun(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         self.closed = True
+
+
+def test_groups_of_known_lengths_are_dealt_by_them() -> None:
+    """Four prompts of 1000 tokens and twelve of 10: each engine gets a long one; without lengths one gets three."""
+    lengths = {p: 1000.0 if p in (0, 1, 5, 9) else 10.0 for p in range(16) if p != 3}
+    long = [p for p, length in lengths.items() if length == 1000]
+    shares = []
+    for known in (lengths, {}):
+        engines = [Engine(name) for name in "abcd"]
+        EnginePool(engines).generate(requests(16), SAMPLING, lengths=known)
+        shares.append(sorted(len(engine.prompts.intersection(long)) for engine in engines))
+    assert shares == [[1, 1, 1, 1], [0, 0, 1, 3]]
+
+
+class Slots(Engine):
+    """Runs `slots` requests at once, in their order; returns aborted ones as they are."""
+
+    def __init__(self, name: str, slots: int, pace: float) -> None:
+        super().__init__(name, pace=pace)
+        self.slots = slots
+        self.queue: list[Request] = []
+        self.aborted: set[str] = set()
+        self.gave: set[str] = set()
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
+        with self.lock:
+            self.queue += requests
+        samples = []
+        left = {r.id: r for r in requests}
+        while left:
+            time.sleep(self.pace)
+            with self.lock:
+                ended = [r for r in self.queue if r.id in left and r.id in self.aborted]
+                if not ended:
+                    ended = [r for r in self.queue[: self.slots] if r.id in left][:1]
+                self.queue = [r for r in self.queue if r not in ended]
+            for request in ended:
+                del left[request.id]
+                drawn = request.aborted()
+                if request.id in self.aborted:
+                    self.aborted.remove(request.id)
+                    self.gave.add(request.id)
+                else:
+                    self.drawn.append(request.id)
+                    tokens = np.array([*request.prompt.tokens, request.seed])
+                    drawn = Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
+                samples.append(drawn)
+                on_sample(drawn)
+        return samples
+
+    def not_begun(self) -> list[str]:
+        with self.lock:
+            return [r.id for r in self.queue[self.slots :]]
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        with self.lock:
+            self.aborted |= {r.id for r in self.queue if r.id in request_ids}
+
+
+def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
+    full = Slots("full", slots=4, pace=0.01)
+    idle = Slots("idle", slots=4, pace=0.01)
+    asked = [r for r in requests(2, per_prompt=40) if r.prompt.id == 0 or r.id < "001-2."]
+    pool = EnginePool([full, idle])
+    seen: Counter[str] = Counter()
+    samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
+    assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
+    assert all(s.tokens[-1] == r.seed for s, r in zip(samples, asked, strict=True))
+    assert pool.stolen >= len(full.gave) >= 12 and len(idle.drawn) >= 15
+    assert sorted(full.drawn + idle.drawn) == sorted(r.id for r in asked)
+
+
+def test_aborted_requests_end_wherever_they_are() -> None:
+    """Some are drawn, some wait in an engine, some in the pool; each comes back once, the rest untouched."""
+    pool = EnginePool([Slots("a", slots=2, pace=0.01), Slots("b", slots=2, pace=0.01)], in_flight=8)
+    asked = requests(12)
+    seen: Counter[str] = Counter()
+
+    def stop(sample: Sample) -> None:
+        seen.update([sample.request_id])
+        if sum(seen.values()) == 6:
+            pool.abort([r.id for r in asked if r.prompt.id % 2])
+
+    samples = pool.generate(asked, SAMPLING, stop)
+    assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
+    ended = {s.request_id: s.status for s in samples}
+    assert all(ended[r.id] == "finished" for r in asked if not r.prompt.id % 2)
+    assert sum(status == "aborted" for status in ended.values()) >= 15
 
 
 def requests(prompts: int, per_prompt: int = 4) -> list[Request]:

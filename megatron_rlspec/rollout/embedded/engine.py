@@ -57,6 +57,7 @@ class ActiveRequest:
     sampling: Sampling
     stops: frozenset[int]
     row: int = -1  # in the cache; -1 while waiting
+    began: bool = False  # whether it ever ran here
     draws: int = 0
     abort: bool = False
     response: list[int] = field(default_factory=list)
@@ -352,6 +353,10 @@ class EmbeddedEngine:
                 run.abort |= request_ids is None or run.request.id in request_ids
             self._lock.notify_all()
 
+    def not_begun(self) -> list[str]:
+        with self._lock:
+            return [run.request.id for run in self.waiting if not run.began]
+
     def stats(self) -> list[RoundStats]:
         with self._lock:
             drained = self._stats
@@ -445,6 +450,7 @@ class EmbeddedEngine:
                 return
             self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
             run.row = row
+            run.began = True
             self.running.append(self.waiting.pop(0))
 
     def _round(self, runs: list[ActiveRequest]) -> None:

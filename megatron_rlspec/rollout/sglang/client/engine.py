@@ -218,6 +218,9 @@ class SGLangEngine:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
+    def not_begun(self) -> list[str]:
+        return self._field("control/not_begun", "ids", list)
+
     def stats(self) -> list[RoundStats]:
         rounds = self._field("control/stats", "rounds", list)
         return [

@@ -79,6 +79,8 @@ def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """
     if command in ("stats", "recent_rounds"):
         return {"rounds": [row for answer in answers for row in answer["rounds"]]}
+    if command == "not_begun":
+        return {"ids": [name for answer in answers for name in answer["ids"]]}
     if command == "delivered":
         first, *others = answers
         return {
@@ -178,6 +180,10 @@ def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"rounds": [asdict(s) for s in _rounds.drain()]}
 
 
+def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"ids": [request.rid for request in scheduler.waiting_queue if not request.output_ids]}
+
+
 def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.drain_singly()]}
 
@@ -260,6 +266,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "release": _release,
     "spec_rule_report": _spec_rule_report,
     "stats": _stats,
+    "not_begun": _not_begun,
     "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
     "delivered": _delivered,

@@ -154,6 +154,7 @@ COMMANDS: dict[str, type[Strict]] = {
     "release": Nothing,
     "spec_rule_report": Nothing,
     "stats": Nothing,
+    "not_begun": Nothing,
     "recent_rounds": Nothing,
     "fingerprints": Nothing,
     "delivered": Nothing,
