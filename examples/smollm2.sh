@@ -18,7 +18,7 @@ if [ -n "$quick" ]; then
     rl=(--train.steps 6 --train.eval_prompts 64)
     proof=(--prompts 32 --repeats 2)
 else
-    answers=(--rollout.samples_per_prompt 8)
+    answers=(--rollout.samples_per_prompt 24)
     warm=(--sft.steps 240)
     rl=(--train.steps 26)
     proof=(--prompts 100 --repeats 4)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NoReturn
 
-from megatron_rlspec import data, doctor, environment
+from megatron_rlspec import data, doctor, environment, memory
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.inputs import check_inputs
@@ -73,6 +73,7 @@ EXTRAS = {
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 MEGATRON_OWN_DEFAULT = "full scope is deprecated"  # megatron-core's warning about its own default of cuda_graph_scope
+COMPUTING = ("train", "sft", "replay", "answer")  # commands that compute with the model in their own process
 GPU_DEVICE = "/dev/nvidiactl"
 MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 # The disk is full or read-only, or a path is of no use: no bug of ours.
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
+        if argv[0] in COMPUTING:
+            memory.keep_freed()
     warnings.filterwarnings("ignore", MEGATRON_OWN_DEFAULT, UserWarning)
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))

@@ -358,14 +358,14 @@ def _divergence(
         g = -(q < p).to(q.dtype)
         second = (q * g).sum(-1)
     else:
-        second = (p * (logp - logq)).sum(-1)
+        second = (logp - logq).mul_(p).sum(-1)
     overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
     if kind in ("reverse_kl", "tv"):
         return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
     if whole:
-        return overlap, second, q - p
+        return overlap, second, q.sub_(p)
     mass = total(p.sum(-1))
-    return overlap, second - torch.xlogy(mass, mass), mass[:, None] * q - p
+    return overlap, second - torch.xlogy(mass, mass), q.mul_(mass[:, None]).sub_(p)
 
 
 def _own_divergence(
