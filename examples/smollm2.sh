@@ -13,19 +13,24 @@ run=${1:-runs/smollm2${quick:+-quick}}
 python=${PYTHON_BIN:-.venv/bin/python}
 config=(--config examples/smollm2/smollm2.toml)
 if [ -n "$quick" ]; then
-    answers=(--answer.prompts 64 --rollout.samples_per_prompt 4)
-    warm=(--sft.steps 40 --sft.samples_per_step 16)
-    rl=(--train.steps 6 --train.eval_prompts 64)
-    proof=(--prompts 32 --repeats 2)
+    answers=(--answer.prompts 48 --rollout.samples_per_prompt 4)
+    warm=(--sft.steps 20 --optimizer.decay_steps 20)
+    steps=4
+    rl=(--train.eval_prompts 48)
+    proof=(--prompts 16 --repeats 2)
 else
-    answers=(--rollout.samples_per_prompt 24)
-    warm=(--sft.steps 240)
-    rl=(--train.steps 26)
-    proof=(--prompts 100 --repeats 4)
+    answers=(--answer.prompts 144 --rollout.samples_per_prompt 24)
+    warm=(--sft.steps 400 --optimizer.decay_steps 400)
+    steps=24
+    rl=()
+    proof=()
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-rlspec() { "$python" -m megatron_rlspec.cli "$@"; }
-trained() { "$python" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}" -m megatron_rlspec.cli "$@"; }
+TIMEFORMAT="(%0R s; on the CPU: %0U s, and %0S s in the system)"
+rlspec() { time "$python" -m megatron_rlspec.cli "$@"; }
+trained() {
+    time "$python" -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-2}" -m megatron_rlspec.cli "$@"
+}
 part() { printf '\n== %s\n' "$*"; }
 mkdir -p "$run"
 
@@ -40,24 +45,23 @@ fi
 [ -e "$run/drafted" ] || rlspec convert "$run/model" "$run/drafted" --add-mtp --to hf --check
 "$python" examples/smollm2/make_task.py --out "$run/task"
 
-part "the model's own answers"
+part "the model's own answers, of twice the length that RL allows"
 rlspec answer "${config[@]}" --model.path "$run/drafted" --data.path "$run/task/rl.jsonl" \
-    --answer.path "$run/answers.jsonl" "${answers[@]}"
+    --answer.path "$run/answers.jsonl" --rollout.max_new_tokens 64 "${answers[@]}"
 
 part "warm start of the drafter on them"
 [ -e "$run/warm/hf" ] || trained sft "${config[@]}" --model.path "$run/drafted" --sft.path "$run/answers.jsonl" \
-    --train.run_dir "$run/warm" --train.save_every 20 --train.resume true "${warm[@]}"
+    --train.run_dir "$run/warm" --train.save_every 50 --train.resume true "${warm[@]}"
 
 part "RL: the drafter is trained with the policy"
 [ -e "$run/rl/hf" ] || trained train "${config[@]}" --model.path "$run/warm/hf" --data.path "$run/task/rl.jsonl" \
-    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true "${rl[@]}"
+    --data.eval_path "$run/task/eval.jsonl" --train.run_dir "$run/rl" --train.resume true --train.steps "$steps" "${rl[@]}"
 
 part "control: the warm drafter trained for as many steps on the old answers"
-steps=$([ -n "$quick" ] && echo 6 || echo 26)
 [ -e "$run/control/hf" ] || trained sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/answers.jsonl" \
     --train.run_dir "$run/control" --train.resume true --sft.held_out 0 --sft.eval_every 0 --sft.steps "$steps" \
     --sft.samples_per_step 64
 
 part "proof"
-"$python" examples/smollm2/proof.py --run "$run" "${proof[@]}"
+time "$python" examples/smollm2/proof.py --run "$run" "${proof[@]}"
 rlspec report "$run/rl"
