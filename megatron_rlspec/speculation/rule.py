@@ -107,7 +107,8 @@ class SpecRule:
     Catching up. While `OFF` runs, the drafter does not run on new tokens. It must run on them before it drafts again.
     For a switch it runs on the missed tokens of all requests. For a probe it runs on those of a few requests, if the
     engine supports that (`missed` in `choose`). Besides their budget, probes may spend `catch_up_share` of the time of
-    `OFF` rounds on catching up.
+    `OFF` rounds on catching up. Where `OFF` is best and the drafter would have to run on the prompts of new requests,
+    the rule switches to `OFF` at once.
 
     Learning costs. With a `LearntCost` the engine passes durations of rounds to `timed`. So that the cost of plain
     decoding is known, the rule runs a few `OFF` rounds at the start, near every new batch size, and from time to time.
@@ -234,13 +235,20 @@ class SpecRule:
             self.cost.fit()
             self._costs = _RoundCosts(self.candidates, self.cost, self._most_batch)
 
-    def choose(self, batch: int, context_tokens: int, missed: Callable[[int], int] | None = None) -> SpecConfig:
+    def choose(
+        self,
+        batch: int,
+        context_tokens: int,
+        missed: Callable[[int], int] | None = None,
+        *,
+        apart: bool = True,
+    ) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
         `missed(n)` returns the number of tokens on which the drafter has not run, summed over the n requests that
         missed least. An engine that passes it must run the drafter on the missed tokens of `self.catch_up` requests
-        before the round. An engine that does not pass it runs the drafter on all missed tokens when drafting starts
-        after `OFF`. Raises ValueError for batch < 1.
+        before the round. An engine that does not pass it, or that passes `apart` = False, runs the drafter on all
+        missed tokens when it drafts. Raises ValueError for batch < 1.
         """
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
@@ -258,7 +266,7 @@ class SpecRule:
         def catch_up_ms(n: int) -> float:
             return ms_per_token * (n * gap if missed is None else missed(n))
 
-        return self._decide(batch, self._costs.at(batch, context_tokens), catch_up_ms, missed is not None)
+        return self._decide(batch, self._costs.at(batch, context_tokens), catch_up_ms, apart and missed is not None)
 
     def _decide(self, batch: int, ms: list[float], catch_up_ms: CatchUp, apart: bool) -> SpecConfig:
         """Choose by costs. `apart`: the engine can let a part of the requests catch up."""
@@ -390,12 +398,16 @@ class SpecRule:
         now = self._current
         lost = self._lost
         switch_cost = self.cost.switch_ms
-        if best != now and self.candidates[now].off:
-            switch_cost += CATCH_UP_WEIGHT * catch_up_ms(batch)
+        catch_up = catch_up_ms(batch) / ms[now] if best != now else 0.0
+        if self.candidates[now].off:
+            switch_cost += CATCH_UP_WEIGHT * catch_up * ms[now]
+            catch_up = 0.0
         threshold = PATIENCE * max(self.margin, 1e-3) + switch_cost / ms[now]
-        most = 0.5 * threshold  # a single round cannot cause a switch
+        most = 0.5 * threshold  # the noise of a single round cannot cause a switch
         for i, rate in enumerate(rates):
             loss = min(max(1.0 - rates[now] / rate, -most), most)
+            # New requests: the drafter would first run on their prompts, which `OFF` does not need.
+            loss += catch_up if self.candidates[i].off else 0.0
             lost[i] = max(lost[i] + loss, 0.0)
         beyond = batch > self._most_batch.get(self.candidates[now], batch)
         if best != now and (lost[best] > threshold or beyond):

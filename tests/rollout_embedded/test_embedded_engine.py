@@ -205,6 +205,26 @@ def test_off_pays_no_drafter(model):
         engine.generate(oracle.requests(PROMPTS[3:]), FREE)
 
 
+def test_a_rule_learns_how_much_the_drafter_has_to_read(model, monkeypatch):
+    """The prompt and the tokens of rounds off, a shared prompt once; nothing while the drafter runs every round."""
+    engine = oracle.engine_of(*model, SpecConfig(2))
+    engine.set_spec_rule({"roofline": Roofline.of_layers(4).to_json()})
+    plan = itertools.chain([OFF, OFF, OFF, SpecConfig(2), SpecConfig(2)], itertools.repeat(OFF))
+    seen = []
+
+    def choose(batch, context_tokens, missed, *, apart):
+        seen.append(missed(batch))
+        assert not apart
+        return next(plan)
+
+    monkeypatch.setattr(engine.schedule, "choose", choose)
+    prompt = Prompt(0, np.array(PROMPTS[3]))
+    asked = [Request(f"r{i}.", prompt, seed=i) for i in range(2)]
+    engine.generate(asked, FREE)
+    before = len(PROMPTS[3]) - 2  # the pair of the first position does not exist, and the last token is pending
+    assert seen[:7] == [before, before + 2, before + 4, before + 6, 0, 0, 0], seen
+
+
 def test_update_weights_in_place_and_fingerprints(model):
     config, tensors = model
     _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)

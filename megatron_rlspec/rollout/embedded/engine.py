@@ -460,7 +460,11 @@ class EmbeddedEngine:
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
         schedule = self.schedule
-        config = schedule.choose(len(runs), context)
+        if isinstance(schedule, SpecRule):
+            missed = self.rounds.missed(rows)
+            config = schedule.choose(len(runs), context, lambda n: missed, apart=False)
+        else:
+            config = schedule.choose(len(runs), context)
         if not self.rounds.can_draft(rows).any():
             config = OFF
         runs = self._back(runs, self.rounds.columns(rows, config))

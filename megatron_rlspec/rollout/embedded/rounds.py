@@ -50,6 +50,7 @@ class RoundRunner:
         self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
         self.draws = np.zeros(rows, np.int64)  # noise keys that target_only and rejection have used so far
         self.verified = 0  # tokens that the target has verified so far
+        self.before = np.zeros(rows, np.int64)  # committed tokens at the start of the row's last round
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
@@ -58,6 +59,7 @@ class RoundRunner:
         self.top_k[row] = sampling.top_k
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
+        self.before[row] = self.cache.length[row] - 1
 
     def ready(self, row: int) -> bool:
         """Return whether the target has run on all tokens of the row but the pending one."""
@@ -106,6 +108,12 @@ class RoundRunner:
         """Return [B], false for rows of one token: the drafter needs the hidden state of the token before."""
         return self.cache.length[rows] > 1
 
+    def missed(self, rows: np.ndarray) -> int:
+        """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
+        prefixes = {prefix.key: prefix for prefix in (self.cache.prefix[row] for row in rows.tolist())}.values()
+        own = np.maximum(self.before[rows] - self.cache.drafted[rows], 0).sum()
+        return int(own) + sum(len(prefix.tokens) - prefix.drafted for prefix in prefixes)
+
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] - 1 + scratch(config)
@@ -124,6 +132,7 @@ class RoundRunner:
     def _round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
+        self.before[rows] = cache.length[rows]
         read = self._read(rows, cache.length[rows] - 1 + scratch(config))
         tree, q = self._draft(rows, read, config)
         self.verified += int(tree.valid.sum())
