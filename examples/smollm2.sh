@@ -20,8 +20,8 @@ if [ -n "$quick" ]; then
     proof=(--prompts 16 --repeats 2)
 else
     answers=(--answer.prompts 144 --rollout.samples_per_prompt 24)
-    warm=(--sft.steps 400 --optimizer.decay_steps 400)
-    steps=24
+    warm=(--sft.steps 300 --optimizer.decay_steps 300)
+    steps=20
     rl=()
     proof=()
 fi
@@ -60,7 +60,7 @@ part "RL: the drafter is trained with the policy"
 part "control: the warm drafter trained for as many steps on the old answers"
 [ -e "$run/control/hf" ] || trained sft "${config[@]}" --model.path "$run/warm/hf" --sft.path "$run/answers.jsonl" \
     --train.run_dir "$run/control" --train.resume true --sft.held_out 0 --sft.eval_every 0 --sft.steps "$steps" \
-    --sft.samples_per_step 64
+    --sft.samples_per_step 32
 
 part "proof"
 time "$python" examples/smollm2/proof.py --run "$run" "${proof[@]}"

@@ -25,7 +25,7 @@ COMMANDS = {
     "answer": ("megatron_rlspec.cli:answer", "let a model write answers to prompts: what a drafter is warmed up on"),
     "replay": ("megatron_rlspec.cli:replay", "train a drafter again along a recorded run (under torchrun)"),
     "serve": (
-        "megatron_rlspec.rollout.sglang.server.serve:main",
+        "megatron_rlspec.rollout.sglang.server.foreground:main",
         "one SGLang engine with lossless verification, weight pushes and adaptive drafting",
     ),
     "profile": (

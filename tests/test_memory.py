@@ -12,9 +12,11 @@ malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
-    block = malloc(64 * 2**20)
-    ctypes.memset(block, 1, 64 * 2**20)
-    free(block)
+    blocks = [malloc(31 * 2**20) for _ in range(4)]
+    for block in blocks:
+        ctypes.memset(block, 1, 31 * 2**20)
+    for block in blocks:
+        free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

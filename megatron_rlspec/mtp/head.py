@@ -8,7 +8,10 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from megatron_rlspec import memory
 from megatron_rlspec.packing.transfer import to_device
+
+LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class VocabParallelHead:
     @property
     def width(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def chunk(self) -> int:
+        """Return how many rows to compute logits of at once: on a CPU so few that `memory.keep_freed` works on them."""
+        return 1024 if self.weight.is_cuda else min(max(LOGITS_ON_CPU // self.width, 32), 1024)
 
     def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.

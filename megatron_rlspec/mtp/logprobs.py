@@ -26,7 +26,7 @@ def policy_logprobs(
     with_entropy: bool = False,
     *,
     mask: torch.Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
     vocab_size: int | None = None,
     observe: Observer | None = None,
     finite: bool | None = None,
@@ -47,7 +47,7 @@ def policy_logprobs(
         hidden.index_select(0, rows),
         weight if head.width == len(weight) else weight[: head.width],
         to_device(labels.index_select(0, chosen), hidden.device),
-        (head, chunk, with_entropy, observe, chosen),
+        (head, chunk or head.chunk, with_entropy, observe, chosen),
     )
     zeros = picked.new_zeros(len(labels))
     return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None

@@ -47,7 +47,7 @@ def drafter_loss(
     groups: torch.Tensor | None = None,
     num_groups: int = 1,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     words: torch.Tensor | None = None,
@@ -114,13 +114,13 @@ def top_k_teacher(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     *,
-    chunk: int = 1024,
+    chunk: int | None = None,
     vocab_size: int | None = None,
 ) -> TeacherTopK:
     """Return the k likeliest tokens of each row of `hidden [N, H]`, without gradient."""
     head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
     parts = []
-    for rows in hidden.detach().split(chunk):
+    for rows in hidden.detach().split(chunk or head.chunk):
         scores = head.scores(rows)
         lse = head.log_sum_exp(scores)[:, None]
         values, ids = head.top_k(scores, k)
@@ -150,7 +150,7 @@ class Student:
         groups: torch.Tensor | None = None,
         num_groups: int = 1,
         temperature: float = 1.0,
-        chunk: int = 1024,
+        chunk: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         vocab_size: int | None = None,
         keep_rows: bool = False,
@@ -162,8 +162,8 @@ class Student:
         if callable(kind) and words is not None:
             raise ValueError(f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}")
         self._kind = kind
-        self._chunk = chunk
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+        self._chunk = chunk or self._head.chunk
         self._reduced = None if words is None else DraftHead.of_words(self._head, words)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.

@@ -301,6 +301,7 @@ def _embedded(args: argparse.Namespace) -> EmbeddedEngine:
     hf_config, tensors = read_hf(args.model)
     configs = [OFF, *chains([k for k in args.steps if k])] if hf_config.get("num_nextn_predict_layers") else [OFF]
     longest = max(args.lengths) + tokens_of_a_point(len(configs)) + 64
+    print(f"rlspec profile: loading {args.model} into the embedded engine", flush=True)
     try:
         return EmbeddedEngine(
             hf_config,
@@ -309,7 +310,7 @@ def _embedded(args: argparse.Namespace) -> EmbeddedEngine:
             device="cuda" if torch.cuda.is_available() else "cpu",
             candidates=configs,
             max_running_requests=max(args.batches),
-            max_total_tokens=max(args.batches) * longest,
+            max_total_tokens=max(args.batches) * longest + 64,
             max_length=longest,
         )
     except ValueError as error:
@@ -320,7 +321,9 @@ def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -
     steps = sorted({0, *args.steps})  # off is step 0 without the drafter
     given = ["--dtype", args.dtype, "--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
     given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else []), *serve]
-    process = closing.enter_context(launch(args.model, args.out.with_name(f"{args.out.stem}.log"), arguments=given))
+    log = args.out.with_name(f"{args.out.stem}.log")
+    print(f"rlspec profile: loading {args.model} into an engine; its log: {log}", flush=True)
+    process = closing.enter_context(launch(args.model, log, arguments=given))
     with _progress() as bar:
         task = bar.add_task("", total=None)
         process.wait(progress=lambda line: bar.update(task, description=line))

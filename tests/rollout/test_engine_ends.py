@@ -118,9 +118,10 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
     "number",
     [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)],
 )
-def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
+def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: signal.Signals) -> None:
+    """A terminal shows our own lines until the engine is ready. What packages print is in the log."""
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
-        command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
+        command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model)]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         server = subprocess.Popen(
             [*command, "--port", "32101", *SERVE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
@@ -131,11 +132,17 @@ def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals)
                 line = server.stdout.readline()
                 assert line, said.decode()
                 said += line
+            lines = said.decode().splitlines()
+            [log] = Path(folder).glob("rlspec-serve-32101-*.log")
+            assert lines[0] == f"rlspec serve: loading {model}; log: {log}"
+            assert len(lines) <= 4 and all(line.startswith("rlspec serve: ") for line in lines)
+            assert len(log.read_text().splitlines()) > 10
             [directory] = Path(folder).glob(f"{scratch.PREFIX}*")
             assert list(Path("/dev/shm").glob(f"*{directory.name}*"))
             server.send_signal(number)
             server.wait(60)
             assert not ended(directory)
+            assert "SIGTERM received" in log.read_text() and b"SIGTERM received" in server.stdout.read()
         finally:
             server.kill()
             server.wait()

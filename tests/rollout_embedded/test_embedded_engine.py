@@ -222,7 +222,7 @@ def test_a_rule_learns_how_much_the_drafter_has_to_read(model, monkeypatch):
     asked = [Request(f"r{i}.", prompt, seed=i) for i in range(2)]
     engine.generate(asked, FREE)
     before = len(PROMPTS[3]) - 2  # the pair of the first position does not exist, and the last token is pending
-    assert seen[:7] == [before, before + 2, before + 4, before + 6, 0, 0, 0], seen
+    assert seen[:6] == [before, before + 2, before + 4, before + 6, 0, 0] and seen[6] <= 4, seen
 
 
 def test_update_weights_in_place_and_fingerprints(model):

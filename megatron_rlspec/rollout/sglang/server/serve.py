@@ -123,9 +123,7 @@ def main(argv: list[str] | None = None) -> None:
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    _check_address(options)
-    if not (Path(options.model) / "config.json").is_file():
-        raise ServeError(f"--model {options.model}: no config.json there")
+    check(options)
     device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
@@ -153,6 +151,13 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         _check_emulation()
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check what needs no import of SGLang or torch. Raises ServeError."""
+    _check_address(options)
+    if not (Path(options.model) / "config.json").is_file():
+        raise ServeError(f"--model {options.model}: no config.json there")
 
 
 @cache
