@@ -531,7 +531,16 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
     "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
-    "LlamaForCausalLMEagle3": Family(eagle3),
+    "LlamaForCausalLMEagle3": Family(
+        eagle3,
+        sglang_files=("llama_eagle3",),
+        sglang_drafter="LlamaForCausalLMEagle3",
+        sglang_drafter_names=(
+            ("model.layers.0.", f"{PREFIX}midlayer."),
+            ("model.", PREFIX),
+            ("", PREFIX),
+        ),
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
-from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, mounts, prefix_tree, versions
+from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, eagle3, mounts, prefix_tree, versions
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
     Deliveries,
@@ -115,6 +115,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
         "draft_vocabulary": draft_vocabulary.size(worker),
+        "eagle3": eagle3.describe(scheduler),
         "held": _held.get("reason", ""),
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
@@ -199,6 +200,7 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
     """
     unnamed = _unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
+    eagle3.separate_loaders(scheduler)  # before the loaders are watched, which remember the names of the push
     scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
         logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)

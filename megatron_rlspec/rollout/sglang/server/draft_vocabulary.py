@@ -34,7 +34,7 @@ def write_map(path: Path, words: Iterable[int]) -> None:
 
 
 def size(worker: Any) -> int:
-    """Return how many words the drafts of SGLang's speculative worker are chosen from; 0: all."""
+    """Return how many words SGLang's token map has; 0: there is none."""
     drafter = _drafter(worker)
     return 0 if drafter is None else len(drafter.hot_token_id)
 
@@ -44,8 +44,6 @@ def renew(worker: Any, words: list[int], tp_size: int) -> None:
     drafter = _drafter(worker)
     if drafter is None:
         raise ValueError("the engine was started without a draft vocabulary; start it with --draft-vocabulary")
-    if drafter.speculative_algorithm.is_eagle3():
-        raise ValueError("an EAGLE-3 drafter has a vocabulary of its own")
     if tp_size > 1:
         raise ValueError(f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}")
     held = len(drafter.hot_token_id)
@@ -59,9 +57,10 @@ def renew(worker: Any, words: list[int], tp_size: int) -> None:
 
 
 def _drafter(worker: Any) -> Any:
-    """Return SGLang's draft worker if it has a token map, else None."""
+    """Return SGLang's draft worker if it has a token map, else None. An EAGLE-3 drafter has words of its own."""
     drafter = getattr(worker, "draft_worker", None)
-    return drafter if getattr(drafter, "hot_token_id", None) is not None else None
+    mapped = getattr(drafter, "hot_token_id", None) is not None
+    return drafter if drafter is not None and mapped and not drafter.speculative_algorithm.is_eagle3() else None
 
 
 def _copy_rows(drafter: Any) -> None:
@@ -71,14 +70,14 @@ def _copy_rows(drafter: Any) -> None:
 
 def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     drafter = _drafter(manager.draft_worker)
-    if drafter is not None and not drafter.speculative_algorithm.is_eagle3():
+    if drafter is not None:
         _copy_rows(drafter)
 
 
 def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Keep the output layer of weight updates from the drafter's loader."""
     drafter = _drafter(scheduler.draft_worker)
-    if drafter is None or drafter.speculative_algorithm.is_eagle3():
+    if drafter is None:
         return
     model = drafter.draft_runner.model
     load = model.load_weights

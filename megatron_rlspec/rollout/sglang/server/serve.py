@@ -38,6 +38,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.eagle3 import check_drafter
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
@@ -76,6 +77,11 @@ def parser() -> argparse.ArgumentParser:
     )
     spec = SpecSection()  # has the defaults of these options
     p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
+    p.add_argument(
+        "--draft-model",
+        default="",
+        help="Hugging Face directory of an EAGLE-3 drafter for --model, which then needs no MTP tensors",
+    )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
     p.add_argument("--port", type=int, default=30000, help="port to listen on")
     p.add_argument("--api-key", default="", help=f"key that every request must carry; better set in {KEY}")
@@ -172,10 +178,27 @@ def _scratch() -> Path:
 
 
 def _check_model(options: argparse.Namespace) -> None:
+    drafts = options.spec != "off"
     try:
-        check_model(options.model, "serve", drafter=options.spec != "off", tokenizer=False)
+        config = check_model(options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False)
     except ModelConfigError as error:
         raise ServeError(f"--model {options.model}: {error}") from None
+    if not (drafts and options.draft_model):
+        return
+    given = f"--draft-model {options.draft_model}"
+    if options.draft_vocabulary:
+        raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
+    if problem := _sglang().without_eagle3(config):
+        raise ServeError(f"{given}: {problem}")
+    try:
+        drafter = check_drafter(options.draft_model, config, options.model)
+    except ModelConfigError as error:
+        raise ServeError(f"{given}: {error}") from None
+    if options.verifier == "rejection" and drafter.draft_vocab_size < config["vocab_size"]:
+        raise ServeError(
+            f"{given} drafts from {drafter.draft_vocab_size} of {config['vocab_size']} words, and SGLang's rejection "
+            "sampling needs all; expected another --verifier"
+        )
 
 
 def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, dict[str, Any]]:
@@ -215,12 +238,14 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     drafting = [steps for steps in candidates if steps]
     start = min(drafting) if table is not None else options.num_steps or max(drafting)
     arguments += [
-        "--speculative-algorithm=EAGLE",
+        f"--speculative-algorithm={'EAGLE3' if options.draft_model else 'EAGLE'}",
         f"--speculative-num-steps={start}",
         "--speculative-eagle-topk=1",
         f"--speculative-num-draft-tokens={start + 1}",
         "--speculative-adaptive",
     ]
+    if options.draft_model:
+        arguments.append(f"--speculative-draft-model-path={options.draft_model}")
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
     if schedule is None:
@@ -374,7 +399,7 @@ def _sglang() -> versions.Sglang0523:
 
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     try:
-        _register_models(options.model)
+        _register_models(options.model, options.draft_model)
     except ImportError as error:
         raise ServeError(f"SGLang cannot be imported here: {error}") from None
     from sglang.srt.entrypoints import http_server
@@ -429,7 +454,7 @@ def _fork_children() -> None:
     engine._set_envs_and_config = then_fork
 
 
-def _register_models(path: str) -> None:
+def _register_models(*paths: str) -> None:
     """Import the one or two model files that are needed instead of SGLang's 250."""
     # With an external model package set, SGLang imports its own models only if an architecture is unknown.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
@@ -437,7 +462,8 @@ def _register_models(path: str) -> None:
 
     from megatron_rlspec.weights.families import FAMILIES
 
-    for architecture in json.loads((Path(path) / "config.json").read_text()).get("architectures") or ():
+    configs = [json.loads((Path(path) / "config.json").read_text()) for path in paths if path]
+    for architecture in (name for config in configs for name in config.get("architectures") or ()):
         facts = FAMILIES.get(architecture)
         for name in facts.sglang_files if facts is not None else ():
             entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass

@@ -247,6 +247,10 @@ class Sglang0523:
         """Run a pass of the target's worker that returns hidden states."""
         return worker.forward_batch_generation(batch, capture_hidden_mode=capture_hidden_mode)
 
+    def without_eagle3(self, config: Mapping[str, Any]) -> str:
+        """Return why SGLang cannot draft for the target of this config.json with an EAGLE-3 drafter; "" if it can."""
+        return without_eagle3(config)
+
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
         """Open a weight update; return success and SGLang's message."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
@@ -349,6 +353,9 @@ class Sglang0515(Sglang0523):
     def samples_drafts(self, worker: Any) -> bool:
         return worker.server_args.speculative_use_rejection_sampling
 
+    def without_eagle3(self, config: Mapping[str, Any]) -> str:
+        return "EAGLE-3 was not run with SGLang 0.5.15.post1; expected 0.5.23"
+
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
         batch.capture_hidden_mode = capture_hidden_mode
         return worker.forward_batch_generation(batch)
@@ -382,6 +389,24 @@ class Sglang0515(Sglang0523):
         target = f"{drafter_push.TARGET}.update_weights_from_distributed"
         yield target, drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
+
+
+EAGLE3_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def without_eagle3(config: Mapping[str, Any], read: contracts.Read | None = None) -> str:
+    """Read in SGLang's source whether the target's class hands out the hidden states that an EAGLE-3 drafter reads.
+
+    Returns one sentence if not, "" if it does. MiMo's class does not, though it is a Qwen2.
+    """
+    from megatron_rlspec.weights.families import FAMILIES  # imports torch
+
+    name = config["architectures"][0]
+    files = FAMILIES[name].sglang_files if name in FAMILIES else ()
+    capture = "set_eagle3_layers_to_capture"
+    if not files or contracts.lacking({f"sglang.srt.models.{files[0]}.{name}.{capture}": ()}, read):
+        return f"SGLang's {name} hands no layers to an EAGLE-3 drafter; expected {', '.join(EAGLE3_TARGETS)}"
+    return ""
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
