@@ -1,10 +1,6 @@
 """The trainer's drafter computes what SGLang's engine computes: logits at (t, d), d = 1, 2, 3, from the same tokens."""
 
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
+import captured
 import numpy as np
 import pytest
 import tiny_mimo
@@ -14,15 +10,13 @@ import train_ranks
 from megatron_rlspec.config import load
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.packing.shift import shift_packed
-from megatron_rlspec.ports import ENGINES, free_port
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.train.drafter import Drafter
 from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling
+from megatron_rlspec.types import Sample
 
-DEPTH, TOLERANCE = 3, 2e-4
+DEPTH = captured.DEPTH
+TOLERANCE = 2e-4
 CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
 SERVE = (
@@ -31,41 +25,12 @@ SERVE = (
 
 
 @pytest.fixture(scope="module")
-def drafted(tmp_path_factory) -> list[tuple[Sample, dict[int, tuple[list[int], np.ndarray]]]]:
+def drafted(tmp_path_factory) -> list[tuple[Sample, captured.Chains]]:
     """Per sample, and per position t that the engine drafted from: its chain, and its logits `[DEPTH, V]`."""
     folder = tmp_path_factory.mktemp("parity")
     model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
-    port, passes = free_port(ENGINES), folder / "passes"
-    script = Path(__file__).with_name("capturing_serve.py")
-    command = [sys.executable, str(script), str(passes), "--model", str(model), "--port", str(port), *SERVE]
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    with EngineProcess(process, f"http://127.0.0.1:{port}", log, Path(tempfile.mkdtemp()), api_key="") as running:
-        engine = SGLangEngine.of(running.wait(120))
-        found, seen = [], 0
-        for i, length in enumerate((1, 9)):  # a one-token prompt is drafted from at position 0
-            prompt = Prompt(i, np.arange(5, 5 + length))
-            sampling = Sampling(max_new_tokens=12, ignore_eos=True)
-            (sample,) = engine.generate([Request(f"r{i}", prompt, seed=7)], sampling)
-            files = sorted(passes.glob("*.npz"))[seen:]
-            seen += len(files)
-            found.append((sample, rounds([np.load(file) for file in files], sample)))
-    return found
-
-
-def rounds(passes, sample: Sample) -> dict[int, tuple[list[int], np.ndarray]]:
-    """Every round is one (draft-)extend, whose row at t is depth 1, and DEPTH - 1 decode passes."""
-    found = {}
-    for first in range(0, len(passes) - DEPTH + 1, DEPTH):
-        extend, *decodes = passes[first : first + DEPTH]
-        assert "EXTEND" in str(extend["mode"]) and all(str(p["mode"]) == "DECODE" for p in decodes)
-        t = int(decodes[0]["positions"][0]) - 1
-        row = -1 if len(extend["logits"]) == 1 else int(np.flatnonzero(extend["positions"] == t)[0])
-        chain = [int(p["input_ids"][0]) for p in decodes]
-        assert int(extend["logits"][row].argmax()) == chain[0]
-        found[t] = (chain, np.stack([extend["logits"][row], *(p["logits"][0] for p in decodes)]))
-    return found
+    with captured.engine(folder, model, SERVE) as engine:
+        return captured.draw(engine, folder, (1, 9), np.arange(CONFIG["vocab_size"]))
 
 
 def trainer_logits(trainer: Trainer, drafter: Drafter, sample: Sample, chains: dict[int, list[int]]) -> torch.Tensor:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rlspec.weights.model_config import MAPS, PREFIX
+
 VOCAB = 160
 WORDS = 120
 HIDDEN = 64
@@ -114,7 +116,8 @@ def agreeing(target: dict[str, Tensor], drafter: dict[str, Tensor]) -> tuple[dic
     """Make the target context-free, and the drafter draft its likeliest word, if that is among the drafter's.
 
     With outputs of attention and MLP at zero the target's logits are head(norm(embedding of x_t)). The drafter's one
-    head attends to positions with the same token, by the channels that rotate slowest, and copies the embedding.
+    head attends to positions with the same token, by the channels that rotate slowest. It adds their embedding and, in
+    a chain, takes away the drafter's last state, which the residual would carry on.
     """
     target = {name: tensor.clone() for name, tensor in target.items()}
     drafter = {name: tensor.clone() for name, tensor in drafter.items()}
@@ -128,15 +131,21 @@ def agreeing(target: dict[str, Tensor], drafter: dict[str, Tensor]) -> tuple[dic
     nothing = torch.zeros(HIDDEN, HIDDEN)
     drafter["fc.weight"].zero_()
     drafter["midlayer.input_layernorm.weight"].fill_(1)
+    drafter["midlayer.hidden_norm.weight"].fill_(1)
     drafter["midlayer.self_attn.q_proj.weight"] = torch.cat((slow, nothing), dim=1)
     drafter["midlayer.self_attn.k_proj.weight"] = torch.cat((slow, nothing), dim=1)
-    drafter["midlayer.self_attn.v_proj.weight"] = torch.cat((torch.eye(HIDDEN), nothing), dim=1)
+    drafter["midlayer.self_attn.v_proj.weight"] = torch.cat((torch.eye(HIDDEN), -torch.eye(HIDDEN)), dim=1)
     drafter["midlayer.self_attn.o_proj.weight"] = torch.eye(HIDDEN)
     drafter["midlayer.mlp.down_proj.weight"].zero_()
     drafter["norm.weight"] = target["model.norm.weight"].clone()
     ids = drafter["d2t"] + torch.arange(len(drafter["d2t"]))
     drafter["lm_head.weight"] = target["lm_head.weight"][ids].clone()
     return target, drafter
+
+
+def pushed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the drafter's trained tensors under their names in a push."""
+    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items() if name not in MAPS}
 
 
 def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

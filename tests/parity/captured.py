@@ -1,0 +1,65 @@
+"""An engine of `capturing_serve.py`, and the chains of drafts that its passes were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rlspec.ports import ENGINES, free_port
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling
+
+DEPTH = 3
+Chains = dict[int, tuple[list[int], np.ndarray]]  # position t -> the chain drafted from there, its logits [DEPTH, V]
+
+
+@contextmanager
+def engine(folder: Path, model: Path, arguments: Sequence[str]) -> Iterator[SGLangEngine]:
+    """Serve `model`; passes are written while `folder`/passes exists."""
+    port = free_port(ENGINES)
+    script = Path(__file__).with_name("capturing_serve.py")
+    command = [sys.executable, str(script), str(folder / "passes"), "--model", str(model), "--port", str(port)]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    with EngineProcess(process, f"http://127.0.0.1:{port}", log, Path(tempfile.mkdtemp()), api_key="") as running:
+        yield SGLangEngine.of(running.wait(180), timeout=120)
+
+
+def draw(served: SGLangEngine, folder: Path, lengths: Sequence[int], words: np.ndarray) -> list[tuple[Sample, Chains]]:
+    """Draw one sample after prompts of these lengths. A one-token prompt is drafted from at position 0.
+
+    `words` [V]: the token of each column of the drafter's logits.
+    """
+    found = []
+    seen = 0
+    for i, length in enumerate(lengths):
+        prompt = Prompt(i, np.arange(5, 5 + length))
+        (sample,) = served.generate([Request(f"r{i}", prompt, seed=7)], Sampling(max_new_tokens=12, ignore_eos=True))
+        files = sorted((folder / "passes").glob("*.npz"))[seen:]
+        seen += len(files)
+        found.append((sample, chains([np.load(file) for file in files], words)))
+    return found
+
+
+def chains(passes, words: np.ndarray) -> Chains:
+    """Every round is one (draft-)extend, whose row at t is depth 1, and DEPTH - 1 decode passes."""
+    found = {}
+    for first in range(0, len(passes) - DEPTH + 1, DEPTH):
+        extend, *decodes = passes[first : first + DEPTH]
+        assert "EXTEND" in str(extend["mode"]) and all(str(p["mode"]) == "DECODE" for p in decodes)
+        t = int(decodes[0]["positions"][0]) - 1
+        row = -1 if len(extend["logits"]) == 1 else int(np.flatnonzero(extend["positions"] == t)[0])
+        chain = [int(p["input_ids"][0]) for p in decodes]
+        assert words[extend["logits"][row].argmax()] == chain[0]
+        found[t] = (chain, np.stack([extend["logits"][row], *(p["logits"][0] for p in decodes)]))
+    return found

@@ -1,0 +1,241 @@
+"""SGLang's own EAGLE3 beside a tiny Llama, on the CPU: drafts, texts, switching, pushes. One engine for all tests.
+
+The drafts are compared with an oracle in plain torch, the log-probs with Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import captured
+import numpy as np
+import pytest
+import tiny_eagle3
+import torch
+from eagle3_oracle import Eagle3Oracle
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.push import Pusher
+
+TARGET = tiny_eagle3.target_config()
+DRAFTER = tiny_eagle3.drafter_config()
+WEIGHTS = tiny_eagle3.target_weights(TARGET)
+OWN = tiny_eagle3.drafter_weights(DRAFTER)
+IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
+PUSHED = WEIGHTS | tiny_eagle3.pushed(OWN)
+SERVE = (
+    "--device cpu --dtype float32 --max-total-tokens 16384 --max-running-requests 32 --spec adaptive --num-steps 3 "
+    "--candidate-steps 0,1,2,3"
+).split()
+TOLERANCE = 2e-4
+SWITCHING = SpecSchedule(
+    batch_edges=(1, 13),
+    context_edges=(0, 380, 450, 520, 620),
+    configs=(
+        (SpecConfig(1), OFF, SpecConfig(2), SpecConfig(3), OFF),
+        (SpecConfig(2), OFF, SpecConfig(3), SpecConfig(0), SpecConfig(1)),
+    ),
+)
+Drafted = list[tuple[Sample, captured.Chains]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[tuple[SGLangEngine, Drafted]]:
+    """An engine, and what it drafted under random weights before anything else."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    model = tiny_eagle3.write(folder / "llama", TARGET, WEIGHTS)
+    drafter = tiny_eagle3.write(folder / "drafter", DRAFTER, OWN)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        with captured.engine(folder, model, [*SERVE, "--draft-model", str(drafter)]) as engine:
+            drafted = captured.draw(engine, folder, (1, 9), IDS.numpy())
+            (folder / "passes").rename(folder / "kept")
+            yield engine, drafted
+
+
+@pytest.fixture
+def engine(served) -> Iterator[SGLangEngine]:
+    yield served[0]
+    served[0].update_weights(0, PUSHED.items())
+    served[0].set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    served[0].stats()
+
+
+def asked(count: int, tag: str = "r") -> list[Request]:
+    lengths = np.random.default_rng(0).integers(1, 40, count)
+    prompts = [Prompt(i, np.random.default_rng(i).integers(3, 160, lengths[i])) for i in range(count)]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=1000 + i) for i, prompt in enumerate(prompts)]
+
+
+def texts(samples: list[Sample]) -> list[list[int]]:
+    return [sample.response.tolist() for sample in samples]
+
+
+def accept_length(samples: list[Sample]) -> float:
+    rounds = np.zeros(4)
+    for sample in samples:
+        rounds[: len(sample.accepted)] += sample.accepted
+    return 1 + float(rounds @ np.arange(4) / rounds.sum())
+
+
+def tapped(tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """What these layers of Transformers' Llama read, joined, `[T, 3 H]`."""
+    return torch.cat([transformers_llama()(tokens, output_hidden_states=True).hidden_states[n][0] for n in layers], -1)
+
+
+def transformers_llama() -> Any:
+    import transformers
+
+    known = {key: value for key, value in TARGET.items() if key not in ("architectures", "torch_dtype")}
+    config = transformers.AutoConfig.for_model(**known)
+    config._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(config).eval().float()
+    model.load_state_dict(WEIGHTS)
+    return lambda tokens, **options: model(tokens[None], **options)
+
+
+def gaps(drafted: Drafted, layers: tuple[int, ...] = (2, 4, 5), **options: Any) -> np.ndarray:
+    """Largest difference per depth between the engine's draft logits and the oracle's."""
+    oracle = Eagle3Oracle(DRAFTER, OWN, WEIGHTS["model.embed_tokens.weight"])
+    worst = np.zeros(captured.DEPTH)
+    with torch.no_grad():
+        for sample, found in drafted:
+            tokens = torch.from_numpy(sample.tokens)
+            taps = tapped(tokens, layers)
+            for t, (chain, expected) in found.items():
+                if t < len(tokens) - 1:
+                    logits = oracle.logits(taps, tokens, t, chain, **options).numpy()
+                    worst = np.maximum(worst, np.abs(logits - expected).max(axis=1))
+    return worst
+
+
+def test_draft_logits_are_those_of_the_oracle(served):
+    _, drafted = served
+    assert {0, 8} <= {t for _, found in drafted for t in found} and sum(len(found) for _, found in drafted) > 15
+    assert gaps(drafted).max() < TOLERANCE
+
+
+def test_the_comparison_sees_other_layers_and_another_recursion(served):
+    first, *deeper = gaps(served[1], recursion="after norm")
+    assert first < TOLERANCE and min(deeper) > 100 * TOLERANCE
+    assert gaps(served[1], layers=(1, 4, 5)).min() > 100 * TOLERANCE
+
+
+def test_the_engine_describes_its_drafter(engine):
+    described = engine.describe()
+    assert described["eagle3"] == {"taps": [2, 4, 5], "words": fingerprint(IDS)}
+    assert described["controller"] == "ScheduleController" and described["draft_vocabulary"] == 0
+    assert described["unnamed"] == ""
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_text_does_not_depend_on_speculation(engine, temperature):
+    """The drafter drafts well enough that rounds of every length are verified."""
+    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
+    mixed = {name: (tensor + target[name]) / 2 for name, tensor in WEIGHTS.items()}
+    engine.update_weights(1, (mixed | tiny_eagle3.pushed(own)).items())
+    sampling = Sampling(temperature=temperature, max_new_tokens=48, ignore_eos=True)
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.stats()
+    plain = engine.generate(asked(16), sampling)
+    assert {s.config for s in engine.stats()} == {OFF} and len({tuple(text) for text in texts(plain)}) > 10
+    for schedule in (SpecSchedule.fixed(SpecConfig(3)), SWITCHING):
+        engine.set_schedule(schedule)
+        speculated = engine.generate(asked(16), sampling)
+        assert texts(speculated) == texts(plain)
+        for a, b in zip(speculated, plain, strict=True):
+            np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
+        assert {s.config for s in engine.stats()} == {config for row in schedule.configs for config in row}
+        assert sum(sum(sample.accepted[1:]) for sample in speculated) > 20
+
+
+def test_log_probs_are_those_of_transformers(engine):
+    oracle = transformers_llama()
+    for sample in engine.generate(asked(4), Sampling(temperature=0.7, max_new_tokens=24, ignore_eos=True)):
+        tokens = torch.from_numpy(sample.tokens)
+        with torch.no_grad():
+            logits = oracle(tokens).logits[0, :-1]
+        expected = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[1:, None])[:, 0]
+        start = sample.prompt_len
+        np.testing.assert_allclose(sample.behaviour_logprobs[start:], expected[start - 1 :], atol=5e-4)
+
+
+def test_drafting_after_off_equals_drafting_after_step_0(engine):
+    """The states that the drafter missed while off are those of three layers; a catch-up gives it all of them."""
+    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
+    own["midlayer.self_attn.o_proj.weight"] += 0.5 * OWN["midlayer.self_attn.o_proj.weight"]
+    own["fc.weight"] = 0.5 * OWN["fc.weight"]
+    own["midlayer.mlp.down_proj.weight"] = OWN["midlayer.mlp.down_proj.weight"]
+    engine.update_weights(1, (target | tiny_eagle3.pushed(own)).items())
+    sampling = Sampling(temperature=0.3, max_new_tokens=220, ignore_eos=True)
+    accepted = {}
+    for resting in (SpecConfig(0), OFF):
+        engine.set_schedule(SpecSchedule((1,), (0, 3 * 150), ((resting, SpecConfig(3)),)))
+        engine.stats()
+        accepted[resting] = [sample.accepted for sample in engine.generate(asked(3), sampling)]
+        assert {s.config for s in engine.stats()} == {resting, SpecConfig(3)}
+    assert accepted[OFF] == accepted[SpecConfig(0)]
+    drafted = np.sum([np.pad(a, (0, 4 - len(a))) for a in accepted[OFF]], axis=0)
+    assert drafted[1:].sum() > 10 and drafted[0] > 250, drafted  # accepting neither nothing nor everything
+
+
+def test_each_model_takes_its_own_part_of_a_push(engine):
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in PUSHED.items()}
+    pusher = Pusher({"e": engine})
+    new = {name: tensor * 1.01 for name, tensor in PUSHED.items()}
+    assert not pusher.push(1, lambda scope: new.items()).failed
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in new.items()}
+
+    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
+    sampling = Sampling(temperature=0.3, max_new_tokens=48, ignore_eos=True)
+    assert not pusher.push(2, lambda scope: target.items(), "target").failed
+    assert {s.policy_versions for s in engine.generate(asked(2), sampling)} == {((2, 0, 48),)}
+    random = accept_length(engine.generate(asked(8), sampling))
+    assert not pusher.push(3, lambda scope: tiny_eagle3.pushed(own).items(), "drafter").failed
+    trained = accept_length(engine.generate(asked(8), sampling))
+    print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
+    assert random < 1.3 and trained > 2
+
+    engine.update_weights(4, WEIGHTS.items())  # a push that knows of no drafter does not touch it
+    held = WEIGHTS | tiny_eagle3.pushed(own)
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in held.items()}
+    wrong = {**held, "eagle3.fc.weight": OWN["fc.weight"]}
+    engine.update_weights(5, wrong.items())
+    assert not pusher.push(6, lambda scope: held.items()).failed
+    engine.update_weights(7, wrong.items())
+    assert pusher.verify()["e"].differing == ("eagle3.fc.weight",)
+
+
+REFUSED = {
+    "another map": ("eagle3.d2t", OWN["d2t"].double(), "it has no tensor eagle3.d2t"),
+    "other words": (
+        "eagle3.lm_head.weight",
+        torch.zeros(100, 64),
+        r"eagle3.lm_head.weight is \[100, 64\], but .* \[120,",
+    ),
+    "a tensor of no model": ("eagle3.midlayer.self_attn.q_norm.weight", torch.zeros(16), "it has no tensor"),
+    "the drafter's name alone": ("fc.weight", OWN["fc.weight"], "it has no tensor fc.weight"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_push_that_does_not_fit_is_refused_in_one_line(engine, case):
+    name, tensor, expected = REFUSED[case]
+    before = engine.fingerprints()
+    with pytest.raises(EngineError, match=expected):
+        engine.update_weights(1, [(name, tensor)], "drafter")
+    assert engine.fingerprints() == before and engine.describe()["eagle3"]["words"] == fingerprint(IDS)
+
+
+def test_speculation_is_held_and_released(engine):
+    engine.hold("for a look")
+    engine.generate(asked(2), Sampling(max_new_tokens=8))
+    assert {s.config for s in engine.stats()} == {OFF} and engine.describe()["held"] == "for a look"
+    engine.release()
+    engine.generate(asked(2), Sampling(max_new_tokens=8))
+    assert {s.config for s in engine.stats()} == {SpecConfig(3)}
