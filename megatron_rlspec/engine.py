@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
 
@@ -33,6 +33,8 @@ class EngineDescription(TypedDict):
     configs           the speculative configurations that it can switch between, each (num_steps, topk,
                       num_draft_tokens)
     draft_vocabulary  how many words drafts are chosen from; 0: all
+    eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
+                      fingerprint of the tokens that it drafts from; {} or absent without one
     held              why speculation is held off; "" if it is not
     unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
                       "" if not
@@ -45,6 +47,7 @@ class EngineDescription(TypedDict):
     max_total_tokens: int
     max_running_requests: int
     draft_vocabulary: int
+    eagle3: NotRequired[dict[str, Any]]
     held: str
     unnamed: str
 

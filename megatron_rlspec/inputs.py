@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 from megatron_rlspec import data
 from megatron_rlspec.config import Command, Config, ConfigError
+from megatron_rlspec.rollout.sglang.server.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.weights.eagle3 import check_drafter
 from megatron_rlspec.weights.model_directory import check_model
@@ -44,6 +45,9 @@ def check_inputs(config: Config, command: Command) -> None:
         found = check_model(model, "train", drafter=mtp and config.drafter.train, longest=config.model.max_length)
         if not mtp:
             check_drafter(config.drafter.path, found, model)
+            problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
+            if problem:
+                raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
         if config.spec.cost_table:
             CostTable.load(config.spec.cost_table)
         if draws:

@@ -22,6 +22,9 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
+from megatron_rlspec.weights.drafter_files import read_model, words
+from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
 
@@ -67,14 +70,23 @@ class StartingEngines:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
         engine = SGLangEngine(url, timeout=self._timeout, transport=self._transport)
         try:
-            held = engine.describe()["draft_vocabulary"]
+            described = engine.describe()
         except EngineError as error:
             raise ConfigError(f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}") from None
-        wanted = self._config.drafter.vocabulary if self._config.spec.mode != "off" else held
-        if wanted != held:
+        if self._config.spec.mode == "off":
+            return engine
+        held = described["draft_vocabulary"]
+        if self._config.drafter.vocabulary != held:
             raise ConfigError(
-                f"drafter.vocabulary={wanted}, but the engine at {url} was started with --draft-vocabulary {held}; "
-                "SGLang fixes the size when it starts"
+                f"drafter.vocabulary={self._config.drafter.vocabulary}, but the engine at {url} was started with "
+                f"--draft-vocabulary {held}; SGLang fixes the size when it starts"
+            )
+        drafter = describe_drafter(self._config)
+        theirs = described.get("eagle3", {})
+        if drafter != theirs:
+            raise ConfigError(
+                f"drafter.kind={self._config.drafter.kind} is {_shown(drafter)}, but the engine at {url} was started "
+                f"with {_shown(theirs)}; its option is --draft-model"
             )
         return engine
 
@@ -109,6 +121,26 @@ class StartingEngines:
         self._closed = True
         for process in self._processes.values():
             process.close()
+
+
+def describe_drafter(config: Config) -> dict[str, Any]:
+    """Return what an engine's `describe` says of the EAGLE-3 drafter of this configuration; {} if it has none.
+
+    An engine fixes the layers that the drafter reads, and the tokens that it drafts, when it starts. A push changes
+    neither.
+    """
+    if config.drafter.kind != "eagle3":
+        return {}
+    hf_config, tensors = read_model(config.model.path, config.drafter.path)
+    typed = check_drafter_config(hf_config[DRAFTER], config.drafter.path)
+    taps = typed.taps(hf_config["num_hidden_layers"])
+    return {"taps": list(taps), "words": fingerprint(words(tensors, hf_config))}
+
+
+def _shown(drafter: Mapping[str, Any]) -> str:
+    if not drafter:
+        return "no EAGLE-3 drafter"
+    return f"an EAGLE-3 drafter on the inputs of layers {drafter['taps']} and on the tokens {drafter['words']:016x}"
 
 
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
@@ -166,6 +198,8 @@ def engine_arguments(config: Config, layout: Layout) -> list[str]:
         "max-total-tokens": config.rollout.max_total_tokens,
         "draft-vocabulary": config.drafter.vocabulary,
     }
+    if config.drafter.kind == "eagle3":
+        options["draft-model"] = config.drafter.path
     if layout.engines:
         options["tp"] = len(layout.engines[0])
     if layout.engines or torch.cuda.is_available():

@@ -91,6 +91,8 @@ def canary_finding(accepted: Sequence[int], predicted: float | None, floor_share
         f"accept length {1 + mean:.2f} over {int(rounds)} rounds, expected at least {1 + floor:.2f} "
         f"({predicted:.2f} was predicted)"
     )
+    if mean == 0:
+        message += "; no draft is accepted, as when an EAGLE-3 drafter reads other layers than it was trained on"
     return Finding("canary", message, target=False)
 
 

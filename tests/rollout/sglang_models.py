@@ -27,6 +27,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
+from megatron_rlspec.rollout.sglang.server.eagle3 import separate_loaders
 from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, named_tensors
 from megatron_rlspec.weights.families import record_of
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -61,22 +62,30 @@ def engine(
     device: str = "cpu",
     fused: int = 0,
     only: Sequence[int] = (),
+    eagle3_config: Mapping[str, Any] | None = None,
 ) -> list[Rank]:
     """Build target and drafter of every rank, or of `only` those.
 
-    `fused`: shared experts that stand among the routed ones, as on a GPU.
+    `fused`: shared experts that stand among the routed ones, as on a GPU. `eagle3_config`: that of an EAGLE-3 drafter.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
-    for name in record_of(config).sglang_files:
+    for place, each in ((folder, config), (folder / "drafter", eagle3_config)):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.json").write_text(json.dumps(dict(each or {})))
+    files = [file for each in (config, eagle3_config) if each for file in record_of(each).sglang_files]
+    for name in files:
         entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
         for entry in entries if isinstance(entries, list) else [entries]:
             ModelRegistry.models[entry.__name__] = entry
-    return [_rank(config, folder, tp, ep, rank, device, fused) for rank in only or range(tp)]
+    return [_rank(config, folder, tp, ep, rank, device, fused, bool(eagle3_config)) for rank in only or range(tp)]
 
 
-def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, device: str, fused: int) -> Rank:
-    drafts = bool(config.get("num_nextn_predict_layers"))
+def _rank(
+    config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, device: str, fused: int, apart: bool
+) -> Rank:
+    drafts = apart or bool(config.get("num_nextn_predict_layers"))
+    speculative: dict[str, Any] = {"speculative_algorithm": "EAGLE"} if drafts else {}
+    if apart:
+        speculative = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder / "drafter")}
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
@@ -85,7 +94,7 @@ def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, 
         ep_size=ep,
         skip_tokenizer_init=True,
         attention_backend="torch_native",
-        **({"speculative_algorithm": "EAGLE"} if drafts else {}),
+        **speculative,
     )
     place = runtime_context.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0)
     context = runtime_context.create_context(arguments, role="scheduler", ranks=place)
@@ -94,13 +103,17 @@ def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, 
         target = _build(arguments, device, False, fused)
         drafter = _build(arguments, device, True, fused) if drafts else None
         if drafter is not None:
+            embedding, head = target.get_embed_and_head()
             with _no_gpu_to_wait_for():
-                drafter.set_embed_and_head(*target.get_embed_and_head())
+                drafter.set_embed(embedding) if apart else drafter.set_embed_and_head(embedding, head)
+        if apart:
+            separate_loaders(target, drafter)
     return Rank(context, target, drafter)
 
 
 def _build(arguments: ServerArgs, device: str, draft: bool, fused: int) -> nn.Module:
-    model_config = ModelConfig.from_server_args(arguments, is_draft_model=draft)
+    path = arguments.speculative_draft_model_path if draft else None
+    model_config = ModelConfig.from_server_args(arguments, model_path=path, is_draft_model=draft)
     resolve = loader.resolve_shared_experts_config
 
     def resolved(*asked: Any) -> Any:

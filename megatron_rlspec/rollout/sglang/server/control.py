@@ -200,7 +200,8 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
     """
     unnamed = _unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
-    eagle3.separate_loaders(scheduler)  # before the loaders are watched, which remember the names of the push
+    if eagle3.of(scheduler):  # before the loaders are watched, which remember the names of the push
+        eagle3.separate_loaders(*models_of(scheduler))
     scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
         logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)

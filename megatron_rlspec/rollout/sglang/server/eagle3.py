@@ -11,7 +11,7 @@ captured CUDA graphs read the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,26 +30,24 @@ def of(scheduler: Any) -> Any:
     return worker if algorithm is not None and algorithm.is_eagle3() else None
 
 
-def separate_loaders(scheduler: Any) -> None:
+def separate_loaders(target: Any, drafter: Any) -> None:
     """Let the target's loader see the tensors without `PREFIX`, and the drafter's those behind it, without it."""
-    worker = of(scheduler)
-    if worker is None:
-        return
-    _replace(
-        scheduler.tp_worker.model_runner.model,
-        lambda weights: ((name, tensor) for name, tensor in weights if not name.startswith(PREFIX)),
-    )
-    _replace(
-        worker.draft_runner.model,
-        lambda weights: ((n.removeprefix(PREFIX), tensor) for n, tensor in weights if n.startswith(PREFIX)),
-    )
+
+    def targets(tensors: Tensors) -> Tensors:
+        return ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
+
+    def drafters(tensors: Tensors) -> Tensors:
+        return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors if name.startswith(PREFIX))
+
+    _choose(target, targets)
+    _choose(drafter, drafters)
 
 
-def _replace(model: Any, chosen: Any) -> None:
+def _choose(model: Any, chosen: Callable[[Tensors], Tensors]) -> None:
     load = model.load_weights
 
-    def load_weights(weights: Tensors, *args: Any, **kwargs: Any) -> Any:
-        return load(chosen(weights), *args, **kwargs)
+    def load_weights(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        return load(chosen(tensors), *args, **kwargs)
 
     model.load_weights = load_weights
 

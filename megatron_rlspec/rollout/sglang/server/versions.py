@@ -249,7 +249,7 @@ class Sglang0523:
 
     def without_eagle3(self, config: Mapping[str, Any]) -> str:
         """Return why SGLang cannot draft for the target of this config.json with an EAGLE-3 drafter; "" if it can."""
-        return without_eagle3(config)
+        return without_eagle3(config, contracts.installed())
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
         """Open a weight update; return success and SGLang's message."""
@@ -391,21 +391,20 @@ class Sglang0515(Sglang0523):
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
 
 
-EAGLE3_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter, and SGLang's files with them.
+EAGLE3_TARGETS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 
 def without_eagle3(config: Mapping[str, Any], read: contracts.Read | None = None) -> str:
-    """Read in SGLang's source whether the target's class hands out the hidden states that an EAGLE-3 drafter reads.
+    """Return why SGLang cannot draft with EAGLE-3 for the target of this config.json, in one sentence; "" if it can.
 
-    Returns one sentence if not, "" if it does. MiMo's class does not, though it is a Qwen2.
+    MiMo's class hands out no hidden states, though a MiMo is a Qwen2. With `read`, SGLang's source is asked, too.
     """
-    from megatron_rlspec.weights.families import FAMILIES  # imports torch
-
     name = config["architectures"][0]
-    files = FAMILIES[name].sglang_files if name in FAMILIES else ()
-    capture = "set_eagle3_layers_to_capture"
-    if not files or contracts.lacking({f"sglang.srt.models.{files[0]}.{name}.{capture}": ()}, read):
-        return f"SGLang's {name} hands no layers to an EAGLE-3 drafter; expected {', '.join(EAGLE3_TARGETS)}"
+    file = EAGLE3_TARGETS.get(name)
+    capture = f"sglang.srt.models.{file}.{name}.set_eagle3_layers_to_capture"
+    if file is None or (read is not None and contracts.lacking({capture: ()}, read)):
+        return f"SGLang's {name} gives an EAGLE-3 drafter no hidden states; expected {', '.join(EAGLE3_TARGETS)}"
     return ""
 
 

@@ -1,0 +1,107 @@
+"""EAGLE-3 in SGLang without an engine: which loader takes what, at every tensor-parallel size, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_eagle3
+import tiny_mimo
+import torch
+from test_pushed_families import checkpoint, config_of
+
+from megatron_rlspec.rollout.sglang.server import serve, versions
+
+TARGETS = versions.EAGLE3_TARGETS
+DRAFTER = tiny_eagle3.drafter_config()
+OWN = tiny_eagle3.drafter_weights(DRAFTER)
+Case = tuple[dict[str, Any], dict[str, Any], list[str], str]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_every_pushed_byte_is_in_the_right_place(sglang_models, architecture, tp, tmp_path):
+    """Both loaders get all tensors in one call, as of a bucket. The drafter's heads and words are split, too."""
+    config = config_of(architecture, num_hidden_layers=8, vocab_size=tiny_eagle3.VOCAB)
+    drafter = tiny_eagle3.drafter_config(num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    own = tiny_eagle3.drafter_weights(drafter)
+    tensors = checkpoint(config, tmp_path / "checkpoint") | tiny_eagle3.pushed(own)
+    ranks = sglang_models.engine(config, tmp_path / "engine", tp, eagle3_config=drafter)
+    for rank in ranks:
+        held = {part.name: (part.shape, part.drafter) for part in rank.held()}
+        assert held == {name: (tuple(t.shape), name.startswith("eagle3.")) for name, t in tensors.items()}
+        rank.load(tensors)
+    assert sglang_models.fingerprints(ranks) == sglang_models.expected(tensors)
+    for rank in ranks:  # in the other order, and a target alone
+        rank.load(dict(reversed({name: tensor + 1 for name, tensor in tensors.items()}.items())))
+        rank.load({name: tensor for name, tensor in tensors.items() if not name.startswith("eagle3.")})
+    found = sglang_models.fingerprints(ranks)
+    wanted = {name: tensor + name.startswith("eagle3.") for name, tensor in tensors.items()}
+    assert found == sglang_models.expected(wanted)
+
+
+def test_sglangs_own_loaders_would_mix_the_models(sglang_models, tmp_path):
+    """Why names are separated: SGLang's drafter takes the target's final norm for its own, without a word."""
+    config = tiny_eagle3.target_config()
+    (rank,) = sglang_models.engine(config, tmp_path, 1, eagle3_config=DRAFTER)
+    norm = torch.full((tiny_eagle3.HIDDEN,), 7.0)
+    type(rank.drafter).load_weights(rank.drafter, [("model.norm.weight", norm)])
+    assert torch.equal(rank.drafter.model.norm.weight, norm)
+    rank.load({"model.norm.weight": norm + 1})
+    assert torch.equal(rank.drafter.model.norm.weight, norm) and torch.equal(rank.target.model.norm.weight, norm + 1)
+
+
+REFUSED: dict[str, Case] = {
+    "a MiMo": (
+        tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160),
+        {},
+        [],
+        "SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no hidden states; expected LlamaForCausalLM, Qwen2",
+    ),
+    "layers that the target lacks": (
+        {},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
+        [],
+        "the target has 8 layers; expected at least two ascending numbers",
+    ),
+    "another target": ({"vocab_size": 170}, {}, [], "vocab_size=160, but"),
+    "no drafter": ({}, {"architectures": ["LlamaForCausalLM"]}, [], "expected [LlamaForCausalLMEagle3]"),
+    "words twice": ({}, {}, ["--draft-vocabulary", "32"], "has words of its own; expected no --draft-vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_sglang_cannot_do_is_refused_in_one_line(case, tmp_path, capsys):
+    target, drafter, options, expected = REFUSED[case]
+    config = tiny_eagle3.target_config() | target
+    make = tiny_mimo.weights if config["architectures"] == ["MiMoForCausalLM"] else tiny_eagle3.target_weights
+    model = tiny_eagle3.write(tmp_path / "model", config, make(config))
+    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER | drafter, OWN)
+    arguments = ["--model", str(model), "--device", "cpu", "--draft-model", str(path), *options]
+    with pytest.raises(SystemExit) as ended:
+        serve.main(arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and expected in said and said.count("\n") == 1, said
+
+
+def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
+    """As on a GPU: on a CPU the verifier itself is refused before."""
+    model = tiny_eagle3.write(
+        tmp_path / "model", config := tiny_eagle3.target_config(), tiny_eagle3.target_weights(config)
+    )
+    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER, OWN)
+    options, _ = serve.parser().parse_known_args(
+        ["--model", str(model), "--draft-model", str(path), "--verifier", "rejection"]
+    )
+    with pytest.raises(
+        serve.ServeError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"
+    ):
+        serve._check_model(options)
+
+
+def test_the_source_of_sglang_is_asked():
+    qwen = {"architectures": ["Qwen2ForCausalLM"]}
+    sources = {"sglang.srt.models.qwen2": "class Qwen2ForCausalLM: pass"}
+    assert versions.without_eagle3(qwen, sources.get).startswith("SGLang's Qwen2ForCausalLM gives")
+    assert not versions.without_eagle3(qwen)
+    assert "0.5.15" in versions.Sglang0515().without_eagle3(qwen)
