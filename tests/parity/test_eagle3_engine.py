@@ -199,7 +199,7 @@ def test_each_model_takes_its_own_part_of_a_push(engine):
     assert not pusher.push(3, lambda scope: tiny_eagle3.pushed(own).items(), "drafter").failed
     trained = accept_length(engine.generate(asked(8), sampling))
     print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
-    assert random < 1.3 and trained > 2
+    assert random < 1.3 and trained > 1.7  # a quarter of the words is not among the drafter's
 
     engine.update_weights(4, WEIGHTS.items())  # a push that knows of no drafter does not touch it
     held = WEIGHTS | tiny_eagle3.pushed(own)
