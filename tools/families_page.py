@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rlspec.rollout.sglang.server.versions import EAGLE3_TARGETS
 from megatron_rlspec.weights.families import FAMILIES, Family
 from megatron_rlspec.weights.model_config import SCHEMAS
 
@@ -34,7 +35,8 @@ Limits of the table:
   Transformers' in megatron-core's own classes.
 - Qwen3-Next and Qwen3.5 (text) are names and bytes. Only the projections of the delta net and of the gated attention
   were compared with Transformers' modules. megatron-core 0.16.1 has no delta net for packed sequences.
-- `LlamaForCausalLMEagle3` is the external drafter of EAGLE-3, under ModelOpt's names only. It has no target.
+- `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, which has a directory of its own. Its targets in SGLang are the
+  families with "yes" in the column "EAGLE-3" ([serve](serve.md#eagle-3-drafters)).
 - Inside slime, Megatron and slime load the policy. Families are trained there that are not in the column "trained"
   ([slime](slime.md)).
 - Engines of families that are not "pushed" take pushes, too. They are checked by what their loaders were given
@@ -77,6 +79,12 @@ FACTS = {
         lambda name, record: record.embedded,
         "the embedded engine computes Transformers' log-probabilities, for small models",
         "`tests/rollout_embedded/test_embedded_families.py`",
+    ),
+    "EAGLE-3": Fact(
+        lambda name, record: name in EAGLE3_TARGETS,
+        "SGLang's target class gives an EAGLE-3 drafter its hidden states; built at tensor parallel sizes 1, 2 and 4, "
+        "both hold every byte of a push. All three ran in a real engine on a CPU",
+        "`tests/rollout/test_eagle3.py`",
     ),
     "checked": Fact(
         lambda name, record: bool(record.transformers),

@@ -1,11 +1,14 @@
-"""SGLang's own EAGLE3 beside a tiny Llama, on the CPU: drafts, texts, switching, pushes. One engine for all tests.
+"""SGLang's own EAGLE3 beside a tiny target, on the CPU: drafts, texts, switching, pushes. One engine a target.
 
-The drafts are compared with an oracle in plain torch, the log-probs with Transformers.
+The drafts are compared with an oracle in plain torch, the log-probs with Transformers. In the fast suite a Llama stands
+for all targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import captured
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_eagle3
 import torch
+import transformers
 from eagle3_oracle import Eagle3Oracle
 
 from megatron_rlspec.engine import EngineError
@@ -21,12 +25,14 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecCo
 from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.push import Pusher
 
-TARGET = tiny_eagle3.target_config()
+TARGETS = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+}
 DRAFTER = tiny_eagle3.drafter_config()
-WEIGHTS = tiny_eagle3.target_weights(TARGET)
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
 IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
-PUSHED = WEIGHTS | tiny_eagle3.pushed(OWN)
 SERVE = (
     "--device cpu --dtype float32 --max-total-tokens 16384 --max-running-requests 32 --spec adaptive --num-steps 3 "
     "--candidate-steps 0,1,2,3"
@@ -40,29 +46,71 @@ SWITCHING = SpecSchedule(
         (SpecConfig(2), OFF, SpecConfig(3), SpecConfig(0), SpecConfig(1)),
     ),
 )
-Drafted = list[tuple[Sample, captured.Chains]]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[tuple[SGLangEngine, Drafted]]:
-    """An engine, and what it drafted under random weights before anything else."""
+@dataclass
+class Served:
+    """An engine, its target, and what it drafted under random weights before anything else."""
+
+    engine: SGLangEngine
+    config: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    drafted: list[tuple[Sample, captured.Chains]]
+
+    @property
+    def pushed(self) -> dict[str, torch.Tensor]:
+        return self.weights | tiny_eagle3.pushed(OWN)
+
+    @cached_property
+    def transformers(self) -> Any:
+        """Return Transformers' model of the target."""
+        known = {key: value for key, value in self.config.items() if key not in ("architectures", "torch_dtype")}
+        config = transformers.AutoConfig.for_model(**known)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+        model.load_state_dict(self.weights)
+        return model
+
+    @torch.no_grad()
+    def gaps(self, layers: tuple[int, ...] = (2, 4, 5), **options: Any) -> np.ndarray:
+        """Return the largest difference per depth between the engine's draft logits and the oracle's."""
+        oracle = Eagle3Oracle(DRAFTER, OWN, self.weights["model.embed_tokens.weight"])
+        worst = np.zeros(captured.DEPTH)
+        for sample, found in self.drafted:
+            tokens = torch.from_numpy(sample.tokens)
+            inputs = self.transformers(tokens[None], output_hidden_states=True).hidden_states  # of each layer
+            taps = torch.cat([inputs[layer][0] for layer in layers], dim=-1)
+            for t, (chain, expected) in found.items():
+                if t < len(tokens) - 1:
+                    logits = oracle.logits(taps, tokens, t, chain, **options).numpy()
+                    worst = np.maximum(worst, np.abs(logits - expected).max(axis=1))
+        return worst
+
+
+def target(name: str) -> Any:
+    return pytest.param(name, marks=[] if name == "LlamaForCausalLM" else [pytest.mark.slow])
+
+
+@pytest.fixture(scope="module", params=[target(name) for name in TARGETS])
+def served(request, tmp_path_factory) -> Iterator[Served]:
+    config = tiny_eagle3.target_config(architectures=[request.param], **TARGETS[request.param])
+    weights = tiny_eagle3.target_weights(config)
     folder = tmp_path_factory.mktemp("eagle3")
-    model = tiny_eagle3.write(folder / "llama", TARGET, WEIGHTS)
+    model = tiny_eagle3.write(folder / "target", config, weights)
     drafter = tiny_eagle3.write(folder / "drafter", DRAFTER, OWN)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")
         with captured.engine(folder, model, [*SERVE, "--draft-model", str(drafter)]) as engine:
             drafted = captured.draw(engine, folder, (1, 9), IDS.numpy())
             (folder / "passes").rename(folder / "kept")
-            yield engine, drafted
+            yield Served(engine, config, weights, drafted)
 
 
 @pytest.fixture
 def engine(served) -> Iterator[SGLangEngine]:
-    yield served[0]
-    served[0].update_weights(0, PUSHED.items())
-    served[0].set_schedule(SpecSchedule.fixed(SpecConfig(3)))
-    served[0].stats()
+    yield served.engine
+    served.engine.update_weights(0, served.pushed.items())
+    served.engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    served.engine.stats()
 
 
 def asked(count: int, tag: str = "r") -> list[Request]:
@@ -82,47 +130,16 @@ def accept_length(samples: list[Sample]) -> float:
     return 1 + float(rounds @ np.arange(4) / rounds.sum())
 
 
-def tapped(tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
-    """What these layers of Transformers' Llama read, joined, `[T, 3 H]`."""
-    return torch.cat([transformers_llama()(tokens, output_hidden_states=True).hidden_states[n][0] for n in layers], -1)
-
-
-def transformers_llama() -> Any:
-    import transformers
-
-    known = {key: value for key, value in TARGET.items() if key not in ("architectures", "torch_dtype")}
-    config = transformers.AutoConfig.for_model(**known)
-    config._attn_implementation = "eager"
-    model = transformers.LlamaForCausalLM(config).eval().float()
-    model.load_state_dict(WEIGHTS)
-    return lambda tokens, **options: model(tokens[None], **options)
-
-
-def gaps(drafted: Drafted, layers: tuple[int, ...] = (2, 4, 5), **options: Any) -> np.ndarray:
-    """Largest difference per depth between the engine's draft logits and the oracle's."""
-    oracle = Eagle3Oracle(DRAFTER, OWN, WEIGHTS["model.embed_tokens.weight"])
-    worst = np.zeros(captured.DEPTH)
-    with torch.no_grad():
-        for sample, found in drafted:
-            tokens = torch.from_numpy(sample.tokens)
-            taps = tapped(tokens, layers)
-            for t, (chain, expected) in found.items():
-                if t < len(tokens) - 1:
-                    logits = oracle.logits(taps, tokens, t, chain, **options).numpy()
-                    worst = np.maximum(worst, np.abs(logits - expected).max(axis=1))
-    return worst
-
-
 def test_draft_logits_are_those_of_the_oracle(served):
-    _, drafted = served
-    assert {0, 8} <= {t for _, found in drafted for t in found} and sum(len(found) for _, found in drafted) > 15
-    assert gaps(drafted).max() < TOLERANCE
+    drafted = [found for _, found in served.drafted]
+    assert {0, 8} <= {t for found in drafted for t in found} and sum(map(len, drafted)) > 15
+    assert served.gaps().max() < TOLERANCE
 
 
 def test_the_comparison_sees_other_layers_and_another_recursion(served):
-    first, *deeper = gaps(served[1], recursion="after norm")
+    first, *deeper = served.gaps(recursion="after norm")
     assert first < TOLERANCE and min(deeper) > 100 * TOLERANCE
-    assert gaps(served[1], layers=(1, 4, 5)).min() > 100 * TOLERANCE
+    assert served.gaps(layers=(1, 4, 5)).min() > 100 * TOLERANCE
 
 
 def test_the_engine_describes_its_drafter(engine):
@@ -134,10 +151,10 @@ def test_the_engine_describes_its_drafter(engine):
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_text_does_not_depend_on_speculation(engine, temperature):
+def test_text_does_not_depend_on_speculation(served, engine, temperature):
     """The drafter drafts well enough that rounds of every length are verified."""
-    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
-    mixed = {name: (tensor + target[name]) / 2 for name, tensor in WEIGHTS.items()}
+    target, own = tiny_eagle3.agreeing(served.weights, OWN)
+    mixed = {name: (tensor + target[name]) / 2 for name, tensor in served.weights.items()}
     engine.update_weights(1, (mixed | tiny_eagle3.pushed(own)).items())
     sampling = Sampling(temperature=temperature, max_new_tokens=48, ignore_eos=True)
     engine.set_schedule(SpecSchedule.fixed(OFF))
@@ -154,20 +171,19 @@ def test_text_does_not_depend_on_speculation(engine, temperature):
         assert sum(sum(sample.accepted[1:]) for sample in speculated) > 20
 
 
-def test_log_probs_are_those_of_transformers(engine):
-    oracle = transformers_llama()
+def test_log_probs_are_those_of_transformers(served, engine):
     for sample in engine.generate(asked(4), Sampling(temperature=0.7, max_new_tokens=24, ignore_eos=True)):
         tokens = torch.from_numpy(sample.tokens)
         with torch.no_grad():
-            logits = oracle(tokens).logits[0, :-1]
+            logits = served.transformers(tokens[None]).logits[0, :-1]
         expected = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[1:, None])[:, 0]
         start = sample.prompt_len
         np.testing.assert_allclose(sample.behaviour_logprobs[start:], expected[start - 1 :], atol=5e-4)
 
 
-def test_drafting_after_off_equals_drafting_after_step_0(engine):
+def test_drafting_after_off_equals_drafting_after_step_0(served, engine):
     """The states that the drafter missed while off are those of three layers; a catch-up gives it all of them."""
-    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
+    target, own = tiny_eagle3.agreeing(served.weights, OWN)
     own["midlayer.self_attn.o_proj.weight"] += 0.5 * OWN["midlayer.self_attn.o_proj.weight"]
     own["fc.weight"] = 0.5 * OWN["fc.weight"]
     own["midlayer.mlp.down_proj.weight"] = OWN["midlayer.mlp.down_proj.weight"]
@@ -184,14 +200,14 @@ def test_drafting_after_off_equals_drafting_after_step_0(engine):
     assert drafted[1:].sum() > 10 and drafted[0] > 250, drafted  # accepting neither nothing nor everything
 
 
-def test_each_model_takes_its_own_part_of_a_push(engine):
-    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in PUSHED.items()}
+def test_each_model_takes_its_own_part_of_a_push(served, engine):
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in served.pushed.items()}
     pusher = Pusher({"e": engine})
-    new = {name: tensor * 1.01 for name, tensor in PUSHED.items()}
+    new = {name: tensor * 1.01 for name, tensor in served.pushed.items()}
     assert not pusher.push(1, lambda scope: new.items()).failed
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in new.items()}
 
-    target, own = tiny_eagle3.agreeing(WEIGHTS, OWN)
+    target, own = tiny_eagle3.agreeing(served.weights, OWN)
     sampling = Sampling(temperature=0.3, max_new_tokens=48, ignore_eos=True)
     assert not pusher.push(2, lambda scope: target.items(), "target").failed
     assert {s.policy_versions for s in engine.generate(asked(2), sampling)} == {((2, 0, 48),)}
@@ -201,8 +217,8 @@ def test_each_model_takes_its_own_part_of_a_push(engine):
     print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
     assert random < 1.3 and trained > 1.7  # a quarter of the words is not among the drafter's
 
-    engine.update_weights(4, WEIGHTS.items())  # a push that knows of no drafter does not touch it
-    held = WEIGHTS | tiny_eagle3.pushed(own)
+    engine.update_weights(4, served.weights.items())  # a push that knows of no drafter does not touch it
+    held = served.weights | tiny_eagle3.pushed(own)
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in held.items()}
     wrong = {**held, "eagle3.fc.weight": OWN["fc.weight"]}
     engine.update_weights(5, wrong.items())

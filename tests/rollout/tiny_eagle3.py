@@ -54,6 +54,7 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
 
 
 def target_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of a Llama, a Qwen2 or a Qwen3."""
     draw = _normal(seed)
     tensors = {
         "model.embed_tokens.weight": draw(config["vocab_size"], HIDDEN, std=0.5),
@@ -61,7 +62,13 @@ def target_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         "model.norm.weight": 1 + draw(HIDDEN, std=0.02),
     }
     for layer in range(config["num_hidden_layers"]):
-        tensors |= _block(draw, config, f"model.layers.{layer}.", HIDDEN)
+        prefix = f"model.layers.{layer}."
+        tensors |= _block(draw, config, prefix, HIDDEN)
+        for name in "qkv" if config["model_type"] == "qwen2" else "":
+            width = len(tensors[f"{prefix}self_attn.{name}_proj.weight"])
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = draw(width)
+        for name in "qk" if config["model_type"] == "qwen3" else "":
+            tensors[f"{prefix}self_attn.{name}_norm.weight"] = 1 + draw(config["head_dim"])
     return tensors
 
 

@@ -33,6 +33,7 @@ SHOWN_BY = {
     "pushed": ("rollout/test_pushed_families.py::test_every_pushed_byte_is_in_the_right_place",),
     "served": ("rollout/test_served_families.py::test_a_push_changes_what_the_engine_computes",),
     "embedded": ("rollout_embedded/test_embedded_families.py::test_log_probs_are_those_of_transformers",),
+    "EAGLE-3": ("rollout/test_eagle3.py::test_every_pushed_byte_is_in_the_right_place",),
     "checked": ("weights/test_families_page.py::test_convert_checks_the_logits",),
 }
 
