@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import captured
@@ -19,7 +20,9 @@ import torch
 import transformers
 from eagle3_oracle import Eagle3Oracle
 
+from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -50,9 +53,13 @@ SWITCHING = SpecSchedule(
 
 @dataclass
 class Served:
-    """An engine, its target, and what it drafted under random weights before anything else."""
+    """An engine, its target, and what it drafted under random weights before anything else.
+
+    folder  holds the directories `target` and `drafter`
+    """
 
     engine: SGLangEngine
+    folder: Path
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
     drafted: list[tuple[Sample, captured.Chains]]
@@ -102,7 +109,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
         with captured.engine(folder, model, [*SERVE, "--draft-model", str(drafter)]) as engine:
             drafted = captured.draw(engine, folder, (1, 9), IDS.numpy())
             (folder / "passes").rename(folder / "kept")
-            yield Served(engine, config, weights, drafted)
+            yield Served(engine, folder, config, weights, drafted)
 
 
 @pytest.fixture
@@ -255,3 +262,34 @@ def test_speculation_is_held_and_released(engine):
     engine.release()
     engine.generate(asked(2), Sampling(max_new_tokens=8))
     assert {s.config for s in engine.stats()} == {SpecConfig(3)}
+
+
+OTHERS = {
+    "another layer": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 4]}},
+    "other words": {"draft_vocab_size": tiny_eagle3.WORDS - 20},
+    "no drafter": {},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_run_refuses_an_engine_with_another_drafter(served, case, tmp_path):
+    """It would not fail: no draft, or few, would be accepted."""
+    config = DRAFTER | OTHERS[case]
+    other = tiny_eagle3.write(tmp_path / "drafter", config, tiny_eagle3.drafter_weights(config, seed=3))
+    of_run = {"drafter.kind": "eagle3", "drafter.path": str(other)} if OTHERS[case] else {}
+    with pytest.raises(
+        ConfigError, match="but the engine at .* was started with an EAGLE-3 drafter on the inputs of"
+    ) as error:
+        attach(served, of_run, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_uses_an_engine_with_its_drafter(served, tmp_path):
+    own = {"drafter.kind": "eagle3", "drafter.path": str(served.folder / "drafter")}
+    (engine,) = attach(served, own, tmp_path).wait().values()
+    assert engine.describe()["eagle3"]["taps"] == [2, 4, 5]
+
+
+def attach(served: Served, options: dict[str, str], run_dir: Path) -> StartingEngines:
+    known = {"model.path": str(served.folder / "target"), "rollout.urls": served.engine.url}
+    return StartingEngines(load(None, known | options), run_dir)

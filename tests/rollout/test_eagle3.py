@@ -9,7 +9,11 @@ import tiny_eagle3
 import tiny_mimo
 import torch
 from test_pushed_families import checkpoint, config_of
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.inputs import check_inputs
 from megatron_rlspec.rollout.sglang.server import serve, versions
 
 TARGETS = versions.EAGLE3_TARGETS
@@ -82,6 +86,18 @@ def test_what_sglang_cannot_do_is_refused_in_one_line(case, tmp_path, capsys):
         serve.main(arguments)
     said = capsys.readouterr().err
     assert ended.value.code == 2 and expected in said and said.count("\n") == 1, said
+
+
+def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
+    config = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
+    model = tiny_eagle3.write(tmp_path / "model", config, tiny_mimo.weights(config))
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(model / "tokenizer.json"))
+    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER, OWN)
+    options = {"model.path": str(model), "model.max_length": "64", "drafter.kind": "eagle3", "drafter.path": str(path)}
+    with pytest.raises(ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no"):
+        check_inputs(load(None, options), "train")
+    with pytest.raises(Exception, match="data.path"):  # the embedded engine takes it; the next check is of the prompts
+        check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
 
 
 def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
