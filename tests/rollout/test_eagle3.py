@@ -93,10 +93,17 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     model = tiny_eagle3.write(tmp_path / "model", config, tiny_mimo.weights(config))
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(model / "tokenizer.json"))
     path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER, OWN)
-    options = {"model.path": str(model), "model.max_length": "64", "drafter.kind": "eagle3", "drafter.path": str(path)}
+    options = {
+        "model.path": str(model),
+        "drafter.kind": "eagle3",
+        "drafter.path": str(path),
+        "model.max_length": "4096",
+    }
     with pytest.raises(ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no"):
         check_inputs(load(None, options), "train")
-    with pytest.raises(Exception, match="data.path"):  # the embedded engine takes it; the next check is of the prompts
+    with pytest.raises(
+        ConfigError, match="ends in .jsonl"
+    ):  # the embedded engine takes it; the next check is of data.path
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
 
 
