@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.data import DataError
 from megatron_rlspec.inputs import check_inputs
 from megatron_rlspec.rollout.sglang.server import serve, versions
 
@@ -102,7 +103,7 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no"):
         check_inputs(load(None, options), "train")
     with pytest.raises(
-        ConfigError, match="ends in .jsonl"
+        DataError, match="ends in .jsonl"
     ):  # the embedded engine takes it; the next check is of data.path
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
 
