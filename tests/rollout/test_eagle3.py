@@ -102,9 +102,8 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     }
     with pytest.raises(ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no"):
         check_inputs(load(None, options), "train")
-    with pytest.raises(
-        DataError, match="ends in .jsonl"
-    ):  # the embedded engine takes it; the next check is of data.path
+    # The embedded engine takes it, and the next check is of the prompts.
+    with pytest.raises(DataError, match="ends in .jsonl"):
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
 
 

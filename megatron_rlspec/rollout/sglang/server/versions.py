@@ -52,6 +52,8 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2.speculative_num_steps": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2.adaptive_controller": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft_runner": (),
+    f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.hot_token_id": (),
+    f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.speculative_algorithm": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode": ("batch", "batch_result"),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill": (
         "batch",
