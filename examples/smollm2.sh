@@ -14,7 +14,7 @@ python=${PYTHON_BIN:-.venv/bin/python}
 config=(--config examples/smollm2/smollm2.toml)
 if [ -n "$quick" ]; then
     answers=(--answer.prompts 48 --rollout.samples_per_prompt 4)
-    warm=(--sft.steps 20 --optimizer.decay_steps 20)
+    warm=(--sft.steps 20 --optimizer.decay_steps 20 --sft.eval_every 10)
     steps=4
     rl=(--train.eval_prompts 48)
     proof=(--prompts 16 --repeats 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -136,13 +137,20 @@ def measure(
         engine.update_weights(number, [(key, tensors[key]) for key in tensors if ".mtp_layers." in key], "drafter")
         for k in steps:
             engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
-            salt = f"c{seed:06d}-d{number:04d}-k{k:02d}"
-            requests = [Request(f"{salt}-p{i:06d}", p, _seed(seed, i)) for i, p in enumerate(prompts)]
-            samples = engine.generate(requests, sampling)
+            samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}", seed)
             rounds[name, k] = np.array([rounds_of(sample) for sample in samples])
             texts.append([tuple(sample.response) for sample in samples])
             first = first or samples
     return Comparison(rounds, first, sum(len(set(drawn)) == 1 for drawn in zip(*texts, strict=True)))
+
+
+def draw(
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str, seed: int = 0
+) -> list[Sample]:
+    """Draw one sample per prompt. The ids of requests begin with `name`; equal seeds draw equal texts."""
+    seeds = [(seed * 1_000_003 + i) & 0x7FFF_FFFF for i in range(len(prompts))]
+    requests = [Request(f"{name}-s{seed:06d}-p{i:06d}", p, seeds[i]) for i, p in enumerate(prompts)]
+    return engine.generate(requests, sampling)
 
 
 def rounds_of(sample: Sample) -> tuple[int, int]:
@@ -161,8 +169,21 @@ def policy_of(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def _seed(seed: int, prompt: int) -> int:
-    return (seed * 1_000_003 + prompt) & 0x7FFF_FFFF
+def held_out_rewards(run_dir: Path) -> dict[str, Estimate]:
+    """Return the held-out reward of every evaluation of a run, as a share of right answers.
+
+    The intervals are Wilson's, 95 %. They hold for rewards of 0 and 1.
+    """
+    found = {}
+    z = 1.959964  # the normal distribution's 97.5 % quantile
+    for event in read_records(run_dir / "events.jsonl"):
+        if event["kind"] == "evaluation":
+            n = event["prompts"]
+            share = event["reward"]
+            middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+            half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
+            found[event["name"]] = Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -55,6 +55,6 @@ def test_the_quick_form_runs_and_proves(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3500)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert set(summary["rewards"]) == {"first", "last"} and summary["drafter"]["curve"]
+    assert {"first", "last"} <= set(summary["rewards"]) and summary["drafter"]["curve"]
     assert summary["equal_texts"][0] == summary["equal_texts"][1]
-    assert summary["transformers"] and "accept length" in ended.stdout
+    assert summary["transformers"] and "accept length" in summary["server"]

@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 from torch import Tensor
 
 from megatron_rlspec import compare, data, files
@@ -30,7 +29,7 @@ from megatron_rlspec import config as configuration
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
 CONSOLE = Console()
@@ -80,12 +79,6 @@ def main() -> None:
     CONSOLE.print(f"written: {run / 'summary.json'}, {run / 'report.png'}")
 
 
-def draw(engine: SGLangEngine, prompts: Sequence[Prompt], sampling: Sampling, salt: int) -> list[Sample]:
-    """Draw one sample per prompt; `salt` sets ids and seeds."""
-    requests = [Request(f"s{salt:04d}-p{i:05d}", p, seed=1000 * salt + i) for i, p in enumerate(prompts)]
-    return engine.generate(requests, sampling)
-
-
 def rule_file(run: Path) -> Path:
     """Return the path of `spec_rule.json` in a run. Before 0.2.0 the file was called `policy.json`."""
     path = run / "spec_rule.json"
@@ -93,15 +86,10 @@ def rule_file(run: Path) -> Path:
 
 
 def rewards(run: Path) -> dict:
-    """Read the held-out reward before the first and after the last step, with Wilson's 95 % interval."""
-    found = {}
-    for event in read_records(run / "rl/events.jsonl"):
-        if event["kind"] == "evaluation":
-            n = round(event["prompts"])
-            interval = stats.binomtest(round(event["reward"] * n), n).proportion_ci(method="wilson")
-            found[f"reward_{event['name']}"] = event["reward"]
-            found[f"reward_{event['name']}_interval"] = [interval.low, interval.high]
-            found["reward_prompts"] = n
+    """Read the held-out reward before the first and after the last step, with its 95 % interval."""
+    found: dict = {}
+    for name, reward in compare.held_out_rewards(run / "rl").items():
+        found |= {f"reward_{name}": reward.value, f"reward_{name}_interval": [reward.low, reward.high]}
     return found
 
 
@@ -161,7 +149,8 @@ def speeds(
             cpu_began = cpu_seconds(process)
             tokens = 0
             for part in range(2):
-                tokens += sum(len(s.response) for s in draw(engine, prompts, sampling, salt=2 * (10 + repeat) + part))
+                salt = 2 * (10 + repeat) + part
+                tokens += sum(len(s.response) for s in compare.draw(engine, prompts, sampling, name, salt))
             if repeat:  # the first repetition is a warm-up
                 rates[name].append(tokens / (time.perf_counter() - began))
                 by_cpu[name].append(tokens / (cpu_seconds(process) - cpu_began))

@@ -1,19 +1,22 @@
 """Print what a run of examples/smollm2.sh shows: reward, drafter, speed, equal texts, and other programs that load it.
 
 `python examples/smollm2/proof.py --run RUN_DIR` reads RUN_DIR/{warm,rl,control} and RUN_DIR/task/eval.jsonl, and writes
-RUN_DIR/summary.json. Figures of one table come from the same weights, prompts and seeds.
+RUN_DIR/summary.json. Figures of one table come from the same weights, prompts and seeds. What an interrupted proof has
+written there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,19 +26,18 @@ from megatron_rlspec import compare, data, files
 from megatron_rlspec.config import Config
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control"}  # name -> part of the run
 BATCHES = (1, 8, 32)
-TOKENS = 256  # of one timed draw, if every answer had its longest length
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="directory of examples/smollm2.sh")
     parser.add_argument("--prompts", type=int, default=100, help="held-out prompts of a comparison")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved pairs of a speed comparison")
+    parser.add_argument("--repeats", type=int, default=10, help="interleaved pairs of a speed comparison")
     options = parser.parse_args()
     run = options.run
     config = Config.model_validate_json((run / "rl/config.json").read_text())
@@ -44,18 +46,31 @@ def main() -> None:
     prompts, _ = data.read_prompts(run / "task/eval.jsonl", config.data, tokenizer, longest)
     prompts = prompts[: options.prompts]
     sampling = Sampling(config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens)
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; torch threads: {torch.get_num_threads()}")
-    summary: dict = {"rewards": rewards(run), "drafter": curve(run / "warm")}
-    exact = engine_of(run, config, torch.float32)
-    summary["accept_lengths"] = drafters(run, exact, prompts, sampling)
-    summary["equal_texts"] = equal_texts(run, exact, prompts, sampling)
-    fast = engine_of(run, config, getattr(torch, config.model.dtype))
-    summary["speed"] = [speed(run, fast, prompts, sampling, batch, options.repeats) for batch in BATCHES]
-    summary["transformers"] = transformers_answer(run)
-    files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
-    server = Path(__file__).with_name("plain_server.py")
-    subprocess.run([sys.executable, str(server), str(run / "rl/hf")], check=True)
+    exact = functools.cache(lambda: engine_of(run, config, torch.float32))
+    fast = functools.cache(lambda: engine_of(run, config, getattr(torch, config.model.dtype)))
+    parts: dict[str, Callable[[], Any]] = {
+        "conditions": conditions,
+        "rewards": lambda: rewards(run),
+        "drafter": lambda: curve(run / "warm"),
+        "accept_lengths": lambda: drafters(run, exact(), prompts, sampling),
+        "equal_texts": lambda: equal_texts(run, exact(), prompts, sampling),
+    }
+    for batch in BATCHES:
+        parts[f"speed_{batch}"] = functools.partial(speed_of, run, fast, prompts, sampling, batch, options.repeats)
+    parts |= {"transformers": lambda: transformers_answer(run), "server": lambda: server_answers(run)}
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    for name, measure in parts.items():
+        if name not in summary:  # what an interrupted proof has measured stays
+            summary[name] = measure()
+            files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
     print(f"written: {run / 'summary.json'}")
+
+
+def conditions() -> dict:
+    """Print on what machine the proof began."""
+    found = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    print(f"load average {found['load']:.1f} on {found['cores']} cores; torch threads: {found['threads']}")
+    return found
 
 
 def engine_of(run: Path, config: Config, dtype: torch.dtype) -> EmbeddedEngine:
@@ -66,15 +81,11 @@ def engine_of(run: Path, config: Config, dtype: torch.dtype) -> EmbeddedEngine:
 
 
 def rewards(run: Path) -> dict:
-    """Print the held-out reward before and after RL, with Wilson's 95 % intervals."""
-    found = {}
-    for event in read_records(run / "rl/events.jsonl"):
-        if event["kind"] == "evaluation" and event["name"] in ("first", "last"):
-            n = round(event["prompts"])
-            interval = stats.binomtest(round(event["reward"] * n), n).proportion_ci(method="wilson")
-            found[event["name"]] = [event["reward"], interval.low, interval.high]
-            print(f"held-out reward, {event['name']}: {event['reward']:.3f} [{interval.low:.3f}, {interval.high:.3f}]")
-    return found
+    """Print the held-out reward before and after RL, with 95 % intervals."""
+    found = compare.held_out_rewards(run / "rl")
+    for name in ("first", "last"):
+        print(f"held-out reward, {name}: {found[name]}")
+    return {name: vars(reward) for name, reward in found.items()}
 
 
 def curve(warm: Path) -> dict:
@@ -93,36 +104,37 @@ def curve(warm: Path) -> dict:
 
 
 def drafters(run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
-    """Print paired accept lengths of three drafters on the final policy; then give the engine its own drafter back."""
+    """Print paired accept lengths of three drafters on the final policy, at 3 drafts a round."""
     tensors = {name: read_hf(run / part / "hf")[1] for name, part in DRAFTERS.items()}
-    found = compare.measure(engine, tensors, prompts, sampling).to_json()
+    found = compare.measure(engine, tensors, prompts, sampling, steps=(3,)).to_json()
     compare.show(found)
-    compare.measure(engine, {"co-trained": tensors["co-trained"]}, prompts[:1], sampling, steps=(1,), version=9)
     return found
-
-
-def draw(engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling, salt: int) -> list[tuple[int, ...]]:
-    asked = [Request(f"s{salt:04d}-p{i:05d}.", prompt, 1000 * salt + i) for i, prompt in enumerate(prompts)]
-    return [tuple(sample.response) for sample in engine.generate(asked, sampling)]
 
 
 def equal_texts(run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling) -> list[int]:
     """Print how many texts are the same with and without speculation, in float32."""
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
-    drafted = draw(engine, prompts, sampling, 1)
-    engine.set_schedule(SpecSchedule.fixed(OFF))
-    equal = sum(one == other for one, other in zip(drafted, draw(engine, prompts, sampling, 1), strict=True))
+    texts = []
+    for config in (SpecConfig(3), OFF):
+        engine.set_schedule(SpecSchedule.fixed(config))
+        texts.append([sample.response.tolist() for sample in compare.draw(engine, prompts, sampling, "equal", 1)])
+    equal = sum(one == other for one, other in zip(*texts, strict=True))
     print(f"texts equal with and without speculation, float32: {equal} of {len(prompts)}")
     return [equal, len(prompts)]
 
 
-def speed(
-    run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling, batch: int, repeats: int
+def speed_of(
+    run: Path,
+    engine_of_run: Callable[[], EmbeddedEngine],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    batch: int,
+    repeats: int,
 ) -> dict:
     """Print tokens per CPU second, speculating as the rule decides over plain; pairs of draws, in turn."""
+    engine = engine_of_run()
     engine.set_spec_rule(json.loads((run / "rl/spec_rule.json").read_text()))
     chosen = [prompts[i % len(prompts)] for i in range(batch)]
-    times = max(1, TOKENS // (batch * sampling.max_new_tokens))
+    times = max(1, 8 // batch)
     rates: dict[str, list[float]] = {"plain": [], "spec": []}
     engine.stats()
     for repeat in range(repeats + 1):
@@ -131,7 +143,8 @@ def speed(
             began = time.process_time()
             tokens = 0
             for part in range(times):
-                tokens += sum(map(len, draw(engine, chosen, sampling, 100 * batch + 20 * repeat + part)))
+                samples = compare.draw(engine, chosen, sampling, name, 100 * batch + 20 * repeat + part)
+                tokens += sum(len(sample.response) for sample in samples)
             if repeat:  # the first pair is a warm-up
                 rates[name].append(tokens / (time.process_time() - began))
     engine.release()
@@ -147,6 +160,14 @@ def speed(
         f"per CPU second; pairs: {ratio:.3f} [{low:.3f}, {high:.3f}]; rounds, plain ones included: {rounds}"
     )
     return {"batch": batch, "rates": rates, "ratio": [ratio, low, high], "rounds": rounds}
+
+
+def server_answers(run: Path) -> str:
+    """Let SGLang's own server load policy and drafter, and return what it printed."""
+    command = [sys.executable, str(Path(__file__).with_name("plain_server.py")), str(run / "rl/hf")]
+    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(text, end="")
+    return text
 
 
 def transformers_answer(run: Path) -> str:
