@@ -10,6 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+LEAST = (
+    1 << 17
+)  # elements of a matrix that is packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache
+
 
 class PackedWeights:
     """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place."""
@@ -47,8 +51,8 @@ class PackedWeights:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy in oneDNN's layout, or None where the machine has no fast product of this dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Return a copy in oneDNN's layout; None for a small matrix, or without a fast product of this dtype."""
+    if weight.device.type != "cpu" or weight.numel() < LEAST or not torch.backends.mkldnn.is_available():
         return None
     fast = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
