@@ -33,7 +33,7 @@ TARGETS = {
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
     "Qwen3ForCausalLM": {"model_type": "qwen3"},
 }
-DRAFTER = tiny_eagle3.drafter_config()
+DRAFTER = tiny_eagle3.drafter_config(max_position_embeddings=64)  # fewer than the target's, as published ones have
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
 IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
 SERVE = (

@@ -71,6 +71,12 @@ REFUSED: dict[str, Case] = {
     ),
     "another target": ({"vocab_size": 170}, {}, [], "vocab_size=160, but"),
     "no drafter": ({}, {"architectures": ["LlamaForCausalLM"]}, [], "expected [LlamaForCausalLMEagle3]"),
+    "another type": (
+        {},
+        {"torch_dtype": "float16"},
+        [],
+        "its type is float16, the target's float32; expected a --dtype",
+    ),
     "words twice": ({}, {}, ["--draft-vocabulary", "32"], "has words of its own; expected no --draft-vocabulary"),
 }
 

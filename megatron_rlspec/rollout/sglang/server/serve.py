@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
+_LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -183,22 +184,32 @@ def _check_model(options: argparse.Namespace) -> None:
         config = check_model(options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False)
     except ModelConfigError as error:
         raise ServeError(f"--model {options.model}: {error}") from None
-    if not (drafts and options.draft_model):
-        return
+    if drafts and options.draft_model:
+        _check_drafter(options, config)
+
+
+def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
         raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
-    if problem := _sglang().without_eagle3(config):
+    if problem := _sglang().without_eagle3(target):
         raise ServeError(f"{given}: {problem}")
     try:
-        drafter = check_drafter(options.draft_model, config, options.model)
+        drafter = check_drafter(options.draft_model, target, options.model)
     except ModelConfigError as error:
         raise ServeError(f"{given}: {error}") from None
-    if options.verifier == "rejection" and drafter.draft_vocab_size < config["vocab_size"]:
+    if options.verifier == "rejection" and drafter.draft_vocab_size < target["vocab_size"]:
         raise ServeError(
-            f"{given} drafts from {drafter.draft_vocab_size} of {config['vocab_size']} words, and SGLang's rejection "
+            f"{given} drafts from {drafter.draft_vocab_size} of {target['vocab_size']} words, and SGLang's rejection "
             "sampling needs all; expected another --verifier"
         )
+    own = drafter.dtype or drafter.torch_dtype
+    wanted = target.get("dtype") or target.get("torch_dtype")
+    if options.dtype == "auto" and own and wanted and own != wanted:
+        raise ServeError(f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both")
+    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (target.get("max_position_embeddings") or 0):
+        # Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
+        os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
 
 
 def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, dict[str, Any]]:

@@ -402,7 +402,7 @@ def without_eagle3(config: Mapping[str, Any], read: contracts.Read | None = None
 
     MiMo's class hands out no hidden states, though a MiMo is a Qwen2. With `read`, SGLang's source is asked, too.
     """
-    name = config["architectures"][0]
+    name = (config.get("architectures") or [""])[0]
     file = EAGLE3_TARGETS.get(name)
     capture = f"sglang.srt.models.{file}.{name}.set_eagle3_layers_to_capture"
     if file is None or (read is not None and contracts.lacking({capture: ()}, read)):
