@@ -28,6 +28,8 @@ from megatron_rlspec import arguments, contracts, files, machine
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.integrations import patches
 from megatron_rlspec.rollout.sglang.server import versions as sglang
+from megatron_rlspec.weights.eagle3 import check_drafter
+from megatron_rlspec.weights.model_directory import check_model
 
 State = Literal["present", "absent", "unknown", "read", "not installed"]
 WORKER_SECONDS = 300
@@ -374,6 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and options.json != "-":
         files.check_output(options.json)
     config = load(options.config) if options.config else None
+    if config is not None and config.drafter.kind == "eagle3":  # wrong layers of the target would only cost acceptance
+        target = check_model(config.model.path, "train", drafter=False)
+        check_drafter(config.drafter.path, target, config.model.path)
     results = examine(options.names or None, options.path)
     wanted = options.gpu or (machine.visible_gpus() > 0 and not options.names)
     lacking = machine.lacks(machine.gather(options.path)) if wanted else None

@@ -12,6 +12,7 @@ from test_pushed_families import checkpoint, config_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from megatron_rlspec import doctor
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.data import DataError
 from megatron_rlspec.inputs import check_inputs
@@ -111,6 +112,19 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     # The embedded engine takes it, and the next check is of the prompts.
     with pytest.raises(DataError, match="ends in .jsonl"):
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
+
+
+def test_doctor_compares_the_layers_with_the_target(tmp_path):
+    model = tiny_eagle3.write(
+        tmp_path / "model", config := tiny_eagle3.target_config(), tiny_eagle3.target_weights(config)
+    )
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(model / "tokenizer.json"))
+    beyond = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}
+    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER | beyond, OWN)
+    run = tmp_path / "run.toml"
+    run.write_text(f'[model]\npath = "{model}"\nmax_length = 4096\n[drafter]\nkind = "eagle3"\npath = "{path}"\n')
+    with pytest.raises(ConfigError, match="the target has 8 layers"):
+        doctor.main(["sglang-contract", "--config", str(run)])
 
 
 def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
