@@ -146,11 +146,10 @@ def _shown(drafter: Mapping[str, Any]) -> str:
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     """Return the learning of speculation that a run begins with. Raises CostTableError."""
     spec = config.spec
-    words_of_drafts = hf_config.get(DRAFTER, {}).get("draft_vocab_size", config.drafter.vocabulary)
     adapter = Adapter(
         spec.candidate_steps,
         spec.cost_table,
-        Roofline.of_model(hf_config, spec.ridge_tokens, words_of_drafts),
+        Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary),
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
