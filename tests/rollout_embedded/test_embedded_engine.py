@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import embedded_oracle as oracle
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded import draft
+from megatron_rlspec.rollout.embedded import engine as embedded_engine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
@@ -339,12 +341,22 @@ def test_rejection_accepts_drafts_from_a_part_of_the_vocabulary(model, sampling)
     assert len(accepted) > 20 and not (accepted % 2).any() and (tokens % 2).any()
 
 
-def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations():
+def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations(monkeypatch):
     """All drafts are accepted (greedy, all logits 0), but computing dominates: a round with one draft computes twice
     the tokens for twice the text, and the draft comes on top. Counting layers alone promises a gain."""
-    config, tensors = oracle.tiny(vocab=8192, hidden=128, layers=2)
+    config, tensors = oracle.tiny(vocab=64)
     tensors = {name: torch.zeros_like(x) for name, x in tensors.items()}
     engine = EmbeddedEngine(config, tensors.items(), dtype=torch.float32, candidates=[OFF, SpecConfig(1)])
+    seconds = 0.0
+    run = engine.rounds.round
+
+    def timed(rows, spec):
+        nonlocal seconds
+        seconds += 1e-4 + 1e-5 * len(rows) * (1 if spec.off else 2.4)
+        return run(rows, spec)
+
+    monkeypatch.setattr(engine.rounds, "round", timed)
+    monkeypatch.setattr(embedded_engine, "time", SimpleNamespace(perf_counter=lambda: seconds, sleep=time.sleep))
     asked = oracle.requests([[1, 2, 3]], group=64)
     greedy = Sampling(temperature=0, max_new_tokens=40, ignore_eos=True)
     shares = {}
