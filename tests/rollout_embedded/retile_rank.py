@@ -31,7 +31,7 @@ def meet(meeting: str) -> tuple[int, Groups]:
 def model_at(groups: Groups, tp: int, tied: bool = False) -> Decoder:
     """A decoder whose weights were loaded at this size."""
     config, tensors = oracle.tiny(vocab=48, heads=8, kv_heads=4, hidden=32, tied=tied, seed=9)
-    model = Decoder(Architecture.from_hf(config), torch.float64, "cpu", groups.of(tp), 64)
+    model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(tp), 64)
     for name, tensor in tensors.items():
         if not (tied and name == "lm_head.weight"):
             model.write(name, tensor)
@@ -43,6 +43,7 @@ def weights(meeting: str, gather: bool, tied: bool) -> list[str]:
     """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
     _, groups = meet(meeting)
     model = model_at(groups, 1, tied)
+    _forward(model, torch.arange(5))
     different = []
     for old, new in zip(PATH, PATH[1:], strict=False):
         retile.retile_weights(model, retile.Switch(groups, old, new), retile.gather if gather else retile.exchange)
@@ -105,9 +106,9 @@ def paint(cache: Cache, groups: Groups, tp: int) -> None:
                 for part in range(2):
                     for head in range(heads):
                         rng = np.random.default_rng(abs(hash((key, layer, part, first + head))))
-                        values = torch.from_numpy(rng.standard_normal(cache.kv[layer].shape[-1]))
+                        values = torch.from_numpy(rng.standard_normal(cache.kv[layer].shape[-1])).float()
                         cache.kv[layer][slot, part * heads + head] = values
-            cache.hidden[slot] = torch.from_numpy(np.random.default_rng(abs(key)).standard_normal(32))
+            cache.hidden[slot] = torch.from_numpy(np.random.default_rng(abs(key)).standard_normal(32)).float()
 
 
 def wrong(cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.Row], seated: dict[str, int]) -> list[str]:

@@ -322,6 +322,7 @@ class Decoder:
                 continue
             new = old.resized(self.comm.size, comm.size)
             moved(old, new)
+            self.packed.forget(old.fused)
             old.fused.data = new.fused
             self.parameters[index] = new._replace(fused=old.fused)
             self._name(self.parameters[index])
@@ -329,6 +330,7 @@ class Decoder:
         self.heads = self.arch.heads // comm.size
         self.kv_heads = self.arch.kv_heads // comm.size
         if self.arch.tied:
+            self.packed.forget(self.head)
             self.head = self.embedding.chunk(comm.size)[comm.rank]
         if self.draft_ids is not None:
             self.set_draft_vocabulary(self.draft_ids[self.draft_ids >= 0])

@@ -43,9 +43,13 @@ class TensorParallel:
 
     def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         """Send the flat tensor `parts[i]` to rank i. Returns what the ranks sent; rank i sent `counts[i]` elements."""
-        received = parts[0].new_empty(sum(counts))
-        dist.all_to_all_single(received, torch.cat(list(parts)), list(counts), list(map(len, parts)), group=self.group)
-        return list(received.split(list(counts)))
+        others = [part if rank != self.rank else part[:0] for rank, part in enumerate(parts)]
+        sizes = [count if rank != self.rank else 0 for rank, count in enumerate(counts)]
+        wire = parts[0].new_empty(sum(sizes))
+        dist.all_to_all_single(wire, torch.cat(others), sizes, list(map(len, others)), group=self.group)
+        received = list(wire.split(sizes))
+        received[self.rank] = parts[self.rank]
+        return received
 
 
 class Groups:

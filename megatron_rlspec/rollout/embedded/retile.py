@@ -98,7 +98,10 @@ def exchange(switch: Switch, old: Parameter, new: Parameter) -> None:
         send.append(_flat(pieces(sources, switch.old, count * near(me, rank), first), old.fused))
         count, _, first = switch.units(rank, me)
         receive.append(pieces(targets, switch.new, count * near(me, rank), first))
-    _place(switch.wide.swap(send, [sum(part.numel() for part in parts) for parts in receive]), receive)
+    if switch.old == 1:  # every rank holds all
+        _place(send[me : me + 1], receive[me : me + 1])
+    else:
+        _place(switch.wide.swap(send, [sum(part.numel() for part in parts) for parts in receive]), receive)
 
 
 def gather(switch: Switch, old: Parameter, new: Parameter) -> None:
