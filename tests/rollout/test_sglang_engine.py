@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests as http
 import tiny_mimo
 import torch
 
 from megatron_rlspec import environment
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Note
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.conversation import Conversation, Conversations
@@ -779,6 +782,196 @@ assert not HookRegistry._hooks and not HookRegistry._patched, HookRegistry._hook
 assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def started(engine: SGLangEngine, asked: list[Request], sampling: Sampling, least: int) -> Callable[[], list[Sample]]:
+    """Start samples, return when each has `least` tokens; the result waits for their end."""
+    found: list[list[Sample]] = []
+    thread = threading.Thread(target=lambda: found.append(engine.generate(asked, sampling)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lengths = [held.context - held.prompt for held in engine.progress().running]
+        if len(lengths) == len(asked) and min(lengths) >= least:
+            break
+
+    def end() -> list[Sample]:
+        thread.join(60)
+        return found[0]
+
+    return end
+
+
+def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
+    return [replace(request, partial=Partial.of(sample)) for request, sample in zip(asked, begun, strict=True)]
+
+
+def flush(engine: SGLangEngine) -> None:
+    """Empty the prefix tree, once the engine is idle."""
+    deadline = time.monotonic() + 20
+    headers = {"Authorization": "Bearer right-key"}
+    while http.post(f"{engine.url}/flush_cache", headers=headers, timeout=20).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def balanced(*engines: SGLangEngine) -> bool:
+    """Return whether every slot of idle engines is free, or in the tree."""
+    for engine in engines:
+        while (slots := engine._post("control/kv_audit"))["requests"]:
+            time.sleep(0.05)
+        if slots["free"] + slots["evictable"] != slots["total"] or slots["protected"] or slots["reserved"]:
+            return False
+    return True
+
+
+def wrong(path: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite a file of columns: `change` gets target's and drafter's columns [layer, key or value, column, ...]."""
+    whole = bytearray(Path(path).read_bytes())
+    size = int.from_bytes(whole[:8], "little")
+    columns = torch.frombuffer(whole, dtype=torch.uint8)[12 + size :].clone().view(torch.float32).view(9, 2, -1, 32)
+    change({"target": columns[:8], "drafter": columns[8:]})
+    content = bytes(whole[12 : 12 + size]) + columns.numpy().tobytes()
+    Path(path).write_bytes(whole[:8] + zlib.crc32(content).to_bytes(4, "little") + content)
+
+
+def negate_target(columns: dict[str, torch.Tensor]) -> None:
+    columns["target"][0, 0] *= -1
+
+
+def fresh(n: int, tag: str, first: int) -> list[Request]:
+    """Requests of prompts that no other test has."""
+    prompts = [Prompt(i, np.random.default_rng(first + i).integers(3, 160, 20)) for i in range(n)]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_running_samples_move_with_their_kv_cache(engines: dict[str, SGLangEngine], temperature: float) -> None:
+    """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed."""
+    source, target = engines["unkeyed"], engines["adaptive"]
+    target.set_schedule(k(3))
+    asked = fresh(4, f"move{temperature:.0f}", 9000)
+    sampling = Sampling(temperature=temperature, max_new_tokens=200, ignore_eos=True)
+    ended = started(source, asked, sampling, 20)
+    grants = target.offer(source.progress().version, [Note(r.id, np.asarray(r.prompt.tokens), 220) for r in asked])
+    first = source.export(grants)
+    assert not [piece for piece in target.accept(first) if piece.refused]
+    delta = source.detach([Grant(piece.id, piece.last) for piece in first])
+    begun = ended()
+    second = target.accept(delta)
+    assert [piece.last for piece in second] == [len(sample.tokens) - 2 for sample in begun]
+    got = target.generate(rest(asked, begun), sampling)
+    equal = [a == b for a, b in zip(texts(got), texts(engines["plain"].generate(asked, sampling)), strict=True)]
+    assert equal == [temperature == 0] * 4  # a sampler that is not keyed draws another text before the move
+    assert {sample.status for sample in begun} == {"aborted"} and {len(s.response) for s in got} == {200}
+    assert balanced(source, target)
+    assert not list(Path("/dev/shm").glob(f"{Path(first[0].path).name}*"))
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
+def test_rounds_after_a_move_accept_as_after_recomputation(
+    engines: dict[str, SGLangEngine], before: SpecSchedule
+) -> None:
+    """Samples leave an engine and come back after a flush, also if their drafter has not read their tokens.
+
+    Wrong columns of the target are noticed in the text.
+    """
+    engine = engines["adaptive"]
+    sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
+
+    def continued(tag: str, change: Callable[[dict[str, torch.Tensor]], None] | None = None) -> list[Sample]:
+        flush(engine)
+        asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
+        if tag != "recompute":
+            for piece in delta:
+                shutil.copy(f"{piece.path}.0", f"{piece.path}.{tag}.0")
+                if change is not None:
+                    wrong(f"{piece.path}.{tag}.0", change)
+                (answer,) = engine.accept([Cargo(piece.id, f"{piece.path}.{tag}")])
+                assert not answer.refused, answer
+        found = engine.generate(rest(asked, begun), sampling)
+        engine.withdraw()
+        return found
+
+    try:
+        for weights in (WEIGHTS, half_wrong_drafter()):
+            engine.update_weights(3, weights.items())
+            engine.set_schedule(before)
+            cut = fresh(4, "rounds", 9100)
+            ended = started(engine, cut, sampling, 20)
+            delta = engine.detach([Grant(r.id) for r in cut])
+            begun = ended()
+            engine.set_schedule(k(3))
+            again = continued("recompute")
+            moved = continued("moved")
+            assert texts(moved) == texts(again)
+            assert [s.accepted_spans for s in moved] == [s.accepted_spans for s in again]
+            if weights is WEIGHTS:
+                assert texts(continued("negated", negate_target)) != texts(again)
+                continue
+            assert max(len(s.accepted_spans) for s in again) > 10
+    finally:
+        engine.update_weights(0, WEIGHTS.items())
+        for piece in delta:
+            Path(f"{piece.path}.0").unlink()
+
+
+def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
+    source, target = engines["unkeyed"], engines["adaptive"]
+    asked = fresh(2, "refused", 9200)
+    notes = [Note(r.id, np.asarray(r.prompt.tokens), 100) for r in asked]
+    with pytest.raises(EngineError, match="the sample has weights of version 7, this engine of version 0"):
+        target.offer(7, notes)
+    (grant, large) = target.offer(0, [notes[0], Note(asked[1].id, notes[1].tokens, 1 << 30)])
+    assert not grant.refused and large.refused.startswith("no room for ")
+    assert [piece.refused for piece in source.export([Grant("unknown")])] == ["unknown does not decode here"]
+    ended = started(source, asked, Sampling(max_new_tokens=200, ignore_eos=True), 30)
+    (answer,) = engines["plain"].accept(source.export([Grant(asked[0].id)]))
+    assert "columns of another kind" in answer.refused  # it has no drafter
+    pieces = source.export([Grant(r.id, 0) for r in asked])
+    torn = bytearray(Path(f"{pieces[0].path}.0").read_bytes())
+    torn[-1] ^= 1
+    Path(f"{pieces[0].path}.0").write_bytes(torn)
+    answers = target.accept([*pieces, Cargo("x", "/dev/shm/rlspec-kv-none")])
+    assert ["checksum" in answers[0].refused, answers[1].refused, "No such file" in answers[2].refused] == [
+        True,
+        "",
+        True,
+    ]
+    (late,) = source.export([Grant(asked[0].id, 40)])
+    (answer,) = target.accept([late])
+    assert answer.refused.startswith("columns below 40 are needed, and ")
+    source.abort()
+    ended()
+    target.withdraw()
+    assert balanced(source, target)
+
+
+@pytest.mark.lossless
+def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
+    """The round that an abort waits for can hold a stop token; then the sample has ended."""
+    stops = (2, *range(3, 160, 8))  # 2 ends every text
+    sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
+    engine = engines["adaptive"]
+    asked = fresh(32, "ends", 9300)
+    thread = threading.Thread(target=lambda: samples.extend(engine.generate(asked, sampling)))
+    samples: list[Sample] = []
+    thread.start()
+    left: set[str] = set()
+    files: list[Cargo] = []
+    while thread.is_alive():
+        here = [held.id for held in engine.progress().running if held.id not in left]
+        if here:
+            files += engine.detach([Grant(here[0])])
+            left.add(here[0])
+    assert {sample.status for sample in samples} == {"finished", "aborted"}
+    for sample in samples:
+        stopped = np.flatnonzero(np.isin(sample.response, stops)).tolist()
+        assert stopped == ([len(sample.response) - 1] if sample.status == "finished" else []), sample
+    for piece in files:
+        Path(f"{piece.path}.0").unlink(missing_ok=True)
 
 
 def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:

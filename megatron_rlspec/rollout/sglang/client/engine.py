@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -14,12 +15,14 @@ import requests
 import torch
 from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
-from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.engine import Cargo, EngineDescription, EngineError, Grant, Note
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
 from megatron_rlspec.types import (
+    Held,
+    Load,
     Partial,
     Request,
     RoundStats,
@@ -55,6 +58,7 @@ class SGLangEngine:
     process    the server's process, if this client started it and must end it
     timeout    longest time in seconds without an answer or a finished sample
     transport  of weights
+    columns    a directory of the engine's machine, for the KV caches of samples that leave it
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class SGLangEngine:
         process: EngineProcess | None = None,
         timeout: float = 1800.0,
         transport: Transport | None = None,
+        columns: str = "/dev/shm",
     ) -> None:
         self.url = url.rstrip("/")
+        self._columns = columns
         api_key = known_key(api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
@@ -220,6 +226,61 @@ class SGLangEngine:
 
     def not_begun(self) -> list[str]:
         return self._field("control/not_begun", "ids", list)
+
+    @property
+    def node(self) -> str:
+        """Return the engine's host name. KV caches move between engines of one node."""
+        return urlsplit(self.url).hostname or ""
+
+    def progress(self) -> Load:
+        """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
+        found = self._post("control/progress")
+        try:
+            running = tuple(Held(*row) for row in found["running"])
+            return Load(self.url, running, found["waiting"], found["free_tokens"], int(found["version"]))
+        except (KeyError, TypeError, ValueError):
+            raise self._not_an_engine("control/progress", found) from None
+
+    def offer(self, version: int, notes: Sequence[Note]) -> list[Grant]:
+        """Reserve room for samples until they arrive, `withdraw`, or a push. Raises RefusedError for other versions."""
+        rows = [{"id": note.id, "tokens": note.tokens.tolist(), "upto": note.upto} for note in notes]
+        answers = self._answers("control/kv_offer", {"version": str(version), "notes": rows})
+        return [Grant(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers]
+
+    def export(self, grants: Sequence[Grant]) -> list[Cargo]:
+        """Write the final columns of running samples into files."""
+        return self._send_off("control/kv_export", grants)
+
+    def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
+        """End samples after their next round; the files of their columns are there when `generate` returns them."""
+        return self._send_off("control/kv_detach", grants, columns)
+
+    def _send_off(self, path: str, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
+        new = (f"{self._columns}/rlspec-kv-{uuid.uuid4().hex}" if columns else "" for _ in grants)
+        files = {grant.id: file for grant, file in zip(grants, new, strict=True)}
+        rows = [{"id": grant.id, "first": grant.first, "path": files[grant.id]} for grant in grants]
+        return [
+            Cargo(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""))
+            for row in self._answers(path, {"notes": rows})
+        ]
+
+    def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
+        """Read the files, and keep their columns until their samples arrive, or `withdraw`."""
+        rows = [{"id": piece.id, "path": piece.path} for piece in cargo]
+        return [
+            Cargo(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
+            for row in self._answers("control/kv_accept", {"notes": rows})
+        ]
+
+    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
+        self._post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
+
+    def _answers(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        found = self._post(path, json=body)
+        asked = [note["id"] for note in body["notes"]]
+        if [row.get("id") for row in found.get("answers", [])] != asked:
+            raise self._not_an_engine(path, found)
+        return found["answers"]
 
     def stats(self) -> list[RoundStats]:
         rounds = self._field("control/stats", "rounds", list)

@@ -14,7 +14,15 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
-from megatron_rlspec.rollout.sglang.server import decisions, draft_vocabulary, eagle3, mounts, prefix_tree, versions
+from megatron_rlspec.rollout.sglang.server import (
+    decisions,
+    draft_vocabulary,
+    eagle3,
+    kv_moves,
+    mounts,
+    prefix_tree,
+    versions,
+)
 from megatron_rlspec.rollout.sglang.server.rounds import RoundLog
 from megatron_rlspec.rollout.sglang.server.served_weights import (
     Deliveries,
@@ -49,6 +57,8 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
+    if versions.installed().moves:
+        yield from kv_moves.hooks()
 
 
 def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
@@ -274,6 +284,13 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "fingerprints": _fingerprints,
     "delivered": _delivered,
     "shapes": _shapes,
+    "progress": kv_moves.progress,
+    "kv_offer": kv_moves.offer,
+    "kv_export": kv_moves.export,
+    "kv_detach": kv_moves.detach,
+    "kv_accept": kv_moves.accept,
+    "kv_withdraw": kv_moves.withdraw,
+    "kv_audit": kv_moves.audit,
 }
 
 

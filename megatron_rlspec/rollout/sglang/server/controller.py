@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.speculative import adaptive_runtime_state
 
-from megatron_rlspec.rollout.sglang.server import decisions, plain_round, versions
+from megatron_rlspec.rollout.sglang.server import decisions, kv_moves, plain_round, versions
 from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
 from megatron_rlspec.types import SpecConfig
@@ -34,7 +34,7 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
         decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
         self._config = SpecConfig(worker.speculative_num_steps)
-        self._gap = DrafterGap(worker)
+        self.gap = DrafterGap(worker)
         self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
         self._batch: Any = None
         self._context = 0  # tokens
@@ -59,12 +59,15 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _decide(self, batch_size: int) -> None:
         reqs = self._batch.reqs
-        gap = self._gap
+        gap = self.gap
         if reqs:
             self._context = sum(r.seqlen for r in reqs)
             missed = partial(gap.missed, reqs) if gap.open else _nothing
             self._config, n = decisions.decider.choose(batch_size, self._context, missed)
-            self._drafting = gap.close(self._batch, n) if gap.open and not self._config.off else None
+            movers = kv_moves.movers(reqs)  # their drafter's cache leaves with them
+            closing = gap.open and (bool(movers) or not self._config.off)
+            drafting = gap.close(self._batch, 0 if self._config.off else n, movers) if closing else None
+            self._drafting = None if self._config.off else drafting
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
 
@@ -80,8 +83,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._batch = batch
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
-            if self._gap.open:
-                self._gap.forget(batch.reqs)
+            if self.gap.open:
+                self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
         if self._config.off and plain_round.possible(self.worker, batch):
@@ -101,12 +104,12 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
             if self._config.off:
                 self._leave_out(batch, result, hidden, tokens)
                 return
-            self._gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ())
+            self.gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ())
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs."""
-        self._gap.record(batch.reqs, hidden, tokens)
+        self.gap.record(batch.reqs, hidden, tokens)
         if self._stub is None or len(self._stub[0]) != len(batch.reqs):
             self.worker._stub_skipped_draft_extend(batch, result)
             self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)

@@ -82,8 +82,10 @@ class DrafterGap:
         behind = [self._total - self._since.get(req.rid, 0) for req in reqs]
         return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
 
-    def close(self, batch: Any, n: int) -> list[int] | None:
-        """Let the drafter read what the n least behind requests missed, and put their first drafts into `spec_info`.
+    def close(self, batch: Any, n: int, also: Collection[int] = ()) -> list[int] | None:
+        """Let the drafter read what requests missed, and put their first drafts into `spec_info`.
+
+        These are the n least behind requests and `also`, indices into the batch.
 
         Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
         requests' indices, or None if no request is behind any more.
@@ -91,7 +93,7 @@ class DrafterGap:
         reqs = batch.reqs
         lags = [self._total - self._since.get(req.rid, 0) for req in reqs]
         order = sorted(range(len(reqs)), key=lags.__getitem__)
-        chosen = sorted(order[:n])
+        chosen = sorted({*order[:n], *also})
         behind = [i for i in chosen if lags[i] > 0]
         kept = self._take([reqs[i].rid for i in behind], batch.spec_info.bonus_tokens.device)
         if self._samples_drafts():

@@ -59,6 +59,7 @@ RequestId = Annotated[
 Version = Annotated[str, Field(pattern=r"^[0-9]{0,18}$")]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]
+ColumnsPath = Annotated[str, Field(max_length=4096, pattern=r"^/([^\x00/]+/)*rlspec-kv-[A-Za-z0-9._-]+$")]
 Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -145,6 +146,60 @@ class Hold(Strict):
     reason: str = Field(min_length=1, max_length=4096)
 
 
+class OfferNote(Strict):
+    """A sample that may come: the tokens known of it, and how many columns it will have at most."""
+
+    id: RequestId
+    tokens: TokenIds
+    upto: Edge
+
+
+class Offer(Strict):
+    version: Version
+    notes: list[OfferNote] = Field(min_length=1, max_length=1 << 16)
+
+
+class ExportNote(Strict):
+    """A sample whose columns from `first` on are written to `path`."""
+
+    id: RequestId
+    first: Edge
+    path: ColumnsPath
+
+
+class Export(Strict):
+    notes: list[ExportNote] = Field(min_length=1, max_length=1 << 16)
+
+
+class DetachNote(Strict):
+    """A sample that leaves; without `path`, without its columns."""
+
+    id: RequestId
+    first: Edge = 0
+    path: ColumnsPath | Literal[""] = ""
+
+
+class Detach(Strict):
+    notes: list[DetachNote] = Field(min_length=1, max_length=1 << 16)
+
+
+class AcceptNote(Strict):
+    """A sample whose columns are read from `path`."""
+
+    id: RequestId
+    path: ColumnsPath
+
+
+class Accept(Strict):
+    notes: list[AcceptNote] = Field(min_length=1, max_length=1 << 16)
+
+
+class Withdraw(Strict):
+    """The samples whose room is given back; without `ids`, all of them."""
+
+    ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
+
+
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_schedule": SetSchedule,
@@ -159,6 +214,13 @@ COMMANDS: dict[str, type[Strict]] = {
     "fingerprints": Nothing,
     "delivered": Nothing,
     "shapes": Nothing,
+    "progress": Nothing,
+    "kv_offer": Offer,
+    "kv_export": Export,
+    "kv_detach": Detach,
+    "kv_accept": Accept,
+    "kv_withdraw": Withdraw,
+    "kv_audit": Nothing,
 }
 
 
