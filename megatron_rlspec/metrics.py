@@ -92,8 +92,10 @@ class Recorder:
         self._metrics = self.run_dir / "metrics.jsonl"
         self._events = self.run_dir / "events.jsonl"
         self._samples = self.run_dir / "samples.jsonl"
+        self._moves = self.run_dir / "moves.jsonl"
         _keep_before(self._metrics, first_step)
         _keep_before(self._samples, first_step)
+        _keep_before(self._moves, first_step)
         _drop_torn_line(self._events)
         self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
@@ -121,6 +123,10 @@ class Recorder:
             row["pieces"] = pieces(s, decode)
             rows.append(row)
         _append(self._samples, rows)
+
+    def moves(self, step: int, record: Mapping[str, Any]) -> None:
+        """Add the moves of one rollout, and which engine drew which sample when, to `moves.jsonl`."""
+        _append(self._moves, [{"step": step, **record}])
 
     def close(self) -> None:
         self._board.close()

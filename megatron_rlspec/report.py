@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ Row = TypeVar("Row", bound=BaseModel)
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 SAMPLES_SHOWN = 12
+TIMELINES_SHOWN = 2
+MOVES_SHOWN = 40
 LABELS = {"rollout/accept_length": "all rounds", "spec/accept_length": "rounds that drafted"}
 DRAWN_MOST = 1e30  # the pictures leave out larger values and NaN
 
@@ -52,6 +55,31 @@ class EventRow(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     kind: str
     message: str
+
+
+class MoveRow(BaseModel):
+    """A move within a rollout; seconds since its begin."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    source: str
+    target: str
+    ids: Annotated[tuple[str, ...], Strict(False)]
+    how: str
+    why: str
+    began: float
+    ms: float
+    bytes: int
+    rounds: float
+    refused: str
+
+
+class TailRow(BaseModel):
+    """One line of moves.jsonl: a rollout's samples on engines, [id, engine, from s, to s], and its moves."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    step: int
+    stays: list[Annotated[tuple[str, str, float, float], Strict(False)]]
+    moves: list[MoveRow]
 
 
 class ComparisonRow(BaseModel):
@@ -113,6 +141,7 @@ def render(run_dir: Path, records: Records) -> str:
     shown = ("rollout/reward", "rollout/accept_length", "rollout/tokens_per_second", "policy/loss")
     last = {key.split("/")[1]: f"{_drawn(records[-1][key]):.3g}" for key in shown if key in records[-1]}
     config = run_dir / "config.json"
+    rollouts = [row for row in read(run_dir / "moves.jsonl", TailRow) if any(move.ids for move in row.moves)]
     return (
         jinja2.Environment(autoescape=True)
         .from_string(TEMPLATE.read_text())
@@ -121,6 +150,8 @@ def render(run_dir: Path, records: Records) -> str:
             steps=len(records),
             last=last,
             plots=plots(records),
+            timelines=[(row.step + 1, _timeline(row)) for row in rollouts[-TIMELINES_SHOWN:]],
+            moves=[(row.step + 1, move) for row in rollouts for move in row.moves][-MOVES_SHOWN:],
             events=read(run_dir / "events.jsonl", EventRow),
             comparison=_comparison(run_dir / "comparison.json"),
             samples=[_sample(row) for row in read(run_dir / "samples.jsonl", SampleRow)[-SAMPLES_SHOWN:]],
@@ -219,6 +250,38 @@ def _picture(records: Records, title: str, keys: Sequence[str], kind: str) -> st
     axes.set(title=title, xlabel="step")
     if len(keys) > 1:
         axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def _timeline(row: TailRow) -> str:
+    """Draw the engines of a rollout over time: samples as bars, moves as arrows between them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    engines = sorted({engine for _, engine, _, _ in row.stays})
+    order = sorted(row.stays, key=lambda stay: (engines.index(stay[1]), stay[2], stay[3]))
+    places = {(sample, engine, began): place for place, (sample, engine, began, _) in enumerate(order)}
+    figure, axes = plt.subplots(figsize=(10, min(12, 1 + 0.08 * len(order))), layout="constrained")
+    for place, (_, engine, began, ended) in enumerate(order):
+        axes.barh(place, ended - began, left=began, height=0.8, color=f"C{engines.index(engine) % 10}")
+    by_sample: dict[str, list[tuple[str, float, float]]] = {}
+    for sample, engine, began, ended in sorted(row.stays, key=lambda stay: stay[2]):
+        by_sample.setdefault(sample, []).append((engine, began, ended))
+    for sample, stays in by_sample.items():
+        for (left, from_, until), (reached, begins, _) in itertools.pairwise(stays):
+            start = (until, places[sample, left, from_])
+            axes.annotate("", (begins, places[sample, reached, begins]), start, arrowprops={"arrowstyle": "->"})
+    middles = [[place for place, stay in enumerate(order) if stay[1] == engine] for engine in engines]
+    axes.set_yticks([sum(places_) / len(places_) for places_ in middles], engines)
+    axes.set(title=f"step {row.step + 1}: samples on engines, and moves", xlabel="seconds")
+    return _png(figure)
+
+
+def _png(figure: Any) -> str:
+    import matplotlib.pyplot as plt
+
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=100)
     plt.close(figure)

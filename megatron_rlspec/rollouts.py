@@ -11,9 +11,9 @@ import json
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,17 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
+from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.open import StartingEngines, learning
+from megatron_rlspec.rollout.moves import Owner
+from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.types import (
     Group,
     Prompt,
@@ -62,6 +66,7 @@ class StartingRollouts:
 
     held_out    prompts of evaluations; empty without `data.eval_path`
     learning    the learning of speculation
+    planner     decides on moves of running samples between engines; None: none move
     scorer      reward workers
     starting    engines, which start while the trainer is built
     """
@@ -82,6 +87,7 @@ class StartingRollouts:
         path = config.data.eval_path
         self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
         self.learning = learning(config, hf_config)
+        self.planner = rebalancer(config, hf_config)
         self.scorer = rewards.Scorer(config.reward)
         self.starting = StartingEngines(config, run_dir, layout)
 
@@ -145,6 +151,12 @@ class Rollouts:
         self.restarted = 0  # engines that were restarted since the last record
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
         self.engines = EnginePool(list(engines.values()), lost=self._start_again)
+        self.planner = started.planner
+        self.lengths = Lengths()  # of all responses, by which the planner predicts
+        self._timed: list[RoundStats] = []  # rounds that the planner has not seen
+        self._rolling = 0  # the step whose rollout runs
+        if self.planner is not None:
+            self.engines.balance = self._balanced
         self.conversations = None
         if rollout.function:
             function = custom.load("rollout.function", rollout.function)
@@ -233,6 +245,7 @@ class Rollouts:
 
     def _draw(self, step: int) -> tuple[list[Group], float]:
         """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
+        self._rolling = step
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are drawn"
         order = prompts.state()
@@ -307,6 +320,23 @@ class Rollouts:
         self._check_cancelled()
         self._record_losses()
         return drawn
+
+    @contextmanager
+    def _balanced(self, owner: Owner) -> Iterator[None]:
+        """Move samples between engines during one `generate`, and record the moves."""
+        assert self.planner is not None
+        timed, self._timed = self._timed, []
+        self.planner.observe(timed)
+        serving = self.engines.engines
+        engines = {name: engine for name, engine in self.health.pusher.engines.items() if engine in serving}
+        movable = {name: engine for name, engine in engines.items() if isinstance(engine, SGLangEngine)}
+        balancer = Balancer(
+            owner, movable, self.planner, self.lengths, self.sampling.max_new_tokens, self.config.tail.every
+        )
+        with balancer:
+            yield
+        if balancer.moves:
+            self.recorder.moves(self._rolling, balancer.record())
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
@@ -444,6 +474,7 @@ class Rollouts:
                 message = f"{name}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=name, found=[finding.detector])
         self.rounds = seen
+        self._timed += seen
         found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
         files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found

@@ -64,6 +64,29 @@ def test_the_page_holds_plots_events_and_escaped_samples(run_dir, capsys):
     assert "http" not in page  # nothing is loaded from elsewhere
 
 
+def test_the_page_shows_moves_between_engines(run_dir, tmp_path):
+    move = {
+        "source": "engine-0",
+        "target": "engine-1",
+        "ids": ["b"],
+        "how": "kv",
+        "why": "2 samples on engine-0",
+        "began": 1,
+    }
+    move |= {"ms": 12.4, "bytes": 2000, "rounds": 1.5, "refused": "", "kept": 1, "away_ms": 3.0}
+    stays = [["a", "engine-0", 0, 2.0], ["b", "engine-0", 0, 1.01], ["b", "engine-1", 1.02, 3]]
+    rows = [{"step": 3, "stays": stays, "moves": [move], "decision_seconds": 0.01}]
+    (run_dir / "moves.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "engines of step 4 over time" in [title for title, _ in PNG.findall(page)]
+    assert "<td>engine-0<td>engine-1<td>kv" in page and "<td>2<td>12<td>1.5<td>2 samples on engine-0</tr>" in page
+    (run_dir / "moves.jsonl").write_text(json.dumps(rows[0] | {"stays": [["a", "engine-0", 0]]}) + "\n")
+    with pytest.raises(metrics.RecordError, match="moves.jsonl:1: stays.0.3: Field required"):
+        report.main([str(run_dir), "--out", str(tmp_path / "page.html")])
+    (run_dir / "moves.jsonl").unlink()
+
+
 def test_the_page_shows_compared_drafters(run_dir, tmp_path):
     row = {"steps": 3, "drafter": "own", "value": 2.5, "low": 2.4, "high": 2.6}
     pair = row | {"minus": "frozen", "value": 0.1, "low": 0.05, "high": 0.15, "shown": "above 0"}

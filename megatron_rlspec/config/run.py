@@ -92,6 +92,8 @@ class Config(Section):
             raise ValueError(
                 f"drafter.update={self.drafter.update} decides by the acceptance of drafts; spec.mode=off has none"
             )
+        if self.tail.rebalance != "off":
+            self._check_moves()
         if self.sft.drafter_only and not self.drafter.train:
             raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
         if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
@@ -99,6 +101,15 @@ class Config(Section):
                 "sft.drafter_only=true freezes the policy, but drafter.mtp_detach_heads=false trains it too"
             )
         return self
+
+    def _check_moves(self) -> None:
+        asked = f"tail.rebalance={self.tail.rebalance}"
+        if self.rollout.engine == "embedded":
+            raise ValueError(f"{asked} moves samples between engines, and rollout.engine=embedded is one engine")
+        if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
+            raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
+        if self.rollout.function:
+            raise ValueError(f"{asked} does not move the conversations of rollout.function; expected off")
 
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.

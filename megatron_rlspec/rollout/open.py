@@ -17,9 +17,12 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
 from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
+from megatron_rlspec.tail import rebalance
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.drafter_files import read_model, words
@@ -156,6 +159,32 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         learn=spec.learn_costs,
     )
     return Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
+
+
+def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebalancer | None:
+    """Return what decides on moves between the run's engines; None if none are wanted. Raises CostTableError."""
+    tail, spec = config.tail, config.spec
+    if tail.rebalance == "off":
+        return None
+    cost: CostTable | LearntCost
+    if spec.cost_table:
+        table = CostTable.load(Path(spec.cost_table))
+        cost = table if len(table.tps) == 1 else table.at(config.placement.tensor)
+    else:
+        cost = LearntCost(Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary))
+    heads = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
+    head = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    layers = hf_config["num_hidden_layers"] + (spec.mode != "off")
+    size = 2 * layers * heads * head * getattr(torch, config.model.dtype).itemsize
+    candidates = [SpecConfig(k) if k else OFF for k in spec.candidate_steps] if spec.mode == "adaptive" else []
+    return rebalance.Rebalancer(
+        cost,
+        candidates or [spec.config()],
+        rebalance.Transport(token_bytes=size),
+        gain=tail.gain,
+        rule=tail.rule,
+        modes=("kv", "recompute") if tail.rebalance == "auto" else (tail.rebalance,),
+    )
 
 
 def _transport(push: PushConfig) -> Transport:

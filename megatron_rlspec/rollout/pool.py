@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.rollout.moves import Owner, Returned, Stay
 from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 if TYPE_CHECKING:
     import torch
 
 ABORT_AGAIN = 0.2  # seconds
-Returned = Callable[[str, Request | None], None]
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +33,8 @@ class EnginePool:
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
                groups are distributed at the start
     lost       is called with each engine that failed, from the thread that saw the failure
+
+    `balance`, if it is set, is entered around every `generate`, and may move its samples (`balancer.Balancer`).
 
     An engine that fails is closed and left out from then on; `failures` gives the reason by the engine's `id`. Its
     unfinished requests go on on the others, from what is known of them. When no engine is left, every method raises
@@ -50,6 +53,7 @@ class EnginePool:
         self._in_flight = in_flight
         self._lost = lost
         self._runs: list[_Run] = []
+        self.balance: Callable[[Owner], AbstractContextManager] | None = None
         self.stolen = 0  # requests that moved before they had begun
         self.continued = 0  # tokens of lost engines' samples that other engines went on from
         self.failures: dict[int, str] = {}
@@ -80,7 +84,8 @@ class EnginePool:
         run = _Run(self, requests, sampling, on_sample, lengths)
         self._runs.append(run)
         try:
-            return run.finish()
+            with self.balance(run) if self.balance else nullcontext():
+                return run.finish()
         finally:
             self._runs.remove(run)
 
@@ -186,6 +191,8 @@ class _Run:
         self.queueing: set[int] = set()
         self.running: dict[Future, tuple[RolloutEngine, list[Request]]] = {}
         self.where: dict[str, tuple[RolloutEngine, Request]] = {}
+        self.since: dict[str, float] = {}  # when the call in `where` began
+        self.stays: list[Stay] = []
         self.lent: dict[str, Returned] = {}
         self.coming: deque[tuple[RolloutEngine, list[Request]]] = deque()  # continued by `resume`
         self.freed = False  # whether a sample has ended since the last look at stealing
@@ -251,6 +258,7 @@ class _Run:
         call = {request.id: (engine, request) for request in requests}
         with self.changed:
             self.where.update(call)
+            self.since.update(dict.fromkeys(call, time.perf_counter()))
             self.queueing.add(id(engine))
 
         def finished(sample: Sample) -> None:
@@ -258,7 +266,7 @@ class _Run:
             with self.changed:
                 if self.where.get(name) is not call[name]:
                     return
-                del self.where[name]
+                self._leave(name)
                 self._count(engine, [call[name][1]], -1)
                 returned = self.lent.pop(name, None)
                 leaves = returned is not None and sample.status == "aborted" and name not in self.aborted
@@ -274,6 +282,10 @@ class _Run:
         future = threads.submit(engine.generate, requests, self.sampling, finished)
         self.running[future] = (engine, requests)
         future.add_done_callback(self._wake)
+
+    def _leave(self, name: str) -> None:
+        engine, _ = self.where.pop(name)
+        self.stays.append(Stay(name, engine, self.since.pop(name), time.perf_counter()))
 
     def _wake(self, future: Future) -> None:
         with self.changed:
@@ -352,7 +364,7 @@ class _Run:
         with self.changed:
             left = [r for r in requests if self.where.get(r.id, (None, None)) == (engine, r)]
             for request in left:
-                del self.where[request.id]
+                self._leave(request.id)
         self._end_lending([request.id for request in left])
         self.pool.continued += sum(len(begun.response) for name, begun in error.begun.items())
         return [replace(r, partial=error.begun.get(r.id, r.partial)) for r in left]

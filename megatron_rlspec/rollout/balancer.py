@@ -1,0 +1,156 @@
+"""Decide, while a rollout runs, which samples move to which engine, and have them moved.
+
+`tail.rebalance` decides, `moves.Mover` acts. The decisions need no engine's consent: a move that an engine refuses is
+recorded, and the sample stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.engine import EngineError, Movable
+from megatron_rlspec.rollout.moves import Moved, Mover, Owner
+from megatron_rlspec.tail.lengths import Lengths
+from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.types import Held, Load, Move, Request
+
+PERIOD = 0.05  # seconds between two looks at the engines, at least
+
+
+class Balancer:
+    """A thread that looks at the engines while a `generate` runs, and moves samples where the plan says so.
+
+    owner    of the requests
+    engines  by name
+    planner  decides
+    lengths  of samples that have ended; `cap` is the most tokens that a response may have
+    every    decode rounds between two decisions
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        engines: Mapping[str, Movable],
+        planner: Rebalancer,
+        lengths: Lengths,
+        cap: int,
+        every: int,
+    ) -> None:
+        self.moves: list[Moved] = []
+        self.seconds = 0.0  # spent on looking and deciding
+        self._owner = owner
+        self._named = dict(engines)
+        self._engines = dict(engines)
+        self._mover = Mover(owner, engines)
+        self._planner = planner
+        self._lengths = lengths
+        self._cap = cap
+        self._every = every
+        self._pace = Pace()
+        self._counted: set[str] = set()
+        self._began = time.perf_counter()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
+
+    def __enter__(self) -> Balancer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End after the move that runs; what engines keep for samples that never came is given up."""
+        self._ended.set()
+        self._thread.join()
+        self._learn()
+        if self.moves:
+            for engine in self._engines.values():
+                with suppress(EngineError):
+                    engine.withdraw()
+
+    def record(self) -> dict[str, Any]:
+        """Return what a report shows: `stays` [id, engine, from s, to s], the moves, and the decisions' seconds."""
+        names = {id(engine): name for name, engine in self._named.items()}
+        stays = [
+            [stay.id, names.get(id(stay.engine), ""), stay.began - self._began, stay.ended - self._began]
+            for stay in self._owner.stays
+        ]
+        moves = [asdict(moved) | {"began": moved.began - self._began} for moved in self.moves]
+        return {"stays": stays, "moves": moves, "decision_seconds": self.seconds}
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds)):
+            began = time.perf_counter()
+            self._learn()
+            loads = self._loads()
+            ready = len(loads) > 1 and self._pace.seconds > 0  # from the second look on
+            moves = self._planner.plan(loads, self._lengths, self._cap) if ready else []
+            self.seconds += time.perf_counter() - began
+            for move in moves:
+                self._move(move, loads)
+
+    def _learn(self) -> None:
+        """Count the samples that have ended since the last look. Aborted ones say nothing."""
+        new = [sample for name, sample in list(self._owner.samples.items()) if name not in self._counted]
+        self._counted |= {sample.request_id for sample in new}
+        whole = [sample for sample in new if sample.status != "aborted"]
+        self._lengths.observe([len(sample.response) for sample in whole], [s.status == "truncated" for s in whole])
+
+    def _loads(self) -> list[Load]:
+        """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
+        found = []
+        for name, engine in list(self._engines.items()):
+            try:
+                load = engine.progress()
+            except EngineError:
+                del self._engines[name]
+                continue
+            requests = self._owner.drawn_by(engine)
+            running = [_as_asked(held, requests[held.id]) for held in load.running if held.id in requests]
+            found.append(replace(load, engine=name, running=tuple(running)))
+        self._pace.observe(found)
+        return found
+
+    def _move(self, move: Move, loads: Sequence[Load]) -> None:
+        if self._ended.is_set():
+            return
+        by_name = {load.engine: load for load in loads}
+        held = [len(by_name[name].running) for name in (move.source, move.target)]
+        why = f"{held[0]} samples on {move.source}, {held[1]} on {move.target}"
+        moved = self._mover.move(move, by_name[move.source].version, why)
+        if moved.ids or moved.refused:
+            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._pace.seconds))
+        if moved.kept and moved.bytes:
+            self._planner.moved([(moved.bytes, moved.ms)])
+
+
+class Pace:
+    """Seconds of a decode round, from how far samples get between two looks; 0 until it is known."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._before: dict[str, Held] = {}
+        self._at = 0.0
+
+    def observe(self, loads: Sequence[Load]) -> None:
+        now = time.perf_counter()
+        held = {sample.id: sample for load in loads for sample in load.running}
+        rounds = [
+            (sample.context - before.context) / sample.accept
+            for name, sample in held.items()
+            if (before := self._before.get(name)) is not None and sample.context > before.context
+        ]
+        if rounds:
+            self.seconds = (now - self._at) / float(np.median(rounds))
+        self._before = held
+        self._at = now
+
+
+def _as_asked(held: Held, request: Request) -> Held:
+    """Give a sample its own prompt: an engine that continues one takes all that came before for the prompt."""
+    return replace(held, prompt=len(request.prompt.tokens), group=request.prompt.id)

@@ -1,0 +1,203 @@
+"""Move running samples between the engines of a pool, with their KV cache or without.
+
+A sample is always in exactly one place: on an engine, or in the hands of the mover, as a request with what it has so
+far. A move that fails before the sample has left changes nothing. After that, the target computes what it lacks of the
+KV cache.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RolloutEngine
+from megatron_rlspec.types import Held, Move, Request, Sample
+
+HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival
+logger = logging.getLogger(__name__)
+Returned = Callable[[str, Request | None], None]
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The time that a sample spent on one engine, in seconds of `time.perf_counter`."""
+
+    id: str
+    engine: RolloutEngine
+    began: float
+    ended: float
+
+
+class Owner(Protocol):
+    """What holds the requests of a running `generate`, and knows which engine draws them.
+
+    samples  those that have ended, by id
+    stays    of samples on engines that they have left
+    """
+
+    samples: dict[str, Sample]
+    stays: list[Stay]
+
+    def drawn_by(self, engine: Movable) -> Mapping[str, Request]:
+        """Return the unfinished requests of an engine."""
+
+    def lend(self, engine: Movable, ids: Iterable[str], returned: Returned) -> None:
+        """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
+
+        `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
+        engine is lost.
+        """
+
+    def take_back(self, ids: Iterable[str]) -> None:
+        """End `lend` for samples that the engine still draws."""
+
+    def resume(self, requests: Sequence[Request], engine: Movable) -> None:
+        """Continue samples on an engine, or on another one if it is lost."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What became of one move.
+
+    ids      samples that another engine continues
+    how      "kv", or "recompute"; the part of the ids whose KV cache arrived is `kept`
+    why      the reason, in words; for samples that stayed, `refused` says why
+    bytes    of KV cache that travelled
+    began    seconds of `time.perf_counter`
+    ms       from then to the arrival
+    away_ms  of that, from the order to leave on
+    rounds   of decoding that take as long as `away_ms`
+    """
+
+    source: str
+    target: str
+    ids: tuple[str, ...]
+    how: str
+    why: str
+    kept: int = 0
+    bytes: int = 0
+    began: float = 0.0
+    ms: float = 0.0
+    away_ms: float = 0.0
+    rounds: float = 0.0
+    refused: str = ""
+
+
+class Mover:
+    """Carries out moves between named engines."""
+
+    def __init__(self, owner: Owner, engines: Mapping[str, Movable]) -> None:
+        self._owner = owner
+        self._engines = engines
+
+    def move(self, move: Move, version: int, why: str = "") -> Moved:
+        """Carry out one move, and wait until its samples are on the target. Raises no EngineError."""
+        began = time.perf_counter()
+        source, target = self._engines[move.source], self._engines[move.target]
+        here = self._owner.drawn_by(source)
+        requests = {name: here[name] for name in move.ids if name in here}
+        report = Moved(move.source, move.target, (), move.how, why, began=began)
+        files: list[Cargo] = []
+        try:
+            firsts = dict.fromkeys(requests, 0)
+            if move.how == "kv":
+                files = self._first_stage(source, target, list(requests.values()), version)
+                firsts = {piece.id: piece.last for piece in files if not piece.refused}
+                if refused := next((piece.refused for piece in files if piece.refused), ""):
+                    report = replace(report, refused=refused)
+            if not firsts:
+                return report
+            left = time.perf_counter()
+            arrived, delta = self._fetch(source, firsts, move.how)
+            files += delta
+            known = {request.id for request in arrived}
+            kept = self._second_stage(target, [piece for piece in delta if piece.id in known])
+        finally:
+            _discard(files)
+        self._owner.resume(arrived, target)
+        now = time.perf_counter()
+        size = sum(piece.bytes for piece in (*files, *kept))
+        report = replace(report, ids=tuple(sorted(known)), kept=len(kept), bytes=size)
+        self._give_up(target, [name for name in firsts if name not in known], move.how)
+        return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
+
+    def _first_stage(self, source: Movable, target: Movable, requests: Sequence[Request], version: int) -> list[Cargo]:
+        """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
+        if source.node != target.node:
+            return [
+                Cargo(r.id, refused="the engines are on two machines, and KV caches move within one") for r in requests
+            ]
+        try:
+            held = {sample.id: sample for sample in source.progress().running}
+            running = [request for request in requests if request.id in held]
+            grants = target.offer(version, [_note(request, held[request.id]) for request in running]) if running else []
+            granted = [grant for grant in grants if not grant.refused]
+            sent = source.export(granted) if granted else []
+            taken = target.accept([piece for piece in sent if not piece.refused]) if sent else []
+        except EngineError as error:
+            self._give_up(target, [request.id for request in requests], "kv")
+            return [Cargo(request.id, refused=str(error)) for request in requests]
+        answers: list[Grant | Cargo] = [*grants, *sent, *taken]
+        refusals = {answer.id: answer.refused for answer in answers if answer.refused}
+        self._give_up(target, list(refusals), "kv")
+        return [replace(piece, refused=refusals.get(piece.id, "")) for piece in sent] + [
+            Cargo(grant.id, refused=grant.refused) for grant in grants if grant.refused
+        ]
+
+    def _fetch(self, source: Movable, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[Cargo]]:
+        """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
+        returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
+        self._owner.lend(source, firsts, lambda name, request: returned.put((name, request)))
+        left = set(firsts)
+        delta: list[Cargo] = []
+        try:
+            delta = source.detach([Grant(name, first) for name, first in firsts.items()], columns=how == "kv")
+            stay = {piece.id for piece in delta if piece.refused}
+            self._owner.take_back(stay)
+            left -= stay
+        except EngineError as error:  # what arrives nevertheless is continued; the rest ends at the source
+            logger.warning("a move from %s: %s", source, error)
+        arrived = []
+        while left:
+            name, request = returned.get()
+            left.discard(name)
+            if request is not None:
+                arrived.append(request)
+        return arrived, [piece for piece in delta if piece.path and not piece.refused]
+
+    def _second_stage(self, target: Movable, delta: Sequence[Cargo]) -> list[Cargo]:
+        try:
+            answers = target.accept(delta) if delta else []
+        except EngineError as error:  # the target computes the columns, or is lost, which `resume` sees
+            logger.warning("a move to %s: %s", target, error)
+            return []
+        return [answer for answer in answers if not answer.refused]
+
+    def _give_up(self, target: Movable, ids: Sequence[str], how: str) -> None:
+        if ids and how == "kv":
+            with suppress(EngineError):
+                target.withdraw(ids)
+
+
+def _note(request: Request, held: Held) -> Note:
+    tokens = np.asarray(request.prompt.tokens, dtype=np.int64)
+    if request.partial is not None:
+        tokens = np.concatenate([tokens, request.partial.response])
+    return Note(request.id, tokens, held.context + HEADROOM)
+
+
+def _discard(files: Iterable[Cargo]) -> None:
+    """Remove files that no target has read, if they are on this machine."""
+    for piece in files:
+        for name in glob.glob(f"{glob.escape(piece.path)}.*") if piece.path else ():
+            with suppress(OSError):
+                os.unlink(name)

@@ -1,0 +1,270 @@
+"""Moves between engines without a model: a sample is in exactly one place, whatever fails when.
+
+Token i of a sample is a function of its seed and of i, so a lost, doubled or foreign token shows in the text.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Note
+from megatron_rlspec.rollout.balancer import Balancer
+from megatron_rlspec.rollout.moves import Moved, Mover, Owner
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.speculation.learnt_cost import LearntCost
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.tail.lengths import Lengths
+from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.types import OFF, Held, Load, Move, Prompt, Request, Sample, Sampling, Status
+
+SAMPLING = Sampling(max_new_tokens=300)
+STEPS = [("source", step) for step in ("progress", "export", "detach")] + [
+    ("target", step) for step in ("offer", "accept")
+]
+
+
+def token(seed: int, i: int) -> int:
+    return (seed * 7919 + i * 104729) % 1009
+
+
+def length(seed: int) -> int:
+    return 200 + seed % 50
+
+
+class Engine:
+    """Draws a token of every sample every ms. `fails`: the step at whose n-th call it ends, before or after it."""
+
+    node = "here"
+
+    def __init__(self, name: str, chance: random.Random, refusals: float = 0.0) -> None:
+        self.name = name
+        self.chance = chance
+        self.refusals = refusals
+        self.fails: tuple[str, str] | None = None
+        self.dead = False
+        self.lock = threading.Condition()
+        self.running: dict[str, tuple[Request, list[int]]] = {}
+        self.leaving: set[str] = set()
+        self.reserved: set[str] = set()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
+        done = []
+        with self.lock:
+            for r in requests:
+                assert r.id not in self.running, f"{self.name} draws {r.id} twice"
+                self.running[r.id] = (r, [] if r.partial is None else r.partial.response.tolist())
+                self.reserved.discard(r.id)
+        left = {r.id for r in requests}
+        while left:
+            time.sleep(0.001)
+            with self.lock:
+                self._alive()
+                ended = [sample for name in sorted(left) if (sample := self._round(name)) is not None]
+            for sample in ended:
+                left.remove(sample.request_id)
+                done.append(sample)
+                if on_sample:
+                    on_sample(sample)
+        return done
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise EngineError(f"{self.name}: gone")
+
+    def _round(self, name: str) -> Sample | None:
+        request, drawn = self.running[name]
+        drawn.append(token(request.seed, len(drawn)))
+        status: Status = "finished" if len(drawn) == length(request.seed) else "aborted"
+        if status == "aborted" and name not in self.leaving:
+            return None
+        del self.running[name]
+        self.leaving.discard(name)
+        tokens = np.array([*request.prompt.tokens, *drawn])
+        n = len(drawn)
+        mask = np.ones(len(tokens), np.float32)
+        return Sample(name, request.prompt, tokens, mask, mask, status, ((0, 0, n),), (n,))
+
+    def _step(self, name: str, act: Callable) -> list:
+        with self.lock:
+            self._alive()
+            before, after = (self.fails == (name, when) for when in ("before", "after"))
+            self.dead |= before
+            self._alive()
+            answers = act()
+            self.dead |= after
+            self._alive()
+            return answers
+
+    def _maybe(self) -> str:
+        return "no" if self.chance.random() < self.refusals else ""
+
+    def progress(self) -> Load:
+        def look() -> list:
+            return [Held(name, 3, 3 + len(drawn), 1.0) for name, (_, drawn) in self.running.items() if drawn]
+
+        return Load(self.name, tuple(self._step("progress", look)), 0, 1000, 0)
+
+    def offer(self, version: int, notes: Sequence[Note]) -> list[Grant]:
+        def reserve() -> list:
+            grants = [Grant(note.id, 0, self._maybe()) for note in notes]
+            self.reserved |= {grant.id for grant in grants if not grant.refused}
+            return grants
+
+        return self._step("offer", reserve)
+
+    def export(self, grants: Sequence[Grant]) -> list[Cargo]:
+        return self._step("export", lambda: [self._piece(g.id) for g in grants])
+
+    def _piece(self, name: str) -> Cargo:
+        if name not in self.running:
+            return Cargo(name, refused="does not decode here")
+        return Cargo(name, "/none", last=len(self.running[name][1]), refused=self._maybe())
+
+    def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
+        def go() -> list:
+            pieces = [self._piece(g.id) for g in grants]
+            self.leaving |= {piece.id for piece in pieces if not piece.refused}
+            return pieces
+
+        return self._step("detach", go)
+
+    def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
+        return self._step("accept", lambda: [Cargo(piece.id, bytes=1, refused=self._maybe()) for piece in cargo])
+
+    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
+        self.reserved -= self.reserved if request_ids is None else set(request_ids)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        pass
+
+    def not_begun(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self.dead = True
+
+
+def requests(n: int, first: int) -> list[Request]:
+    return [Request(f"r-{i:03d}.", Prompt(i // 2, np.array([1, 2, 3])), first + i) for i in range(n)]
+
+
+class Moving:
+    """Moves random samples between random engines while a `generate` runs."""
+
+    def __init__(self, owner: Owner, engines: Sequence[Engine], chance: random.Random, how: str = "") -> None:
+        self.mover = Mover(owner, {engine.name: engine for engine in engines})
+        self.engines = engines
+        self.owner = owner
+        self.chance = chance
+        self.how = how
+        self.moved: list[Moved] = []
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            source, target = self.chance.sample(list(self.engines), 2)
+            held = sorted(self.owner.drawn_by(source))
+            ids = tuple(self.chance.sample(held, min(len(held), self.chance.randint(1, 3))))
+            how = self.how or self.chance.choice(["kv", "recompute"])
+            self.moved.append(self.mover.move(Move(source.name, target.name, ids, how), 0))
+            time.sleep(0.0005)
+
+
+def check(engines: Sequence[Engine], asked: Sequence[Request], how: str = "") -> list[Moved]:
+    """Draw with random moves; the texts must be those without any."""
+    pool = EnginePool(engines)
+    moving: list[Moving] = []
+    pool.balance = lambda owner: moving.append(Moving(owner, engines, engines[0].chance, how)) or moving[0]
+    seen: list[str] = []
+    samples = pool.generate(asked, SAMPLING, lambda sample: seen.append(sample.request_id))
+    assert sorted(seen) == [r.id for r in asked]
+    for request, sample in zip(asked, samples, strict=True):
+        assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
+        assert sample.status == "finished"
+    for engine in engines:
+        assert engine.dead or not engine.running
+    return moving[0].moved
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_moves_change_no_sample(seed: int) -> None:
+    chance = random.Random(seed)
+    engines = [Engine(f"e{i}", chance, refusals=(0.0, 0.2)[seed % 2]) for i in range(3)]
+    moved = check(engines, requests(12, 100 * seed))
+    assert sum(len(m.ids) for m in moved) > 5
+    assert {m.how for m in moved if m.ids} == {"kv", "recompute"}
+    assert any(m.refused for m in moved) == bool(seed % 2)
+    assert not any(engine.reserved for engine in engines)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("side, step", STEPS)
+def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, when: str) -> None:
+    chance = random.Random(f"{step}{side}{when}")
+    engines = [Engine(f"e{i}", chance) for i in range(3)]
+    dying = engines[0]
+    dying.fails = (step, when)
+    others = engines[1:]
+
+    class OneWay(Moving):
+        def run(self) -> None:
+            while not self.ended.is_set():
+                source, target = (dying, others[0]) if side == "source" else (others[0], dying)
+                ids = tuple(sorted(self.owner.drawn_by(source))[:2])
+                self.mover.move(Move(source.name, target.name, ids, "kv"), 0)
+                time.sleep(0.0005)
+
+    pool = EnginePool(engines)
+    pool.balance = lambda owner: OneWay(owner, engines, chance)
+    asked = requests(9, 7)
+    for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
+        assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
+    assert dying.dead and pool.engines == tuple(others)
+
+
+def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
+    """All samples are of one prompt, so one engine gets them. The plan spreads them; the record says where."""
+    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
+    cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
+    lengths = Lengths()
+    found: list[Balancer] = []
+
+    def balance(owner: Owner) -> Balancer:
+        planner = Rebalancer(cost, [OFF])
+        found.append(Balancer(owner, {e.name: e for e in engines}, planner, lengths, SAMPLING.max_new_tokens, every=4))
+        return found[0]
+
+    pool = EnginePool(engines)
+    pool.balance = balance
+    asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
+    for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
+        assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
+    (balancer,) = found
+    moved = [name for move in balancer.moves for name in move.ids]
+    assert 3 <= len(set(moved)) <= 9 and len(moved) == len(set(moved))  # nothing moves back and forth
+    assert balancer.moves[0].why == "12 samples on e0, 0 on e1" and balancer.moves[0].rounds > 0
+    record = balancer.record()
+    assert len(record["stays"]) == 12 + len(moved)
+    assert {(name, engine) for name, engine, _, _ in record["stays"]} >= {(name, "e1") for name in moved}
+    assert all(0 <= began <= ended for _, _, began, ended in record["stays"])
+    assert lengths.remaining(0, 300) == pytest.approx(np.mean([length(i) for i in range(12)]))
