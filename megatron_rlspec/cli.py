@@ -15,8 +15,9 @@ from typing import Literal, NoReturn
 from megatron_rlspec import data, doctor, environment, memory
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.load import unknown_option
-from megatron_rlspec.inputs import check_inputs
+from megatron_rlspec.inputs import check_inputs, with_drafter
 from megatron_rlspec.interruption import Interrupted, Interruption
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.model_directory import check_model
 
 COMMANDS = {
@@ -202,7 +203,8 @@ def answer(argv: list[str]) -> None:
     config = parse("answer", argv)
     hf_config = check_model(config.model.path, "serve", drafter=False, longest=config.model.max_length)
     data.check_prompts(config.data.path, config.data)
-    if not hf_config.get("num_nextn_predict_layers"):
+    hf_config = with_drafter(config, hf_config)
+    if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
         config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
     with Interruption().install().translating():
         from megatron_rlspec import answer
@@ -238,6 +240,7 @@ def dry_run(argv: list[str]) -> None:
     config = parse("train", rest, options.ranks)
     longest = config.model.max_length
     hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
+    hf_config = with_drafter(config, hf_config, weights=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
     from megatron_rlspec.train import dry_run
 

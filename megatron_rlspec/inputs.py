@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from megatron_rlspec import data
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.rollout.sglang.server.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.weights.eagle3 import check_drafter
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.model_directory import check_model
 
 REWARD_SECONDS = 120.0  # a reward's module may import heavy libraries
@@ -43,8 +45,8 @@ def check_inputs(config: Config, command: Command) -> None:
         mtp = config.drafter.kind == "mtp"
         model = config.model.path
         found = check_model(model, "train", drafter=mtp and config.drafter.train, longest=config.model.max_length)
+        with_drafter(config, found)
         if not mtp:
-            check_drafter(config.drafter.path, found, model)
             problem = without_eagle3(found) if draws and config.rollout.engine == "sglang" else ""
             if problem:
                 raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
@@ -56,6 +58,14 @@ def check_inputs(config: Config, command: Command) -> None:
             data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
         if config.data.eval_path and evaluates:
             data.check_prompts(config.data.eval_path, config.data)
+
+
+def with_drafter(config: Config, hf_config: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
+    """Check an EAGLE-3 drafter and return `hf_config` with its config.json, if the run has one. Raises ConfigError."""
+    if config.drafter.kind == "mtp":
+        return hf_config
+    typed = check_drafter(config.drafter.path, hf_config, config.model.path, weights=weights)
+    return {**hf_config, DRAFTER: typed.model_dump(exclude_unset=True)}
 
 
 @contextmanager

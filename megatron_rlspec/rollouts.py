@@ -49,6 +49,7 @@ from megatron_rlspec.types import (
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.weights.health import Health
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, Source
 
@@ -483,6 +484,7 @@ class Rollouts:
 def _drafter_names(config: Config, hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the Hugging Face names of the drafter's tensors."""
     layers = 1 if config.drafter.repeated_layer else config.drafter.depth
+    layers = 0 if DRAFTER in hf_config else layers
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
 

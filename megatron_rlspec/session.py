@@ -40,8 +40,10 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.trajectory import Trajectory, TrajectoryWriter
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 from megatron_rlspec.weights import tensor_file
-from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, check, read_hf, write_hf
+from megatron_rlspec.weights.checkpoint import CheckpointError, check, write_hf
 from megatron_rlspec.weights.contract import HealthError
+from megatron_rlspec.weights.drafter_files import Tensors, read_model, words, write_drafter
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
 
@@ -100,12 +102,12 @@ class Session:
         self.main = os.environ.get("RANK", "0") == "0"
         self._check_machine()
         custom.check(config)
-        self.hf_config, tensors = read_hf(config.model.path)
+        self.hf_config, tensors = read_model(config.model.path, config.drafter.path)
         try:
             family = name_table(self.hf_config)
         except ValueError as error:
             raise CheckpointError(f"{config.model.path}: {error}") from None
-        check(family, tensors, drafter=config.drafter.train)
+        check(family, tensors, drafter=config.drafter.train and config.drafter.kind == "mtp")
         model.check(self.hf_config, config)
         self.layout = self._place(tensors)
         context = self.hf_config.get("max_position_embeddings")
@@ -131,6 +133,9 @@ class Session:
             self._closing.callback(starting.close)
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors, fresh_drafter=config.replay.fresh_drafter)
+        if DRAFTER in self.hf_config:
+            self.eagle3_words = words(tensors, self.hf_config)
+            self.trainer.set_draft_vocabulary(self.eagle3_words.numpy())
         if self.trajectory is not None:
             self._load_recorded(max(0, config.replay.policy_step))
         elif config.algorithm.kl_coef or (config.train.drift_every and not supervised):
@@ -186,10 +191,14 @@ class Session:
         except ValueError as error:
             raise ConfigError(f"drafter.vocabulary={size}: {error}") from None
 
-    def _take_drafter_moments(self, tensors: LazyTensors) -> str:
-        """Load the drafter's optimizer state of the run that wrote `model.path`. Returns the event's text, or ""."""
+    def _take_drafter_moments(self, tensors: Tensors) -> str:
+        """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`.
+
+        Returns the event's text, or "".
+        """
         shapes = {name: tensors.shape(name) for name in moments.trained_names(self.trainer.table)}
-        file, problem = moments.find(Path(self.config.model.path), self.trainer.table, shapes)
+        directory = Path(self.config.drafter.path or self.config.model.path)
+        file, problem = moments.find(directory, self.trainer.table, shapes)
         if file is None:
             return problem
         with file:
@@ -210,7 +219,7 @@ class Session:
         if gpus and ranks > gpus:
             raise ConfigError(f"torchrun --nproc-per-node {ranks}, but this machine has {gpus} GPUs, one for each rank")
 
-    def _place(self, tensors: LazyTensors) -> placement.Layout:
+    def _place(self, tensors: Tensors) -> placement.Layout:
         """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
         config = self.config
         gpus = placement.devices(os.environ, torch.cuda.device_count())
@@ -269,7 +278,7 @@ class Session:
         assert self.trajectory is not None
         self.trainer.load_hf(self.trajectory.policy(step), fresh_drafter=True)
 
-    def _open_trajectory(self, tensors: LazyTensors) -> Trajectory:
+    def _open_trajectory(self, tensors: Tensors) -> Trajectory:
         """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short."""
         options = self.config.replay
         found = Trajectory(Path(options.run))
@@ -523,20 +532,33 @@ class Session:
                 self.recorder.event("drafter", f"step {self.done - 1}: training {verb}: {online.rule.decide()[1]}")
 
     def finish(self) -> None:
-        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
+        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`.
+
+        An EAGLE-3 drafter goes to `run_dir/hf_drafter`.
+        """
         if self.trajectory is not None and self.config.replay.policy_step < 0:
             self._load_recorded(self.done)
         self._save()
+        policy = drafter = self.run_dir / "hf"
         with exporting(self.trainer.export) as source:
-            if source is not None:
-                write_hf(self.run_dir / "hf", self.hf_config, source("all"), tokenizer_from=self.config.model.path)
+            if source is not None and DRAFTER not in self.hf_config:
+                write_hf(policy, self.hf_config, source("all"), tokenizer_from=self.config.model.path)
+            elif source is not None:
+                drafter = self.run_dir / "hf_drafter"
+                stated = {key: value for key, value in self.hf_config.items() if key != DRAFTER}
+                write_hf(policy, stated, source("target"), tokenizer_from=self.config.model.path)
+                if self.config.drafter.train:
+                    own = self.hf_config[DRAFTER]
+                    write_drafter(drafter, own, source("drafter"), self.eagle3_words, self.config.drafter.path)
         found = dict(self.trainer.export_drafter_moments())
         if found:
-            path = self.run_dir / "hf" / moments.FILE
+            path = drafter / moments.FILE
             path.parent.mkdir()
             tensor_file.save(found, path)
         if self.main:
-            print(f"written: {self.run_dir / 'hf'}, policy and drafter as a Hugging Face checkpoint", flush=True)
+            what = "policy and drafter as a Hugging Face checkpoint"
+            what = what if drafter == policy else f"the policy, and {drafter}, its EAGLE-3 drafter"
+            print(f"written: {policy}, {what}", flush=True)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

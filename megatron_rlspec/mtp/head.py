@@ -204,6 +204,7 @@ class DraftHead(VocabParallelHead):
     ids      `[width]` this rank's words, ascending; [-1] on a rank that holds none of them
     columns  `[width]` their columns in `full`
     some     whether this rank holds any of the words
+    own      a head of the drafter's own: the rows of it that this rank computes; else the rows are those of `full`
 
     Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
     """
@@ -212,10 +213,13 @@ class DraftHead(VocabParallelHead):
     columns: torch.Tensor
     some: bool
     full: VocabParallelHead
+    own: slice | None = None
 
     @classmethod
-    def of_words(cls, full: VocabParallelHead, words: torch.Tensor) -> DraftHead:
+    def of_words(cls, full: VocabParallelHead, words: torch.Tensor, own: torch.Tensor | None = None) -> DraftHead:
         """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
+
+        own  `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
 
         With `words` on the CPU, nothing is read from the device.
         """
@@ -227,14 +231,17 @@ class DraftHead(VocabParallelHead):
         if not some:
             columns = words.new_zeros(1)
         ids = columns + full.start if some else words.new_full((1,), -1)
+        first = int(torch.searchsorted(words, full.start)) if some else 0
+        rows = slice(first, first + len(columns))
         columns = to_device(columns, full.weight.device)
         return cls(
-            weight=full.weight.index_select(0, columns),
+            weight=full.weight.index_select(0, columns) if own is None else own.detach()[rows],
             temperature=full.temperature,
             start=full.start,
             total=full.total,
             group=full.group,
-            finite=full.finite,
+            finite=full.finite if own is None else None,
+            own=None if own is None else rows,
             ids=to_device(ids, full.weight.device),
             columns=columns,
             some=some,

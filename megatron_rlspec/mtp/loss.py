@@ -134,7 +134,9 @@ class Student:
 
     Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
     layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
-    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
+    `drafter_loss`, and `own [S, H]`, an output layer of the student's own over `words`, whole on every rank of
+    `tp_group`; it gets a gradient. `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in
+    `VocabParallelHead`.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 
@@ -156,6 +158,7 @@ class Student:
         keep_rows: bool = False,
         finite: bool | None = None,
         words: torch.Tensor | None = None,
+        own: torch.Tensor | None = None,
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
@@ -164,7 +167,7 @@ class Student:
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
         self._chunk = chunk or self._head.chunk
-        self._reduced = None if words is None else DraftHead.of_words(self._head, words)
+        self._reduced = None if words is None else DraftHead.of_words(self._head, words, own)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -178,7 +181,11 @@ class Student:
         self._weight = to_device(token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device)
         self._groups = to_device(torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device)
         self._scalar_metrics = groups is None
-        self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and torch.is_grad_enabled() else None
+        learns = torch.is_grad_enabled()
+        self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and learns else None
+        self._own = own
+        exact = accumulate_in(hidden)
+        self._own_grad = torch.zeros_like(own, dtype=exact) if own is not None and learns else None
         self._total = self._weight.new_zeros(())
         self._taught = kind != "ce"
         # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
@@ -242,7 +249,9 @@ class Student:
         total = self._total
         if self._grad is not None:
             self._head.sum(self._grad)
-            total = _Precomputed.apply(self._source, total, self._rows, self._grad)
+            if self._own_grad is not None:
+                self._head.sum(self._own_grad)
+            total = _Precomputed.apply(self._source, total, self._rows, self._grad, self._own, self._own_grad)
         metrics = self._metrics
         if not self._taught:
             metrics = {name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")}
@@ -296,6 +305,9 @@ class Student:
         self._total += (weight * loss).sum()
         if self._grad is not None:
             self._grad[part] = head.back(grad) * (weight / head.temperature)[:, None]
+        if self._own_grad is not None and self._reduced is not None:
+            scaled = grad * (weight / head.temperature)[:, None]
+            self._own_grad[self._reduced.own] += scaled.t() @ self._hidden[part].to(scaled.dtype)
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
@@ -319,20 +331,22 @@ class Student:
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar with a gradient in some rows of `source` that the forward has computed."""
+    """A scalar with gradients that the forward has computed: in some rows of `source`, and in `own`, if it is given."""
 
     @staticmethod
-    def forward(ctx, source, total, rows, grad):
-        ctx.save_for_backward(rows, grad)
+    def forward(ctx, source, total, rows, grad, own, own_grad):
+        ctx.save_for_backward(rows, grad, own_grad)
         ctx.rows = len(source)
+        ctx.own_type = None if own is None else own.dtype
         return total.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        rows, grad = ctx.saved_tensors
+        rows, grad, own_grad = ctx.saved_tensors
         out = grad.new_zeros(ctx.rows, grad.shape[1])
-        return out.index_copy_(0, rows, (grad * upstream).to(grad.dtype)), None, None, None
+        out.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
+        return out, None, None, None, None if own_grad is None else (own_grad * upstream).to(ctx.own_type), None
 
 
 def _divergence(

@@ -24,10 +24,9 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.tail import rebalance
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.drafter_files import read_model, words
 from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
+from megatron_rlspec.weights.model_config import DRAFTER, MAPS, PREFIX, check_drafter_config
 
 _NAME = "engine-"
 
@@ -196,12 +195,12 @@ def _transport(push: PushConfig) -> Transport:
 
 def _embedded(config: Config) -> EmbeddedEngine:
     """Build the embedded engine in this process, which is rank 0."""
-    hf_config, tensors = read_hf(config.model.path)
+    hf_config, tensors = read_model(config.model.path, config.drafter.path)
     share = config.spec.tree_budget
     spec = config.spec.config()
     return EmbeddedEngine(
         hf_config,
-        tensors.items(),
+        ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS),
         dtype=getattr(torch, config.model.dtype),
         device="cuda" if torch.cuda.is_available() else "cpu",
         verifier=config.spec.verifier,
@@ -212,6 +211,7 @@ def _embedded(config: Config) -> EmbeddedEngine:
         max_total_tokens=config.rollout.max_total_tokens or 65536,
         max_length=config.model.max_length,
         max_draft_tokens=max(64, scratch(spec)),
+        draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
     )
 
 

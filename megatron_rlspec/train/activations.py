@@ -52,7 +52,7 @@ def of_micro_batch(
         (runtime, "device", lambda: _META),
         (step, "Learner", _Untrained),
         (step, "Policy", lambda *_, **__: policy),
-        (step, "Drafter", lambda *_, **__: drafter),
+        (step, "build_drafter", lambda *_, **__: drafter),
         (MoELayer, "forward", _balanced),
     ]
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rlspec.config import load
 from megatron_rlspec.train import runtime, shards
-from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.drafter import MTPDrafter
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.convert import HfSource
@@ -72,7 +72,7 @@ def megatron_logits(path: Path, config: Mapping[str, Any], tokens: Tensor) -> tu
     modules = [policy]
     if family.drafter_names:
         rule = family.record.zero_first_embedding
-        drafter = Drafter(
+        drafter = MTPDrafter(
             model_config, depth=1, repeated_layer=True, zero_first_embedding=rule, rotary_base=base, seed=0
         )
         modules.append(drafter)

@@ -1,7 +1,8 @@
-"""The drafter: Megatron's MTP layers as a module of their own, outside the policy's parameter tree.
+"""The drafter, outside the policy's parameter tree: Megatron's MTP layers, or an EAGLE-3 drafter.
 
 Its inputs are the policy's detached hidden states and detached views of the policy's embedding, so no gradient and no
-buffer connects the two. Parameters have their names in a Megatron checkpoint, `mtp.layers.N.*`.
+buffer connects the two. Parameters have their names in a Megatron checkpoint: `mtp.layers.N.*`, or `eagle_module.*` as
+in ModelOpt.
 
 **Chain-exact unrolling** (one repeated layer, the default; EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
@@ -15,8 +16,9 @@ of positions s <= t, at unshifted positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,23 +28,102 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.attention import Chain, PackedSequences
-from megatron_rlspec.train.model import at_positions
+from megatron_rlspec.train.layers import RMSNorm
+from megatron_rlspec.train.model import at_positions, rotary_base, taps_of
+from megatron_rlspec.weights.families import record_of
+from megatron_rlspec.weights.model_config import DRAFTER
 
 
 class Drafter(MegatronModule):
-    """Run D drafter steps from every position at once.
+    """Run D drafter steps from every position at once. Subclasses have the layers.
 
-    config                the policy's; the drafter keeps a copy
     depth                 D
     repeated_layer        one layer for all depths, chain-exact; else D layers
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
-    seed                  of its own initialisation stream
+    recompute             compute the layers again in the backward pass
+    """
+
+    depth: int
+    repeated_layer: bool
+    rotary_base: float
+    recompute: bool
+    zero_first_embedding = False
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Sequence[Tensor],
+        embedding: Tensor,
+        position_ids: Tensor,
+        packed: PackedSequences,
+    ) -> list[Tensor]:
+        """Return the input of the output layer at depths 1..D, `[T, H]` each, after the drafter's final norm.
+
+        hidden        `[T, H]`, the policy's after its final norm; for EAGLE-3 `[T, n · H]`, `Policy.taps`. Detached by
+                      the caller, or not (classic mode)
+        tokens        per depth `[T]`: x_{t+d} at t
+        embedding     `[V / tensor, H]`, this rank's rows, without gradient
+        position_ids  `[T]`, of t
+        """
+        state = self._scatter(self.enter(hidden)[:, None])
+        chain = Chain()
+        out = []
+        for step in range(self.depth):
+            positions = position_ids + step if self.repeated_layer else position_ids
+            embedded = embed(tokens[step], embedding)
+            if self.zero_first_embedding:
+                embedded = embedded.masked_fill((positions == 0)[:, None], 0)
+            here = at_positions(packed, positions, self.config, self.rotary_base)
+            here.chain = chain
+            state = self._layer(0 if self.repeated_layer else step, state, self._scatter(embedded[:, None]), here)
+            if self.repeated_layer:
+                chain = chain.next()
+            else:
+                chain = Chain()
+            out.append(self._gather(self.leave(state))[:, 0])
+        return out
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return the first layer's hidden state `[T, H]`."""
+        return hidden
+
+    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        """Run a layer; return what the next depth reads, `[T, 1, H]`."""
+        raise NotImplementedError
+
+    def leave(self, state: Tensor) -> Tensor:
+        """Return the input of the output layer."""
+        return state
+
+    def _layer(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing inside is random, so no generator is restored. The layer stores the chain's keys as a side effect;
+            # recomputation overwrites them with the same values.
+            return checkpoint(self.run, index, state, embedded, packed, use_reentrant=False, preserve_rng_state=False)
+        return self.run(index, state, embedded, packed)
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
+        if not self.config.sequence_parallel:
+            return x
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+
+
+class MTPDrafter(Drafter):
+    """Megatron's MTP layers. `config` is the policy's, of which the drafter keeps a copy.
+
+    seed  of its own initialisation stream
     """
 
     def __init__(
@@ -75,57 +156,110 @@ class Drafter(MegatronModule):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self.mtp = MultiTokenPredictionBlock(own, runtime.drafter_spec(own), pg_collection=groups)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        tokens: Sequence[Tensor],
-        embedding: Tensor,
-        position_ids: Tensor,
-        packed: PackedSequences,
-    ) -> list[Tensor]:
-        """Return the input of the output layer at depths 1..D, `[T, H]` each, after the drafter's final norm.
+    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        layer = self.mtp.layers[index]
+        return layer._proj_and_transformer_layer(state, embedded, packed_seq_params=packed)
 
-        hidden        `[T, H]`, the policy's after its final norm; detached by the caller, or not (classic mode)
-        tokens        per depth `[T]`: x_{t+d} at t
-        embedding     `[V / tensor, H]`, this rank's rows, without gradient
-        position_ids  `[T]`, of t
-        """
-        state = self._scatter(hidden[:, None])
-        chain = Chain()
-        out = []
-        for step in range(self.depth):
-            positions = position_ids + step if self.repeated_layer else position_ids
-            embedded = embed(tokens[step], embedding)
-            if self.zero_first_embedding:
-                embedded = embedded.masked_fill((positions == 0)[:, None], 0)
-            here = at_positions(packed, positions, self.config, self.rotary_base)
-            here.chain = chain
-            state = self._layer(0 if self.repeated_layer else step, state, self._scatter(embedded[:, None]), here)
-            if self.repeated_layer:
-                chain = chain.next()
-            else:
-                chain = Chain()
-            out.append(self._gather(state)[:, 0])
-        return out
 
-    def _layer(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        run = self.mtp.layers[index]._proj_and_transformer_layer
-        if self.recompute and torch.is_grad_enabled():
-            # Nothing inside is random, so no generator is restored. The layer stores the chain's keys as a side effect;
-            # recomputation overwrites them with the same values.
-            return checkpoint(
-                run, state, embedded, packed_seq_params=packed, use_reentrant=False, preserve_rng_state=False
-            )
-        return run(state, embedded, packed_seq_params=packed)
+class Eagle3Drafter(Drafter):
+    """An EAGLE-3 drafter (Li et al. 2025, arXiv 2503.01840) as SGLang's `models/llama_eagle3.py` computes it.
 
-    def _scatter(self, x: Tensor) -> Tensor:
-        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+    One layer for all depths. Its residual stream begins with `fc` of the hidden states of n layers of the policy. Its
+    attention reads the norms of embedding and hidden state side by side. The next depth reads its output before the
+    final norm. Its output layer is its own, over the words of drafts, and whole on every tensor-parallel rank.
 
-    def _gather(self, x: Tensor) -> Tensor:
-        # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
-        if not self.config.sequence_parallel:
-            return x
-        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+    config   the policy's
+    drafter  the drafter's config.json
+    taps     n
+    seed     of its own initialisation stream
+    """
+
+    def __init__(
+        self, config: TransformerConfig, drafter: Mapping[str, Any], *, taps: int, depth: int, seed: int
+    ) -> None:
+        own = _eagle3_config(config, drafter)
+        super().__init__(config=own)
+        self.depth = depth
+        self.repeated_layer = True
+        self.rotary_base = rotary_base(drafter)
+        self.recompute = config.recompute_granularity == "full"
+        width = own.hidden_size
+        std = drafter.get("initializer_range", 0.02)
+        plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
+        block = nn.Module()
+        with runtime.own_random_stream(seed):
+            block.fc = nn.Linear(taps * width, width, **plain)
+            block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
+            block.decoder = nn.Module()
+            block.decoder.layers = nn.ModuleList([build_module(runtime.eagle3_spec(own), config=own, layer_number=1)])
+            block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)
+            block.eagle_output_layer = nn.Linear(width, drafter["draft_vocab_size"], **plain)
+            for linear in (block.fc, block.eagle_output_layer):
+                nn.init.normal_(linear.weight, std=std)
+        self.eagle_module: Any = block
+
+    @property
+    def head(self) -> Tensor:
+        """Return the output layer, `[words, H]`."""
+        return self.eagle_module.eagle_output_layer.weight
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self.eagle_module.fc(hidden)
+
+    def run(self, index: int, state: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        layer = self.eagle_module.decoder.layers[index]
+        layer.input_layernorm.embedded = self.eagle_module.enorm(embedded)
+        state, _ = layer(hidden_states=state, attention_mask=None, packed_seq_params=packed)
+        return state
+
+    def leave(self, state: Tensor) -> Tensor:
+        return self.eagle_module.decoder.final_layernorm(state)
+
+
+def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> TransformerConfig:
+    """Return the policy's parallel layout with the drafter's sizes. Raises ConfigError for heads that do not divide."""
+    heads = drafter["num_attention_heads"]
+    groups = drafter.get("num_key_value_heads") or heads
+    if groups % config.tensor_model_parallel_size:
+        raise ConfigError(
+            f"the EAGLE-3 drafter has num_key_value_heads={groups}, no multiple of "
+            f"parallel.tensor={config.tensor_model_parallel_size}"
+        )
+    return replace(
+        config,
+        num_layers=1,
+        ffn_hidden_size=drafter["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=drafter.get("head_dim") or config.hidden_size // heads,
+        layernorm_epsilon=drafter.get("rms_norm_eps", 1e-6),
+        rotary_percent=1.0,
+        qk_layernorm=False,
+        add_qkv_bias=False,
+        num_moe_experts=None,
+        expert_model_parallel_size=1,
+        recompute_granularity=None,
+        recompute_method=None,
+        use_te_activation_func=True,
+        bias_activation_fusion=False,
+    )
+
+
+def build_drafter(
+    config: TransformerConfig, hf_config: Mapping[str, Any], options: DrafterConfig, seed: int
+) -> MTPDrafter | Eagle3Drafter:
+    """Build the drafter of the model that `hf_config` describes, with random weights."""
+    if DRAFTER in hf_config:
+        taps = len(taps_of(hf_config))
+        return Eagle3Drafter(config, hf_config[DRAFTER], taps=taps, depth=options.depth, seed=seed)
+    return MTPDrafter(
+        config,
+        depth=options.depth,
+        repeated_layer=options.repeated_layer,
+        zero_first_embedding=record_of(hf_config).zero_first_embedding,
+        rotary_base=rotary_base(hf_config),
+        seed=seed,
+    )
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class DrafterStep:
         self.learner = learner
         self.objective = objective
         self.words: Tensor | None = None  # ids that drafts are chosen from, on any device; None: all
+        self.head: Tensor | None = None  # the drafter's own output layer, a row for each of `words`; None: the policy's
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -114,6 +115,7 @@ class DrafterStep:
             keep_rows=predict,
             finite=layer.finite,
             words=self.words,
+            own=self.head,
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:

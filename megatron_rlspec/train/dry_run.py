@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.activations import Activations, of_micro_batch
-from megatron_rlspec.train.drafter import Drafter
-from megatron_rlspec.train.model import DTYPES, Policy, rotary_base, transformer_config
+from megatron_rlspec.train.drafter import build_drafter
+from megatron_rlspec.train.model import DTYPES, Policy, transformer_config
 from megatron_rlspec.weights.names import NameTable
 
 _META = torch.device("meta")
@@ -199,14 +199,7 @@ def _build(config: Config, hf_config: Mapping[str, Any], world: int, stage: int,
         each = described.num_layers // parallel.pipeline
         drafter = None
         if options.train and stage == parallel.pipeline - 1:
-            drafter = Drafter(
-                described,
-                depth=options.depth,
-                repeated_layer=options.repeated_layer,
-                zero_first_embedding=False,
-                rotary_base=rotary_base(hf_config),
-                seed=config.train.seed,
-            )
+            drafter = build_drafter(described, hf_config, options, config.train.seed)
         tied = stage and stage == parallel.pipeline - 1 and policy.share_embeddings_and_output_weights
         repeated = policy.head_weight().numel() if tied else 0
         return Stage(

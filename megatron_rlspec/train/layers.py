@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -26,6 +27,25 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class NormBesideEmbedding(RMSNorm):
+    """RMSNorm of a hidden state, behind an embedding: `[..., H]` to `[..., 2H]`, as EAGLE-3's attention reads them.
+
+    Megatron's layer gives its norm the hidden state alone, so the caller puts the embedding here before.
+    """
+
+    embedded: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.embedded, super().forward(x)], -1)
+
+
+class DoubleInput(ColumnParallelLinear):
+    """Megatron's column-parallel projection of vectors of twice the width that the layer says."""
+
+    def __init__(self, input_size: int, *args: Any, **options: Any) -> None:
+        super().__init__(2 * input_size, *args, **options)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
 from megatron_rlspec.weights.families import record_of
-from megatron_rlspec.weights.model_config import check_config
+from megatron_rlspec.weights.model_config import DRAFTER, check_config, check_drafter_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -131,6 +132,8 @@ class Policy(GPTModel):
 
     On the last pipeline stage they are `[T, 1, H]`: all T tokens of this context-parallel rank, the same on each of its
     tensor-parallel ranks. On other stages they are the input of the next stage.
+
+    With an EAGLE-3 drafter in `hf_config`, it also keeps the inputs of the layers that the drafter reads, detached.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int) -> None:
@@ -148,6 +151,18 @@ class Policy(GPTModel):
             rotary_base=rotary_base(hf_config),
             rotary_percent=rotary_percent(hf_config),
         )
+        self._kept: dict[int, Tensor] = {}
+        for index in taps_of(hf_config):
+            self.decoder.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+
+    def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._kept[index] = (args[0] if args else options["hidden_states"]).detach()
+
+    @torch.no_grad()
+    def taps(self) -> Tensor:
+        """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
+        found = torch.cat([self._kept[index][:, 0] for index in sorted(self._kept)], -1)
+        return gather_from_sequence_parallel_region(found) if self.config.sequence_parallel else found
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.post_process and self.config.sequence_parallel:
@@ -162,6 +177,13 @@ class Policy(GPTModel):
     @property
     def _tied(self) -> bool:
         return self.share_embeddings_and_output_weights
+
+
+def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers whose inputs the model's EAGLE-3 drafter reads, from 0; () without such a drafter."""
+    if DRAFTER not in hf_config:
+        return ()
+    return check_drafter_config(hf_config[DRAFTER], "the drafter").taps(hf_config["num_hidden_layers"])
 
 
 def describe(batch: PackedBatch, config: TransformerConfig, base: float, device: torch.device) -> PackedSequences:

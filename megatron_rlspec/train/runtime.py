@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -44,7 +44,7 @@ from megatron_rlspec import loopback
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
-from megatron_rlspec.train.layers import RMSNorm, SwiGLU
+from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
 # Ranks wait for rank 0 while its engines generate or start again. torch's default of ten minutes would end a job during
@@ -196,15 +196,32 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
 
         layer = get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
         return copy.deepcopy(layer), TENorm
+    return _local_layer_spec(config, shared), RMSNorm
+
+
+def eagle3_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the spec of an EAGLE-3 drafter's layer, whose attention reads embedding and hidden state side by side.
+
+    It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
+    """
+    layer = _local_layer_spec(config, {"qk_layernorm": False, "num_experts": None})
+    layer.submodules.input_layernorm = NormBesideEmbedding
+    layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer
+
+
+def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> ModuleSpec:
+    experts = shared["num_experts"] is not None
     layer = copy.deepcopy(get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm"))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     mlp = _submodules(layer.submodules.mlp)
     for part in map(_submodules, (mlp.experts, mlp.shared_experts)) if experts else (mlp,):
         part.activation_func = SwiGLU
-    if config.qk_layernorm:
+    if shared["qk_layernorm"]:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+    return layer
 
 
 def _submodules(spec: ModuleSpec | functools.partial) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
 from megatron_rlspec.weights.checkpoint import CheckpointError
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import NameTable, canonical, name_table
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -23,9 +24,10 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
 def family(hf_config: Mapping[str, Any], mtp_layers: int) -> NameTable:
-    """Return the name table of this job's modules, for a drafter of `mtp_layers` layers."""
+    """Return the name table of this job's modules, for a drafter of `mtp_layers` layers, or an EAGLE-3 drafter."""
     spec: Literal["te", "local"] = "te" if runtime.has_transformer_engine() else "local"
-    return name_table({**hf_config, "num_nextn_predict_layers": mtp_layers}, spec=spec)
+    layers = 0 if DRAFTER in hf_config else mtp_layers
+    return name_table({**hf_config, "num_nextn_predict_layers": layers}, spec=spec)
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
-from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
@@ -45,6 +45,7 @@ from megatron_rlspec.train.model import Policy, describe, rotary_base, transform
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
+from megatron_rlspec.weights.model_config import DRAFTER
 
 DrafterPass = Literal["learn", "predict", "skip"]
 DRIFT_ROWS = 512  # tokens of a micro-batch whose distributions `Trainer.drift` compares
@@ -73,16 +74,10 @@ class Trainer:
         options = config.drafter
         self.table = shards.family(hf_config, 1 if options.repeated_layer else options.depth)
         if options.train and self.last_stage:
-            self.drafter = Drafter(
-                self.model_config,
-                depth=options.depth,
-                repeated_layer=options.repeated_layer,
-                zero_first_embedding=self.table.record.zero_first_embedding,
-                rotary_base=self.rotary_base,
-                seed=config.train.seed + 1,
-            ).to(self.device)
+            self.drafter = build_drafter(self.model_config, hf_config, options, config.train.seed + 1).to(self.device)
             self.drafter_learner = Learner(self.drafter, _drafter_adam(config), pipelined=False)
             self.drafter_step = DrafterStep(self.drafter_learner, _drafter_objective(config))
+            self.drafter_step.head = getattr(self.drafter, "head", None)
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
@@ -234,7 +229,9 @@ class Trainer:
             self.drafter.depth = depth
             goal = DrafterObjective(depth, "ce", 1.0, tuple(steps), "position_keyed", sampled=False)
             replay = DrafterStep(self.drafter_learner, goal)
-            replay.words = self.drafter_step.words if self.drafter_step is not None else None
+            if self.drafter_step is not None:
+                replay.words = self.drafter_step.words
+                replay.head = self.drafter_step.head
         try:
             found = self._run(batches, partial(self._replayed, replay) if self.last_stage else None, forward_only=True)
         finally:
@@ -316,7 +313,7 @@ class Trainer:
             "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
             "distributed": self.config.optimizer.distributed,
             "dtype": self.config.model.dtype,
-            "drafter": drafter.train,
+            "drafter": drafter.kind if drafter.train and drafter.kind != "mtp" else drafter.train,
             "drafter_layers": 1 if drafter.repeated_layer else drafter.depth,
         }
 
@@ -383,7 +380,10 @@ class Trainer:
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
         """Run the drafter's forward; return the input of the output layer, `[T, H]` per depth."""
-        assert self.drafter_learner is not None and self.embedding is not None
+        assert self.drafter is not None and self.drafter_learner is not None and self.embedding is not None
+        if DRAFTER in self.hf_config:
+            hidden = self.policy.taps()
+            packed = describe(batch, self.drafter.config, self.rotary_base, self.device)  # of the drafter's heads
         return self.drafter_learner.ddp(
             hidden.detach() if self.config.drafter.mtp_detach_heads else hidden,
             [to_device(tokens, self.device) for tokens in batch.drafter_tokens],

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -107,7 +107,18 @@ def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
     return file_of
 
 
-def check(family: NameTable, tensors: LazyTensors, *, drafter: bool = True) -> None:
+class Opened(Protocol):
+    """The opened tensors of a model directory."""
+
+    directory: Path
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+
+
+def check(family: NameTable, tensors: Opened, *, drafter: bool = True) -> None:
     """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json states.
 
     `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.

@@ -52,7 +52,10 @@ class JoinedTensors(Mapping[str, Tensor]):
         return held.shape(own)
 
 
-def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], LazyTensors | JoinedTensors]:
+Tensors = LazyTensors | JoinedTensors
+
+
+def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], Tensors]:
     """Read config.json and open the tensors, joined with those of the EAGLE-3 drafter in the directory `drafter`.
 
     The target then counts as a model without MTP layers. Raises CheckpointError.

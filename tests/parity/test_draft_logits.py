@@ -10,7 +10,7 @@ import train_ranks
 from megatron_rlspec.config import load
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.packing.shift import shift_packed
-from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.drafter import Drafter, MTPDrafter
 from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
@@ -70,7 +70,7 @@ def measure(drafted) -> dict[str, np.ndarray]:
     trainer = Trainer(load(None, {"model.dtype": "float32", "drafter.depth": str(DEPTH)}), CONFIG)
     trainer.load_hf(WEIGHTS)
     own = trainer.drafter
-    separate = Drafter(
+    separate = MTPDrafter(
         trainer.model_config,
         depth=DEPTH,
         repeated_layer=False,

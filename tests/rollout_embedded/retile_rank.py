@@ -67,7 +67,7 @@ def _forward(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     cache.back(row, len(tokens))
     columns = torch.arange(len(tokens))[None]
     plan = cache.plan(torch.from_numpy(cache.slots[[row], : len(tokens)]), columns)
-    return model.logits(model.target(tokens, plan, cache.kv))
+    return model.logits(model.target(tokens, plan, cache.kv)[0])
 
 
 SHARED = np.arange(1, 8)

@@ -483,7 +483,7 @@ def test_what_the_engine_refuses(model):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
     plain = {k: v for k, v in tensors.items() if "mtp" not in k}
     qwen = config | {"architectures": ["Qwen2ForCausalLM"]}
-    with pytest.raises(EngineError, match="k1 needs an MTP layer"):
+    with pytest.raises(EngineError, match="k1 needs a drafter"):
         oracle.engine_of(qwen, plain, SpecConfig(1))
     with pytest.raises(ValueError, match="GptForCausalLM"):
         oracle.engine_of(config | {"architectures": ["GptForCausalLM"]}, tensors)

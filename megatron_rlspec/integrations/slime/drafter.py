@@ -30,7 +30,7 @@ from megatron_rlspec.rl.weights import RewardWeight
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.updates import EverySteps, Observed
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
-from megatron_rlspec.train.drafter import Drafter
+from megatron_rlspec.train.drafter import MTPDrafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
@@ -87,8 +87,8 @@ class Options:
         )
 
 
-class Adopted(Drafter):
-    """A `Drafter` around an MTP layer that exists already: chain-exact, with grouped-query attention."""
+class Adopted(MTPDrafter):
+    """A drafter around an MTP layer that exists already: chain-exact, with grouped-query attention."""
 
     def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rotary_base: float) -> None:
         own = replace(model.config, calculate_per_token_loss=True)

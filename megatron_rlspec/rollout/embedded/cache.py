@@ -3,7 +3,7 @@
 The slot of a token x_p at position p stores
 
 * the target's keys and values of x_p,
-* the target's hidden state h_p,
+* what the drafter reads of the target: its hidden state h_p, or for EAGLE-3 the inputs of n layers,
 * the drafter's keys and values of the pair (h_{p-1}, x_p), which has rotary position p - 1.
 
 A GRPO group shares the slots of its prompt, except that of the prompt's last token. The last committed token of a
@@ -57,8 +57,8 @@ class Cache:
         arch = model.arch
         device = model.device
         shape = (slots, 2 * model.kv_heads, arch.head_dim)  # keys, then values; the drafter's layer comes last
-        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.mtp)]
-        self.hidden = torch.zeros((slots, arch.hidden), dtype=model.dtype, device=device)
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(arch.layers + arch.drafter)]
+        self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
 
     def reset(self, slots: int) -> None:
         """Forget all rows. The pool has `slots` slots from now on, all of them free."""

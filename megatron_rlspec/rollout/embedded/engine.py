@@ -22,7 +22,7 @@ import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
-from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
+from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, RoundRunner, scratch
 from megatron_rlspec.speculation.acceptance import delivered, histogram_of
@@ -121,7 +121,9 @@ class ActiveRequest:
 class EmbeddedEngine:
     """See `RolloutEngine`.
 
+    hf_config             config.json; it may hold an EAGLE-3 drafter's (`weights/drafter_files.py`), which then drafts
     tensors               the first weights, all of them, under Hugging Face names
+    draft_words           the token ids that an EAGLE-3 drafter drafts from, ascending
     max_total_tokens      slots of the KV cache. When they run out, the youngest sample goes back into the queue and its
                           KV cache is recomputed later
     max_running_requests  samples that run at once
@@ -153,6 +155,7 @@ class EmbeddedEngine:
         share_prefix: bool = True,
         group: torch.distributed.ProcessGroup | None = None,
         version: int = 0,
+        draft_words: torch.Tensor | None = None,
     ) -> None:
         if max_total_tokens < max_length + max_draft_tokens:
             raise ValueError(
@@ -166,6 +169,10 @@ class EmbeddedEngine:
         comm = TensorParallel(group) if group is not None else Solo()
         self.arch = Architecture.from_hf(hf_config)
         self.model = Decoder(self.arch, dtype, device, comm, max_length + max_draft_tokens)
+        if self.arch.taps:
+            if draft_words is None or len(draft_words) != self.arch.draft_words:
+                raise ValueError(f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids")
+            self.model.draft_ids = draft_words.to(device)
         columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
         self.rounds = RoundRunner(self.cache, verifier, budget, prefill_chunk)
@@ -238,7 +245,7 @@ class EmbeddedEngine:
         earlier update delivered completely. Running samples go back into the queue; their KV cache is recomputed under
         the new weights.
         """
-        mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == (".mtp_layers." in n)}
+        mine = {n for n in self.model.tensors if scope == "all" or (scope == "drafter") == is_drafter(n)}
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
@@ -314,7 +321,7 @@ class EmbeddedEngine:
         return {
             "verifier": self.rounds.verifier,
             "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates],
-            "speculative": self.arch.mtp,
+            "speculative": self.arch.drafter,
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,
             "max_running_requests": self.max_running_requests,
@@ -391,8 +398,8 @@ class EmbeddedEngine:
             if config.topk > words:
                 raise EngineError(f"embedded engine: {config} drafts {config.topk} words at once, from only {words}")
             nodes = scratch(config)
-            if not config.off and not self.arch.mtp:
-                raise EngineError(f"embedded engine: {config} needs an MTP layer, and the model has none")
+            if not config.off and not self.arch.drafter:
+                raise EngineError(f"embedded engine: {config} needs a drafter, and the model has none")
             if config.topk > 1 and self.rounds.verifier == "rejection":
                 raise EngineError(f"embedded engine: {config} is a tree; verifier=rejection takes chains only")
             if nodes > self.max_draft_tokens:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.operators.packed import PackedWeights
 from megatron_rlspec.weights.families import FAMILIES, names_where
-from megatron_rlspec.weights.model_config import refusal
+from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config, refusal
+from megatron_rlspec.weights.model_config import PREFIX as EAGLE3
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,19 @@ class Architecture:
     tied: bool
     mtp: bool
     eos: tuple[int, ...]
+    taps: tuple[int, ...] = ()  # layers whose inputs an EAGLE-3 drafter reads; (): there is none
+    draft_intermediate: int = 0  # of that drafter
+    draft_words: int = 0
+
+    @property
+    def drafter(self) -> bool:
+        """Return whether there is a drafter."""
+        return self.mtp or bool(self.taps)
+
+    @property
+    def drafted_from(self) -> int:
+        """Return the width of the hidden states that the drafter reads."""
+        return self.hidden * (len(self.taps) or 1)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
@@ -50,6 +64,12 @@ class Architecture:
             raise ValueError(f"the embedded engine has plain rotary embeddings only; config.json asks for {rope}")
         if config.get("use_sliding_window"):
             raise ValueError("the embedded engine has no sliding window; config.json has use_sliding_window = true")
+        taps: tuple[int, ...] = ()
+        own: Mapping[str, Any] = {}
+        if DRAFTER in config:
+            own = config[DRAFTER]
+            taps = check_drafter_config(own, "the EAGLE-3 drafter").taps(config["num_hidden_layers"])
+            _check_same(config, own)
         eos = config.get("eos_token_id")
         if eos is None:
             eos_ids: tuple[int, ...] = ()
@@ -67,15 +87,46 @@ class Architecture:
             theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
+            mtp=not taps and facts.embedded_drafter and config.get("num_nextn_predict_layers", 0) > 0,
             eos=eos_ids,
+            taps=taps,
+            draft_intermediate=own.get("intermediate_size", 0),
+            draft_words=own.get("draft_vocab_size", 0),
         )
 
     def check_size(self, tp: int) -> None:
         """Raise ValueError if tensor parallelism over `tp` ranks does not divide the model."""
-        for what in ("heads", "kv_heads", "intermediate", "vocab"):
+        for what in ("heads", "kv_heads", "intermediate", "vocab", "draft_intermediate", "draft_words"):
             if (size := getattr(self, what)) % tp:
                 raise ValueError(f"tensor parallel size {tp} does not divide {what}={size}")
+
+
+def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an EAGLE-3 drafter's attention has the target's shape: they share cache and angles."""
+
+    def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+        heads = config["num_attention_heads"]
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+            "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        }
+
+    wanted = facts(target)
+    for name, value in facts(drafter).items():
+        if value != wanted[name]:
+            raise ValueError(
+                f"the embedded engine runs EAGLE-3 drafters with their target's attention: {name}={value}, but the "
+                f"target has {wanted[name]}; rollout.engine=sglang runs others"
+            )
+
+
+def is_drafter(name: str) -> bool:
+    """Return whether a Hugging Face name is one of the drafter's tensors."""
+    return name.startswith(EAGLE3) or ".mtp_layers." in name
 
 
 class Placement(NamedTuple):
@@ -167,6 +218,8 @@ class Decoder:
             self.token_norm = self._new({prefix + "token_layernorm.weight": h})
             self.input_proj = self._new({prefix + "input_proj.weight": h}, 2 * h)
             self.final_norm = self._new({prefix + "final_layernorm.weight": h})
+        if arch.taps:
+            self._add_eagle3()
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
         frequency = arch.theta ** -(torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim)
         angle = torch.outer(torch.arange(positions, dtype=torch.float32), frequency).repeat(1, 2)
@@ -174,19 +227,44 @@ class Decoder:
         sign = torch.ones(arch.head_dim).index_fill_(0, torch.arange(arch.head_dim // 2), -1.0)
         self.sin = (angle.sin() * sign).to(device, dtype)[:, None]  # with the sign of the rotated half
 
-    def target(self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]) -> torch.Tensor:
-        """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm."""
+    def _add_eagle3(self) -> None:
+        h = self.arch.hidden
+        self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=self.arch.draft_intermediate)
+        self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
+        self.token_norm = self.mtp.norm1
+        self.input_proj = self._new({EAGLE3 + "fc.weight": h}, self.arch.drafted_from)
+        self.final_norm = self._new({EAGLE3 + "norm.weight": h})
+        self.draft_head = self._new({EAGLE3 + "lm_head.weight": self.arch.draft_words // self.comm.size}, h, 0)
+
+    def target(
+        self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm, and the drafter's input.
+
+        That is the same tensor for MTP, and the inputs of n layers side by side, [N, n · H], for EAGLE-3.
+        """
         x = F.embedding(tokens, self.embedding)
-        for layer, kv in zip(self.layers, cache, strict=False):
+        kept = []
+        for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=False)):
+            if index in self.arch.taps:
+                kept.append(x)
             x = self._block(layer, x, plan, kv)
-        return self._rms(x, self.norm)
+        x = self._rms(x, self.norm)
+        return x, torch.cat(kept, -1) if kept else x
 
     def draft(self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
-        """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] after its norm.
+        """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
-        As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0.
+        As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The
+        result is after the drafter's norm. EAGLE-3 takes [N, n · H] for the target's hidden states, and its result is
+        before its norm.
         """
-        embedded = F.embedding(tokens, self.embedding).masked_fill_(plan.first[:, None], 0)
+        embedded = F.embedding(tokens, self.embedding)
+        if self.arch.taps:
+            state = hidden if hidden.shape[-1] == self.arch.hidden else self.packed.linear(hidden, self.input_proj)
+            pair = torch.cat([self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)], -1)
+            return self._block(self.mtp, state, plan, kv, pair)
+        embedded = embedded.masked_fill_(plan.first[:, None], 0)
         pair = torch.cat([self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)], -1)
         return self._rms(self._block(self.mtp, self.packed.linear(pair, self.input_proj), plan, kv), self.final_norm)
 
@@ -196,12 +274,16 @@ class Decoder:
 
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
+        if self.arch.taps:
+            return self._logits(self._rms(hidden, self.final_norm), self.draft_head)
         if self.draft_ids is None:
             return self.logits(hidden)
         return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
 
     def set_draft_vocabulary(self, words: torch.Tensor) -> None:
         """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
+        if self.arch.taps:
+            raise ValueError("draft vocabulary: that of an EAGLE-3 drafter is a part of its checkpoint")
         words = words.to(self.device, torch.int64).sort().values
         vocab = self.arch.vocab
         if not len(words) or int(words[0]) < 0 or int(words[-1]) >= vocab or len(words.unique()) < len(words):
@@ -216,7 +298,7 @@ class Decoder:
 
     def renew_draft_head(self) -> None:
         """Copy the rows of the draft vocabulary from the output head, which an update may have changed."""
-        if self.draft_ids is not None:
+        if self.draft_ids is not None and not self.arch.taps:
             self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
@@ -243,10 +325,14 @@ class Decoder:
         for name, (view, dim) in self.tensors.items():
             yield name, view if dim is None else self.comm.concat(view, dim)
 
-    def _block(self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
+    def _block(
+        self, layer: Layer, x: torch.Tensor, plan: Placement, kv: torch.Tensor, read: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run a layer. Its attention reads `read`, or the norm of x."""
         n = x.shape[0]
         d = self.arch.head_dim
-        qkv = self.packed.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(n, -1, d)
+        read = self._rms(x, layer.norm1) if read is None else read
+        qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
@@ -279,17 +365,18 @@ class Decoder:
             return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str, width: int = 0, intermediate: int = 0) -> Layer:
+        """Make a layer. Unless given, `width`, of what its attention reads, and `intermediate` are the target's."""
         h = self.arch.hidden
-        i = self.arch.intermediate // self.comm.size
+        i = (intermediate or self.arch.intermediate) // self.comm.size
         d = self.arch.head_dim
         rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
         qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
         bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
         return Layer(
             norm1=self._new({prefix + "input_layernorm.weight": h}),
-            qkv=self._new(qkv, h, 0),
-            qkv_bias=self._new(bias, split=0) if self.arch.qkv_bias else None,
+            qkv=self._new(qkv, width or h, 0),
+            qkv_bias=self._new(bias, split=0) if self.arch.qkv_bias and not width else None,
             out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
             gate_up=self._new({prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0),
@@ -332,5 +419,5 @@ class Decoder:
         if self.arch.tied:
             self.packed.forget(self.head)
             self.head = self.embedding.chunk(comm.size)[comm.rank]
-        if self.draft_ids is not None:
+        if self.draft_ids is not None and not self.arch.taps:
             self.set_draft_vocabulary(self.draft_ids[self.draft_ids >= 0])

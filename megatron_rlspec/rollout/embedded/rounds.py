@@ -97,7 +97,8 @@ class RoundRunner:
         columns, valid = _columns(starts, ends)
         plan = cache.plan(self._read(which, ends), self._to(columns), valid=valid)
         tokens = self._to(cache.tokens[which[:, None], columns][valid])
-        cache.hidden.index_copy_(0, plan.write, self.model.target(tokens, plan, cache.kv))
+        _, drafted_from = self.model.target(tokens, plan, cache.kv)
+        cache.hidden.index_copy_(0, plan.write, drafted_from)
         for row, _, upto, owner in spans:
             if owner is not None:
                 owner.computed = upto
@@ -246,8 +247,8 @@ class RoundRunner:
         if not chain:
             where = TreeColumns(self._to(start), self._to(draft.ancestors(tree.parents)), self._to(tree.depth))
         plan = cache.plan(read, self._to(start[:, None] + np.arange(nodes)), valid=tree.valid, tree=where)
-        hidden = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
-        cache.hidden.index_copy_(0, plan.write, hidden)
+        hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
+        cache.hidden.index_copy_(0, plan.write, drafted_from)
         sample_of = np.nonzero(tree.valid)[0]  # the sample of each flat node
         logp, sampling = self._logprobs(self.model.logits(hidden), rows[sample_of])
         counter = self.draws[rows][:, None] + np.arange(nodes)

@@ -1,0 +1,255 @@
+"""The EAGLE-3 drafter: equal to an engine that is simulated one token at a time, in every layout, without a trace in
+the policy."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
+
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.train.step import Trainer
+
+TAPS = (0, 1, 3)
+WORDS = np.array([0, 3, 4, 5, 9, 17, 18, 20, 31, 33, 34, 40, 47, 52, 53, 63])
+DRAFTER = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "vocab_size": 64,
+    "draft_vocab_size": len(WORDS),
+    "rms_norm_eps": 1e-4,
+    "rope_theta": 500.0,
+    "initializer_range": 0.3,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in TAPS]},
+}
+HF = {**HF_CONFIG, "num_nextn_predict_layers": 0, "eagle3": DRAFTER}
+PLAIN = {"tensor": 1, "context": 1, "sequence": False, "recompute": False}
+
+
+def build(drafter=True, weights=None, *, dtype="float64", kind="forward_kl", distributed=False, clip=0.0, **layout):
+    """Build a trainer of a layout in the running job."""
+    parallel = PLAIN | layout
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    options = config(
+        model={"dtype": dtype},
+        parallel=parallel,
+        optimizer={"distributed": distributed, "clip_grad": clip},
+        drafter={"train": drafter, "kind": "eagle3", "path": "drafter", "loss": kind},
+    )
+    trainer = Trainer(options, HF)
+    trainer.set_draft_vocabulary(WORDS)
+    if weights is not None:
+        trainer.load_hf(weights)
+    return trainer
+
+
+def own_batches(trainer, seed=0):
+    sizes = ps.get_data_parallel_world_size(), ps.get_context_parallel_world_size()
+    ranks = ps.get_data_parallel_rank(), ps.get_context_parallel_rank()
+    return batches(samples(9, seed), trainer.config, dp=(ranks[0], sizes[0]), cp=(ranks[1], sizes[1]))
+
+
+class Engine:
+    """EAGLE-3 as SGLang's models/llama_eagle3.py and speculative/eagle_worker_v2.py run it: one token per call."""
+
+    def __init__(self, weights):
+        self.w = {name.removeprefix("eagle3."): x for name, x in weights.items() if name.startswith("eagle3.")}
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.keys, self.values = [], []
+
+    def norm(self, x, name):
+        return F.rms_norm(x, x.shape, self.w[name + ".weight"], DRAFTER["rms_norm_eps"])
+
+    def rotate(self, x, position):
+        d = DRAFTER["head_dim"]
+        frequency = 1.0 / DRAFTER["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+        angle = (position * frequency).repeat(2)
+        turned = torch.cat([-x[:, d // 2 :], x[:, : d // 2]], -1)
+        return x * angle.cos().to(x) + turned * angle.sin().to(x)
+
+    def step(self, state, token, position):
+        """Append one position to the cache; return the state before the final norm, and logits over the words."""
+        both = torch.cat([
+            self.norm(self.embedding[token], "midlayer.input_layernorm"), self.norm(state, "midlayer.hidden_norm")
+        ])  # fmt: skip
+        q, k, v = ((self.w[f"midlayer.self_attn.{n}_proj.weight"] @ both).view(-1, 12) for n in "qkv")
+        self.keys.append(self.rotate(k, position))
+        self.values.append(v)
+        q = self.rotate(q, position)
+        keys, values = (torch.stack(c).repeat_interleave(2, 1) for c in (self.keys, self.values))
+        weight = (torch.einsum("nd,snd->ns", q, keys) / 12**0.5).softmax(-1)
+        x = state + self.w["midlayer.self_attn.o_proj.weight"] @ torch.einsum("ns,snd->nd", weight, values).flatten()
+        y = self.norm(x, "midlayer.post_attention_layernorm")
+        gate, up = (self.w[f"midlayer.mlp.{n}_proj.weight"] @ y for n in ("gate", "up"))
+        x = x + self.w["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up)
+        return x, self.w["lm_head.weight"] @ self.norm(x, "norm")
+
+    def draft(self, taps, token, position, following):
+        state, logits = self.step(self.w["fc.weight"] @ taps, token, position)
+        out = [logits]
+        kept = len(self.keys)
+        for offset, token in enumerate(following, 1):
+            state, logits = self.step(state, token, position + offset)
+            out.append(logits)
+        del self.keys[kept:], self.values[kept:]
+        return out
+
+
+def hidden_states(weights, tokens):
+    """Return the input of every layer `[layers, T, H]`, by Transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in HF_CONFIG.items() if k not in ("architectures", "model_type")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **fields)).double().eval()
+    model.load_state_dict({name: x for name, x in weights.items() if not name.startswith("eagle3.")})
+    with torch.no_grad():
+        return torch.stack(model(tokens[None], output_hidden_states=True).hidden_states)[:, 0]
+
+
+def logits_of(trainer, batch):
+    """Return the drafter's logits over the words, per depth `[T, S]`."""
+    seen = []
+
+    def look(batch, packed, hidden):
+        seen.extend(x @ trainer.drafter.head.T for x in trainer._draft(batch, packed, hidden[:, 0]))
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+
+    trainer._run([batch], look, forward_only=True)
+    return [x.detach() for x in seen]
+
+
+def against_engine(taps):
+    """Return the largest difference from the engine per depth, of all positions that have a draft of that depth."""
+    trainer = build(recompute=True)
+    data = own_batches(trainer)
+    for _ in range(2):
+        trainer.train_step(data, objective="sft")
+    weights = dict(trainer.export())
+    worst = [0.0] * 3
+    for batch in data:
+        logits = logits_of(trainer, batch)
+        bounds = batch.cu_seqlens_padded.tolist()
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+            engine = Engine(weights)
+            inputs = torch.cat([hidden_states(weights, batch.tokens[first:last])[tap] for tap in taps], -1)
+            tokens = batch.tokens[first:last].tolist()
+            for t in range(len(tokens) - 1):
+                for depth, theirs in enumerate(engine.draft(inputs[t], tokens[t + 1], t, tokens[t + 2 : t + 4])):
+                    worst[depth] = max(worst[depth], float((logits[depth][first + t] - theirs).abs().max()))
+    return worst
+
+
+def test_unrolling_equals_an_engines_drafting():
+    (worst,) = on_ranks(1, against_engine, TAPS)
+    assert max(worst) < 1e-5  # Transformers computes in other float32 steps
+
+
+def test_the_comparison_sees_a_wrong_layer():
+    (worst,) = on_ranks(1, against_engine, (0, 1, 2))
+    assert min(worst) > 1e-2
+
+
+def directional(kind):
+    """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
+    trainer = build(kind=kind)
+    data = own_batches(trainer)
+    kept = {}
+    trainer.drafter_learner.step = lambda: (
+        kept.update({p: p.main_grad.clone() for p in trainer.drafter.parameters()}) or (0.0, True)
+    )
+
+    def loss():
+        return trainer.train_step(data, objective="sft", train_policy=False)["drafter/objective"]
+
+    loss()
+    torch.manual_seed(0)
+    direction = {p: torch.randn_like(p) for p in kept}
+    slope = sum(float((direction[p] * kept[p]).sum()) for p in list(kept))
+    values = []
+    for sign in (1, -2):
+        for p, d in direction.items():
+            p.data.add_(d, alpha=sign * 1e-6)
+        values.append(loss())
+    return slope, (values[0] - values[1]) / 2e-6, all(bool(g.abs().max() > 0) for g in kept.values())
+
+
+@pytest.mark.parametrize("kind", ["ce", "forward_kl"])
+def test_gradient_equals_the_central_difference_of_the_loss(kind):
+    ((slope, difference, everywhere),) = on_ranks(1, directional, kind)
+    assert everywhere
+    assert slope == pytest.approx(difference, rel=1e-5)
+
+
+# Of two ranks each.
+LAYOUTS = {
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True, "recompute": True},
+    "context": {"context": 2},
+    "data": {},
+}
+
+
+def in_layouts(weights):
+    """Return each layout's metrics and drafter, after two steps from the same weights."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        trainer = build(weights=weights, **layout)
+        metrics = [trainer.train_step(own_batches(trainer), objective="sft") for _ in range(2)]
+        found[name] = metrics, dict(trainer.export("drafter"))
+    return found
+
+
+def alone():
+    trainer = build()
+    weights = dict(trainer.export())
+    metrics = [trainer.train_step(own_batches(trainer), objective="sft") for _ in range(2)]
+    return weights, metrics, dict(trainer.export("drafter"))
+
+
+def test_every_layout_trains_the_same_drafter():
+    ((weights, expected, drafter),) = on_ranks(1, alone)
+    first, _ = on_ranks(2, in_layouts, weights)
+    for name, (metrics, trained) in first.items():
+        for ours, theirs in zip(metrics, expected, strict=True):
+            for key in ("drafter/objective", "drafter/grad_norm", "drafter/overlap_2", "drafter/covered_1"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-6), (name, key)  # Megatron's norm is float32
+        assert trained.keys() == drafter.keys() == {n for n in weights if n.startswith("eagle3.")}
+        for key, tensor in drafter.items():
+            torch.testing.assert_close(trained[key], tensor, rtol=1e-6, atol=1e-8, msg=f"{name}: {key}")
+
+
+def isolation():
+    """Return digests of the policy and its optimizer after five steps with and without the drafter."""
+    out = []
+    for drafter in (True, False):
+        trainer = build(drafter, dtype="float32", distributed=True, clip=0.3)
+        for seed in range(5):
+            metrics = trainer.train_step(own_batches(trainer, seed), objective="sft")
+        assert metrics["policy/grad_norm"] > 0.3
+        out.append((digest(trainer.policy.parameters()), digest(moments(trainer.learner.parts[0].optimizer.optimizer))))
+    return out
+
+
+def test_the_policy_is_the_same_with_and_without_the_drafter():
+    for with_drafter, without in on_ranks(3, isolation):
+        assert with_drafter == without
+
+
+def test_pipelines_and_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="parallel.pipeline=2: drafter.kind=eagle3"):
+        config(parallel={"pipeline": 2}, drafter={"kind": "eagle3", "path": "x"})
+    from megatron_rlspec.train.drafter import _eagle3_config
+
+    class Policy:
+        tensor_model_parallel_size = 8
+
+    with pytest.raises(ConfigError, match="num_key_value_heads=4, no multiple of parallel.tensor=8"):
+        _eagle3_config(Policy, DRAFTER)
