@@ -103,14 +103,16 @@ class Roofline:
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
         an embedding is free. Of experts only those count that one token uses. The drafter is one layer, the
-        projection before it, and a head over `draft_vocabulary` words; 0: all. `ridge_tokens` as in `of_layers`.
+        projection before it, and a head over `draft_vocabulary` words; 0: all, or those of the EAGLE-3 drafter in
+        `config`. `ridge_tokens` as in `of_layers`.
         Raises ValueError.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
         head = hidden * config["vocab_size"]
         draft_layer = layer + 2 * hidden * hidden
-        draft_head = hidden * (draft_vocabulary or config["vocab_size"])
+        words = draft_vocabulary or config.get("eagle3", config).get("draft_vocab_size") or config["vocab_size"]
+        draft_head = hidden * words
         target = config["num_hidden_layers"] * layer + head
         if ridge_tokens <= 0:
             raise ValueError(f"ridge_tokens={ridge_tokens}, expected more than 0")
