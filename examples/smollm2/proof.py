@@ -56,7 +56,8 @@ def main() -> None:
         "equal_texts": lambda: equal_texts(run, exact(), prompts, sampling),
     }
     for batch in BATCHES:
-        parts[f"speed_{batch}"] = functools.partial(speed_of, run, fast, prompts, sampling, batch, options.repeats)
+        measured = functools.partial(speed_of, run, fast, prompts, sampling, batch, options.repeats)
+        parts[f"speed_{batch}"] = functools.partial(measured, config.rollout.engine == "embedded")
     parts |= {"transformers": lambda: transformers_answer(run), "server": lambda: server_answers(run)}
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
     for name, measure in parts.items():
@@ -129,10 +130,14 @@ def speed_of(
     sampling: Sampling,
     batch: int,
     repeats: int,
+    own_costs: bool,
 ) -> dict:
-    """Print tokens per CPU second, speculating as the rule decides over plain; pairs of draws, in turn."""
+    """Print tokens per CPU second of the embedded engine, as the rule decides and plain; pairs of draws, in turn."""
     engine = engine_of_run()
-    engine.set_spec_rule(json.loads((run / "rl/spec_rule.json").read_text()))
+    rule = json.loads((run / "rl/spec_rule.json").read_text())
+    if "learnt" in rule and not own_costs:
+        rule["learnt"]["cells"] = []  # durations of another engine's rounds; the first pair learns this one's
+    engine.set_spec_rule(rule)
     chosen = [prompts[i % len(prompts)] for i in range(batch)]
     times = max(1, 8 // batch)
     rates: dict[str, list[float]] = {"plain": [], "spec": []}
