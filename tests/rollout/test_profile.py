@@ -55,7 +55,10 @@ def test_the_embedded_engine_is_measured_and_its_rule_uses_the_table(tmp_path, c
     out = tmp_path / "table.json"
     options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--samples", "2"]
     assert profile.main([*options, "--batches", "1,2", "--lengths", "16", "--tolerance", "10"]) == 0
-    assert "wrote" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"rlspec profile: loading {model} into the embedded engine" and said[-1].startswith("wrote ")
+    alone = [str(tmp_path / "one.json"), *options[1:], "--batches", "1", "--lengths", "16", "--tolerance", "10"]
+    assert profile.main(alone) == 0
     measured = CostTable.load(out)
     assert measured.configs() == (OFF, SpecConfig(1), SpecConfig(3)) and tuple(measured.batches()) == (1, 2)
     assert measured.provenance.engine == "embedded" and measured.provenance.hardware.endswith("threads")
