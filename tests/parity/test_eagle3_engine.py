@@ -49,6 +49,7 @@ SWITCHING = SpecSchedule(
         (SpecConfig(2), OFF, SpecConfig(3), SpecConfig(0), SpecConfig(1)),
     ),
 )
+Drafted = list[tuple[Sample, captured.Chains]]
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Served:
     folder: Path
     config: dict[str, Any]
     weights: dict[str, torch.Tensor]
-    drafted: list[tuple[Sample, captured.Chains]]
+    drafted: Drafted
 
     @property
     def pushed(self) -> dict[str, torch.Tensor]:
@@ -141,6 +142,44 @@ def test_draft_logits_are_those_of_the_oracle(served):
     drafted = [found for _, found in served.drafted]
     assert {0, 8} <= {t for found in drafted for t in found} and sum(map(len, drafted)) > 15
     assert served.gaps().max() < TOLERANCE
+
+
+def test_the_trainers_drafter_computes_the_engines_drafts(served):
+    import train_ranks
+
+    (worst,) = train_ranks.on_ranks(1, of_trainer, served.config, served.weights, served.drafted)
+    assert worst.max() < TOLERANCE
+
+
+def of_trainer(config: dict[str, Any], weights: dict[str, torch.Tensor], drafted: Drafted) -> np.ndarray:
+    """Return the largest difference per depth between the trainer's draft logits and the engine's, on a rank."""
+    from megatron_rlspec.packing.pack import pack
+    from megatron_rlspec.packing.shift import shift_packed
+    from megatron_rlspec.train.model import describe
+    from megatron_rlspec.train.step import Trainer
+
+    options = {"model.dtype": "float32", "drafter.depth": "3", "drafter.kind": "eagle3", "drafter.path": "drafter"}
+    trainer = Trainer(load(None, options), {**config, "eagle3": DRAFTER})
+    trainer.set_draft_vocabulary(IDS.numpy())
+    trainer.load_hf(weights | tiny_eagle3.pushed(OWN))
+    cpu = torch.device("cpu")
+    worst = np.zeros(captured.DEPTH)
+    for sample, found in drafted:
+        (batch,) = pack([sample], depth=captured.DEPTH, tokens_per_micro_batch=1024)
+        tokens = [shift_packed(batch.tokens, batch.cu_seqlens, d) for d in range(1, captured.DEPTH + 1)]
+        for t, (chain, _) in found.items():
+            for depth, token in enumerate(chain, 2):
+                tokens[depth - 1][t] = token
+        packed = describe(batch, trainer.model_config, trainer.rotary_base, cpu)
+        with torch.no_grad():
+            trainer.policy(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed)
+            own = describe(batch, trainer.drafter.config, trainer.rotary_base, cpu)
+            outputs = trainer.drafter(trainer.policy.taps(), tokens, trainer.embedding, batch.position_ids, own)
+            logits = (torch.stack(outputs) @ trainer.drafter.head.T).numpy()
+        for t, (_, expected) in found.items():
+            if t < len(sample.tokens) - 1:
+                worst = np.maximum(worst, np.abs(logits[:, t] - expected).max(axis=1))
+    return worst
 
 
 def test_the_comparison_sees_other_layers_and_another_recursion(served):
