@@ -66,7 +66,7 @@ REFUSED: dict[str, Case] = {
         tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160),
         {},
         [],
-        "SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no hidden states; expected LlamaForCausalLM, Qwen2",
+        "SGLang's MiMoForCausalLM is not known to give an EAGLE-3 drafter its states; expected LlamaForCausalLM, Qwen2",
     ),
     "layers that the target lacks": (
         {},
@@ -111,7 +111,9 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
         "drafter.path": str(path),
         "model.max_length": "4096",
     }
-    with pytest.raises(ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM gives an EAGLE-3 drafter no"):
+    with pytest.raises(
+        ConfigError, match="drafter.kind=eagle3: SGLang's MiMoForCausalLM is not known to give an EAGLE-3"
+    ):
         check_inputs(load(None, options), "train")
     # The embedded engine takes it, and the next check is of the prompts.
     with pytest.raises(DataError, match="ends in .jsonl"):
@@ -149,6 +151,6 @@ def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
 def test_the_source_of_sglang_is_asked():
     qwen = {"architectures": ["Qwen2ForCausalLM"]}
     sources = {"sglang.srt.models.qwen2": "class Qwen2ForCausalLM: pass"}
-    assert versions.without_eagle3(qwen, sources.get).startswith("SGLang's Qwen2ForCausalLM gives")
+    assert versions.without_eagle3(qwen, sources.get).startswith("SGLang's Qwen2ForCausalLM is not known")
     assert not versions.without_eagle3(qwen)
     assert "0.5.15" in versions.Sglang0515().without_eagle3(qwen)

@@ -472,7 +472,9 @@ def without_eagle3(config: Mapping[str, Any], read: contracts.Read | None = None
     file = EAGLE3_TARGETS.get(name)
     capture = f"sglang.srt.models.{file}.{name}.set_eagle3_layers_to_capture"
     if file is None or (read is not None and contracts.lacking({capture: ()}, read)):
-        return f"SGLang's {name} gives an EAGLE-3 drafter no hidden states; expected {', '.join(EAGLE3_TARGETS)}"
+        return (
+            f"SGLang's {name} is not known to give an EAGLE-3 drafter its states; expected {', '.join(EAGLE3_TARGETS)}"
+        )
     return ""
 
 
