@@ -175,7 +175,7 @@ class Rollouts:
         chain = spec.num_steps or max(spec.candidate_steps)
         rows = self.held_out or (self.prompts.rows if self.prompts else [])
         return Health(
-            Pusher(engines),
+            Pusher(engines, frozen=() if self.config.drafter.train else drafter_names),
             drafter_names.__contains__,
             self._speculate if spec.mode != "off" and chain else None,
             rows[: options.canary_prompts],

@@ -26,7 +26,7 @@ def models(start, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_pushes_both_models_and_resumes(start, models, tmp_path):
+def test_a_run_trains_and_pushes_both_models_and_resumes_or_leaves_the_drafter_alone(start, models, tmp_path):
     target, drafter = models
     options = OPTIONS | {"model__path": target, "drafter__path": drafter}
     finish(train(start, tmp_path, train__steps=2, **options))
@@ -39,7 +39,12 @@ def test_a_run_trains_and_pushes_both_models_and_resumes(start, models, tmp_path
         assert record["push/tensors"] == len(read_hf(target)[1]) + len(own)
         assert record["drafter/grad_norm"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert record["spec/accept_length"] >= 1
+    held = read_records(tmp_path / "events.jsonl")
+    finish(train(start, tmp_path / "frozen", train__steps=1, drafter__train="false", **options))
+    (frozen,) = read_records(tmp_path / "frozen/metrics.jsonl")
+    assert frozen["push/tensors"] == len(read_hf(target)[1]) and frozen["push/failed_engines"] == 0
+    assert frozen["spec/accept_length"] >= 1
     print("accept lengths:", [round(record["spec/accept_length"], 3) for record in records])
-    incidents = [event for event in read_records(tmp_path / "events.jsonl") if event["kind"] == "health"]
-    assert not incidents, incidents
+    held += read_records(tmp_path / "frozen/events.jsonl")
+    assert not [event for event in held if event["kind"] == "health"]
     assert json.loads((tmp_path / "config.json").read_text())["drafter"]["kind"] == "eagle3"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,12 +93,21 @@ class Pusher:
     delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
                 all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
                 AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
+    frozen      names of tensors that no push sends because they are not trained. Engines may hold them
     feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
                 a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
     """
 
-    def __init__(self, engines: Mapping[str, RolloutEngine], *, delta: bool = False, feed_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        *,
+        delta: bool = False,
+        frozen: Collection[str] = (),
+        feed_bytes: int = 1 << 30,
+    ) -> None:
         self.engines = dict(engines)
+        self.frozen = frozenset(frozen)
         self.delta = delta
         self.feed_bytes = feed_bytes
         self.expected: dict[str, int] = {}
@@ -135,7 +144,7 @@ class Pusher:
             self.expected = new if scope == "all" else {**self.expected, **new}
             self.version = version
             verified = time.perf_counter()
-            checks = {n: threads.submit(_verify, self.engines[n], self.expected) for n in names if not errors[n]}
+            checks = {n: threads.submit(self._compare, n) for n in names if not errors[n]}
             results = {name: check.result() for name, check in checks.items()}
         ended = time.perf_counter()
         reports = {}
@@ -154,11 +163,20 @@ class Pusher:
         """
         found = {}
         for name in list(self.engines) if only is None else only:
-            error, difference = _verify(self.engines[name], self.expected)
+            error, difference = self._compare(name)
             found[name] = Difference(missing=tuple(sorted(self.expected))) if error else difference
             if not found[name].empty:
                 self._proven.pop(name, None)
         return found
+
+    def _compare(self, name: str) -> tuple[str, Difference]:
+        """Return the error, or "", and the difference between what an engine was sent and what it holds."""
+        try:
+            held = self.engines[name].fingerprints()
+        except EngineError as error:
+            return str(error), Difference()
+        unsent = self.frozen - self.expected.keys()
+        return "", compare(self.expected, {tensor: mark for tensor, mark in held.items() if tensor not in unsent})
 
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
@@ -406,13 +424,6 @@ def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> st
     finally:
         feed.seconds = time.perf_counter() - began
         feed.stop_reading()
-
-
-def _verify(engine: RolloutEngine, expected: Mapping[str, int]) -> tuple[str, Difference]:
-    try:
-        return "", compare(expected, engine.fingerprints())
-    except EngineError as error:
-        return str(error), Difference()
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:

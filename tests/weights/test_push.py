@@ -47,6 +47,21 @@ def test_all_engines_hold_the_new_version():
     assert report.total_bytes == 12 * 8 * 16 * 4 and report.engines["e0"].sent_tensors == 12
 
 
+def test_a_drafter_that_is_not_trained_may_stay_in_an_engine():
+    engine = MemoryEngine()
+    engine.tensors = weights(3)
+    target = {name: tensor for name, tensor in weights().items() if "mtp" not in name}
+    frozen = {name for name in weights() if "mtp" in name}
+    assert "has besides" in Pusher({"e": engine}).push(0, source_of(target)).failed["e"]
+    pusher = Pusher({"e": engine}, frozen=frozen)
+    assert not pusher.push(1, source_of(target)).failed and pusher.verify()["e"].empty
+    engine.tensors["model.layers.0.mlp.up_proj.weight"] += 1
+    assert pusher.verify()["e"].differing == ("model.layers.0.mlp.up_proj.weight",)
+    assert not pusher.push(2, source_of(weights())).failed  # a drafter that is sent is compared
+    engine.tensors[min(frozen)] += 1
+    assert pusher.verify()["e"].differing == (min(frozen),)
+
+
 def test_an_engine_that_breaks_is_named_and_serves_nothing():
     engines = {"good": MemoryEngine("good"), "bad": MemoryEngine("bad")}
     pusher = Pusher(engines)
