@@ -1,6 +1,7 @@
 """`rlspec train` with an EAGLE-3 drafter and SGLang's own EAGLE3: both models are trained and pushed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_a_run_trains_and_pushes_both_models_and_resumes_or_leaves_the_drafter_a
     target, drafter = models
     options = OPTIONS | {"model__path": target, "drafter__path": drafter}
     finish(train(start, tmp_path, train__steps=2, **options))
+    for name in ("hf", "hf_drafter"):
+        shutil.rmtree(tmp_path / name)
     finish(train(start, tmp_path, train__steps=4, train__resume="true", **options))
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3]
