@@ -62,6 +62,16 @@ def decode_requests(data: bytes) -> list[Request]:
     return _decode(_requests, data, "requests")
 
 
+def encode(value: Any) -> bytes:
+    """Return a message of one rank to another, which `decode` reads."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
+    """Return the message, of type `kind`. Raises msgspec.DecodeError for other bytes."""
+    return _decode(msgspec.msgpack.Decoder(kind, dec_hook=_decode_array), bytes(data), f"a {kind.__name__}")
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:
     try:
         return decoder.decode(data)

@@ -122,6 +122,15 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
     )
 
 
+def joined(first: Tree, second: Tree) -> Tree:
+    """Return the trees of two batches as one batch, padded to the larger number of nodes."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    both = []
+    for x, y in zip(first, second, strict=True):
+        both.append(np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (x, y)]))
+    return Tree(*both)
+
+
 def ancestors(parents: np.ndarray) -> np.ndarray:
     """Return [B, T, T] bool: at (i, j), whether j is i or its ancestor in `parents [B, T]`; node 0 is the root."""
     batch, nodes = parents.shape

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -24,12 +23,15 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.rollout.embedded.rounds import Budget, Committed, RoundRunner, scratch
-from megatron_rlspec.speculation.acceptance import delivered, histogram_of
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest, Landing
+from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner, scratch
+from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
+    Held,
+    Load,
     Partial,
     Request,
     RoundStats,
@@ -47,75 +49,6 @@ from megatron_rlspec.weights.fingerprint import fingerprint
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
 RECENT = 4096  # rounds that `recent_rounds` keeps
 _CLOSED = "closed"
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A request that waits or runs, until its `Sample` is made."""
-
-    request: Request
-    sampling: Sampling
-    stops: frozenset[int]
-    row: int = -1  # in the cache; -1 while waiting
-    began: bool = False  # whether it ever ran here
-    draws: int = 0
-    abort: bool = False
-    response: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)
-    rounds: int = 0  # without the one that drew the first token
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    sample: Sample | None = None
-
-    def __post_init__(self) -> None:
-        begun = self.request.partial
-        if begun is not None:
-            self.draws = begun.draws
-            self.response = begun.response.tolist()
-            self.logprobs = begun.logprobs.tolist()
-            self.versions = [list(span) for span in begun.policy_versions]
-            self.rounds = sum(begun.accepted)
-            self.spans = list(begun.accepted_spans)
-
-    def commit(self, new: Committed, version: int, limit: int) -> Status | None:
-        """Append a round's tokens, up to a stop token or the limit. Returns the status if the sample ends."""
-        status: Status | None = None
-        first = len(self.response)
-        for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
-            self.response.append(token)
-            self.logprobs.append(logprob)
-            if token in self.stops or len(self.response) >= limit:
-                status = "finished" if token in self.stops else "truncated"
-                break
-        last = len(self.response)
-        if new.accepted:
-            self.spans.append((first, min(first + new.accepted, last)))
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1][2] = last
-        else:
-            self.versions.append([version, first, last])
-        self.rounds += first > 0
-        return status
-
-    def finish(self, status: Status) -> None:
-        """Set `sample`."""
-        self.sample = self.so_far(status)
-
-    def so_far(self, status: Status) -> Sample:
-        prompt = self.request.prompt
-        zeros = np.zeros(len(prompt.tokens), np.float32)
-        return Sample(
-            request_id=self.request.id,
-            prompt=prompt,
-            tokens=np.concatenate([np.asarray(prompt.tokens, np.int64), np.asarray(self.response, np.int64)]),
-            loss_mask=np.concatenate([zeros, np.ones(len(self.response), np.float32)]),
-            behaviour_logprobs=np.concatenate([zeros, np.asarray(self.logprobs, np.float32)]),
-            status=status,
-            policy_versions=tuple((v, first, last) for v, first, last in self.versions),
-            accepted=delivered(self.rounds, self.spans, len(self.response)),
-            accepted_spans=tuple(self.spans),
-            draws=self.draws,
-        )
 
 
 class EmbeddedEngine:
@@ -181,6 +114,7 @@ class EmbeddedEngine:
         self.max_running_requests = max_running_requests
         self.running: list[ActiveRequest] = []
         self.waiting: list[ActiveRequest] = []
+        self.reserved: dict[str, int] = {}  # rows of samples that another engine hands over, by id
         self._stats: dict[tuple[SpecConfig, int], list[Any]] = {}
         self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=RECENT)
         self._lock = threading.Condition()
@@ -201,13 +135,8 @@ class EmbeddedEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
     ) -> list[Sample]:
-        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self.arch.eos)
-        runs = [ActiveRequest(request, sampling, stops) for request in requests]
         with self._lock:
-            known = {run.request.id for run in (*self.running, *self.waiting)}
-            for run in runs:
-                self._check(run, known)
-            self.waiting += [run for run in runs if run.sample is None]
+            runs = self.submit([(request, sampling) for request in requests])
             self._active += 1
         try:
             open_runs = runs
@@ -362,7 +291,7 @@ class EmbeddedEngine:
 
     def not_begun(self) -> list[str]:
         with self._lock:
-            return [run.request.id for run in self.waiting if not run.began]
+            return [run.request.id for run in self.waiting if not run.seats]
 
     def stats(self) -> list[RoundStats]:
         with self._lock:
@@ -388,6 +317,53 @@ class EmbeddedEngine:
         self.abort()
         with self._lock:
             self._broken = _CLOSED
+
+    # -- step by step, for a fleet of engines -------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
+        """Queue requests; `step` draws them. Raises EngineError, and queues none, if one of them is wrong."""
+        with self._lock:
+            known = {run.request.id for run in (*self.running, *self.waiting)}
+            runs = self.made(requests)
+            for run in runs:
+                self._check(run, known)
+            self.waiting += [run for run in runs if run.sample is None]
+            return runs
+
+    def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
+        """Return requests as this engine works on them."""
+        ends = frozenset(self.arch.eos)
+        runs = []
+        for request, sampling in requests:
+            stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends)
+            runs.append(ActiveRequest(request, sampling, stops))
+        return runs
+
+    @property
+    def unable(self) -> str:
+        """Return why the engine cannot run rounds now; "" if it can."""
+        return self._broken or ("it is paused" if self._paused else "")
+
+    def step(self, landing: Landing | None = None) -> None:
+        """Admit, prefill and run one round, in which the samples of `landing` take part. Raises EngineError."""
+        with self._lock:
+            self._serve(landing)
+
+    def drop(self, ids: Sequence[str]) -> list[ActiveRequest]:
+        """Take these samples out, without an end. Returns those that were here."""
+        with self._lock:
+            found = [run for run in (*self.running, *self.waiting) if run.request.id in ids]
+            for run in found:
+                self._remove(run)
+            return found
+
+    def load(self, name: str) -> Load:
+        """Describe what this engine has to do."""
+        with self._lock:
+            ready = [run for run in self.running if self.rounds.ready(run.row) and run.response]
+            held = tuple(Held(*run.progress(), run.request.prompt.id) for run in ready)
+            waiting = len(self.waiting) + len(self.running) - len(ready)
+            return Load(name, held, waiting, self.cache.left, self.version)
 
     # -- between rounds -----------------------------------------------------------------------------------------------
 
@@ -426,7 +402,7 @@ class EmbeddedEngine:
         """Return the longest response that a run may have."""
         return min(run.sampling.max_new_tokens, self.max_length - len(run.request.prompt.tokens))
 
-    def _serve(self) -> None:
+    def _serve(self, landing: Landing | None = None) -> None:
         """Run one step, unless the engine is broken or paused. The caller holds the lock. Raises EngineError."""
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
@@ -440,7 +416,7 @@ class EmbeddedEngine:
         with torch.inference_mode():
             self._admit()
             self.rounds.prefill([run.row for run in self.running])
-            self._round([run for run in self.running if self.rounds.ready(run.row)])
+            self._round([run for run in self.running if self.rounds.ready(run.row)], landing)
         self._broken = ""
 
     def _admit(self) -> None:
@@ -457,33 +433,44 @@ class EmbeddedEngine:
                 return
             self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
             run.row = row
-            run.began = True
+            run.seats += 1
             self.running.append(self.waiting.pop(0))
 
-    def _round(self, runs: list[ActiveRequest]) -> None:
-        if not runs:
+    def _round(self, runs: list[ActiveRequest], landing: Landing | None) -> None:
+        newcomers = landing.runs if landing is not None else []
+        if not runs and not newcomers:
             return
         began = time.perf_counter()
-        rows = np.array([run.row for run in runs])
+        rows = np.array([run.row for run in (*runs, *newcomers)])
         context = int(self.cache.length[rows].sum())
         schedule = self.schedule
         if isinstance(schedule, SpecRule):
             missed = self.rounds.missed(rows)
-            config = schedule.choose(len(runs), context, lambda n: missed, apart=False)
+            config = schedule.choose(len(rows), context, lambda n: missed, apart=False)
         else:
-            config = schedule.choose(len(runs), context)
+            config = schedule.choose(len(rows), context)
         if not self.rounds.can_draft(rows).any():
             config = OFF
-        runs = self._back(runs, self.rounds.columns(rows, config))
+        columns = self.rounds.columns(rows, config)
+        room = all(self.cache.back(run.row, n) for run, n in zip(newcomers, columns[len(runs) :].tolist(), strict=True))
+        ahead = self.rounds.draft_only(rows[len(runs) :], config) if newcomers and room and not config.off else None
+        runs = self._back(runs, columns[: len(runs)])
+        if landing is not None:
+            landed = landing.land()
+            self.running += landed
+            runs += landed if room else []
+            ahead = ahead if landed else None
+        if not runs:
+            return
         rows = np.array([run.row for run in runs])
         drafting = np.full(len(rows), True) if config.off else self.rounds.can_draft(rows)
         verified = self.rounds.verified
-        committed = self.rounds.round(rows, config)
+        committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
         accepted = [new.accepted for new, drafted in zip(committed, drafting, strict=True) if drafted]
         if isinstance(schedule, SpecRule):
             schedule.observe(config, accepted, len(rows) - len(accepted))
-            if isinstance(schedule.cost, LearntCost) and len(accepted) == len(rows):
+            if isinstance(schedule.cost, LearntCost) and len(accepted) == len(rows) and landing is None:
                 schedule.timed(config, len(rows), context, self._agreed(took))
         counts = histogram_of(config.num_steps, accepted)
         for run, new in zip(runs, committed, strict=True):
@@ -540,7 +527,13 @@ class EmbeddedEngine:
             self._lock.notify_all()
 
     def _retract(self) -> None:
-        """Put every running sample back to the head of the queue; its KV cache is recomputed later."""
+        """Put every running sample back to the head of the queue; its KV cache is recomputed later.
+
+        Rows that are reserved for samples of other engines are given up: what has arrived may be of other weights.
+        """
+        for row in self.reserved.values():
+            self.cache.close(row)
+        self.reserved.clear()
         for run in self.running:
             self._vacate(run)
         self.waiting[:0] = self.running

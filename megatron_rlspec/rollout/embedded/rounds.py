@@ -34,6 +34,14 @@ class Committed(NamedTuple):
     accepted: int
 
 
+class Ahead(NamedTuple):
+    """Drafts of rows that the target cannot verify yet."""
+
+    rows: np.ndarray
+    tree: draft.Tree
+    q: torch.Tensor | None
+
+
 class RoundRunner:
     """Runs prefills and decode rounds. They advance rows of `cache` in place."""
 
@@ -119,23 +127,36 @@ class RoundRunner:
         """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] - 1 + scratch(config)
 
-    def round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
-        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts."""
+    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
+        """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
+        tree, q = self._draft(rows, self._read(rows, self.columns(rows, config)), config)
+        return Ahead(rows, tree, q)
+
+    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None) -> list[Committed]:
+        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts.
+
+        ahead  drafts of the last ones of `rows`
+        """
         drafting = self.can_draft(rows)
         if config.off or drafting.all():
-            return self._round(rows, config)
+            return self._round(rows, config, ahead)
         committed: dict[int, Committed] = {}
-        for part, chosen in ((drafting, config), (~drafting, OFF)):
+        for part, chosen, drafted in ((drafting, config, ahead), (~drafting, OFF, None)):
             if part.any():
-                committed |= zip(rows[part].tolist(), self._round(rows[part], chosen), strict=True)
+                committed |= zip(rows[part].tolist(), self._round(rows[part], chosen, drafted), strict=True)
         return [committed[row] for row in rows.tolist()]
 
-    def _round(self, rows: np.ndarray, config: SpecConfig) -> list[Committed]:
+    def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> list[Committed]:
         """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
-        read = self._read(rows, cache.length[rows] - 1 + scratch(config))
-        tree, q = self._draft(rows, read, config)
+        read = self._read(rows, self.columns(rows, config))
+        fresh = len(rows) - (len(ahead.rows) if ahead is not None else 0)
+        if fresh:
+            tree, q = self._draft(rows[:fresh], read[:fresh], config)
+        if ahead is not None:
+            tree = draft.joined(tree, ahead.tree) if fresh else ahead.tree
+            q = torch.cat([q, ahead.q]) if fresh and q is not None and ahead.q is not None else ahead.q
         self.verified += int(tree.valid.sum())
         targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)

@@ -1,0 +1,422 @@
+"""Move running samples to another embedded engine with their KV caches, in two stages (RLHFSpec, section 6.2).
+
+    source                                   target
+    offer  ── what would come ─────────────► grant: a row and slots are reserved, or a reason why not
+    begin  ── keys of verified columns ────► take                      the source goes on: such columns never change
+    finish ── the drafter's rest, header ──► arrive: the newcomer drafts
+           ── the target's rest ───────────► land: it is verified, in the same round
+    settle ◄─ ids that did not arrive ─────  (they are computed anew by the source)
+
+Every step is a method of `Mover`; bytes travel elsewhere. A sample that is refused never left. From `finish` to
+`settle` the source keeps the sample, so no failure loses text.
+
+The data of one cargo is one contiguous buffer, ordered by model (drafter, its hidden rows, target), layer and sample.
+Column c of the drafter's cache holds the pair (h of column c - 1, token of column c); the header says so.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_rlspec import wire
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
+from megatron_rlspec.types import Partial, Request, Sampling
+
+PAIRS = "h[c-1],x[c]"
+FRONT = 16  # bytes before a header
+ROOM = 64  # columns that are reserved beyond a sample's present length; a round commits fewer tokens
+Range = tuple[int, int]  # columns [first, last)
+
+
+class MoveError(EngineError):
+    """A cargo cannot be used. The message is one line."""
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What two engines must have in common. `heads`: the first key/value head of this rank, and their number."""
+
+    pairs: str
+    dtype: str
+    layers: int
+    drafter: bool
+    heads: tuple[int, int]
+    head_dim: int
+    hidden: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a source would send: for each sample its id, its prompt's tokens [P] and its length."""
+
+    layout: Layout
+    version: int
+    samples: list[tuple[str, np.ndarray, int]]
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The answer for one sample. Columns below `target` and `drafter` are there; `refused`: why it may not come."""
+
+    id: str
+    target: int = 0
+    drafter: int = 1
+    refused: str = ""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """What a cargo holds of one sample."""
+
+    id: str
+    drafter: Range = (0, 0)
+    hidden: Range = (0, 0)
+    target: Range = (0, 0)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """Describes a cargo. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
+
+    layout: Layout
+    version: int
+    samples: list[Columns]
+    requests: list[tuple[Request, Sampling]] = []
+
+
+class Cargo(NamedTuple):
+    """One message: a header, and one contiguous buffer."""
+
+    header: Header
+    data: torch.Tensor  # [elements] of the model's dtype
+
+    def pack(self) -> torch.Tensor:
+        """Return the message as bytes: the header's length, a checksum of all that follows, the header, the buffer."""
+        header = wire.encode(self.header)
+        padded = bytearray(header + bytes(-len(header) % FRONT))  # so that the buffer is aligned
+        body = torch.cat([torch.frombuffer(padded, dtype=torch.uint8), _bytes(self.data)])
+        front = len(header).to_bytes(8, "little") + zlib.crc32(body.numpy().data).to_bytes(8, "little")
+        return torch.cat([torch.frombuffer(bytearray(front), dtype=torch.uint8), body])
+
+    @classmethod
+    def unpack(cls, message: torch.Tensor) -> Cargo:
+        """Return the cargo of `pack`. Raises MoveError for other bytes."""
+        size, crc32 = (int.from_bytes(bytes(message[i : i + 8].tolist()), "little") for i in (0, 8))
+        body = message[FRONT:]
+        if size > len(body) or zlib.crc32(body.numpy().data) != crc32:
+            raise MoveError(f"a cargo of {len(message)} bytes whose checksum is wrong")
+        try:
+            header = wire.decode(body[:size].numpy().data, Header)
+        except msgspec.DecodeError as error:
+            raise MoveError(f"a cargo that cannot be read: {error}") from None
+        return cls(header, body[size + -size % FRONT :].view(getattr(torch, header.layout.dtype)))
+
+
+class Departure(NamedTuple):
+    """A sample that has been begun to move. Columns below `target` and `drafter` have been sent."""
+
+    run: ActiveRequest
+    seat: int
+    version: int
+    target: int
+    drafter: int
+
+
+class Mover:
+    """One engine's side of moves, as source and as target."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+        self.cache = engine.cache
+        self.departing: dict[str, Departure] = {}
+        self.departed: dict[str, ActiveRequest] = {}
+
+    @property
+    def layout(self) -> Layout:
+        model = self.engine.model
+        heads = (model.comm.rank * model.kv_heads, model.kv_heads)
+        dtype = str(model.dtype).removeprefix("torch.")
+        arch = model.arch
+        return Layout(PAIRS, dtype, arch.layers, arch.mtp, heads, arch.head_dim, self.cache.hidden.shape[1])
+
+    # ---- source -----------------------------------------------------------------------------------------------------
+
+    def offer(self, ids: Sequence[str]) -> Offer:
+        """Describe those of these samples that run here and have been prefilled."""
+        with self.engine._lock:
+            runs = [run for run in self.engine.running if run.request.id in ids and self._ready(run)]
+            notes = [(r.request.id, np.asarray(r.request.prompt.tokens), int(self.cache.length[r.row])) for r in runs]
+            return Offer(self.layout, self.engine.version, notes)
+
+    def begin(self, grants: Sequence[Grant]) -> Cargo:
+        """Start to move the samples that were granted, which go on here. Returns stage 1: their verified columns."""
+        with self.engine._lock:
+            here = {run.request.id: run for run in self.engine.running}
+            parts = []
+            for grant in grants:
+                run = here.get(grant.id)
+                if grant.refused or run is None or not self._ready(run):
+                    continue
+                length, drafted, prefix = self._extent(run)
+                sent = min(max(grant.drafter, 1), drafted)  # what another sample of the prompt brings may come later
+                last = (prefix - 1, prefix) if grant.target < prefix and self.layout.drafter else (0, 0)
+                columns = Columns(grant.id, (sent, drafted), last, (grant.target, length - 1))
+                parts.append((run, columns))
+                self.departing[grant.id] = Departure(run, run.seats, self.engine.version, length - 1, drafted)
+            return self._cargo(parts)
+
+    def finish(self) -> tuple[Cargo, Cargo]:
+        """End the moves that were begun. Returns stage 2: the drafter's rest with the samples, and the target's rest.
+
+        The samples leave this engine; `settle` takes back those that do not arrive. Samples that ended since, or went
+        back into the queue, are missing.
+        """
+        with self.engine._lock:
+            leaving = [departure for departure in self.departing.values() if self._stays(departure)]
+            self.departing.clear()
+            drafter: list[tuple[ActiveRequest, Columns]] = []
+            target: list[tuple[ActiveRequest, Columns]] = []
+            for run, _, _, verified, sent in leaving:
+                length, drafted, _ = self._extent(run)
+                hidden = (drafted - 1, length - 1) if self.layout.drafter else (0, 0)
+                drafter.append((run, Columns(run.request.id, (sent, drafted), hidden)))
+                target.append((run, Columns(run.request.id, target=(verified, length - 1))))
+            requests = [(self._request(run), run.sampling) for run, _ in drafter]
+            cargos = self._cargo(drafter, requests), self._cargo(target)
+            for run, _ in drafter:
+                self.engine._remove(run)
+                self.departed[run.request.id] = run
+            return cargos
+
+    def detach(self, ids: Sequence[str]) -> list[tuple[Request, Sampling]]:
+        """Take samples out, to be computed anew elsewhere. `settle` takes back those that do not arrive."""
+        with self.engine._lock:
+            runs = self.engine.drop(ids)
+            self.departed |= {run.request.id: run for run in runs}
+            return [(self._request(run), run.sampling) for run in runs]
+
+    def settle(self, lost: Sequence[str]) -> None:
+        """Forget the samples that have left, but those in `lost`: they go back into the queue here."""
+        with self.engine._lock:
+            self.engine.waiting[:0] = [run for id, run in self.departed.items() if id in lost]
+            self.departed.clear()
+
+    # ---- target -----------------------------------------------------------------------------------------------------
+
+    def grant(self, offer: Offer) -> list[Grant]:
+        """Reserve a row and slots for each offered sample, or say why not."""
+        engine = self.engine
+        with engine._lock:
+            refused = engine.unable
+            if offer.layout != self.layout:
+                refused = f"the source has {offer.layout}, this engine {self.layout}"
+            elif offer.version != engine.version:
+                refused = f"the source has version {offer.version}, this engine {engine.version}"
+            taken = {run.request.id for run in (*engine.running, *engine.waiting)} | engine.reserved.keys()
+            coming: set[bytes] = set()
+            grants = []
+            for id, prompt, length in offer.samples:
+                why = refused or ("the id is in use" if id in taken else "")
+                grants.append(Grant(id, refused=why) if why else self._reserve(id, prompt, length, coming))
+            return grants
+
+    def take(self, cargo: Cargo) -> None:
+        """Write stage 1. Raises MoveError for a cargo that does not fit; `withdraw` then gives up the reservations."""
+        with self.engine._lock:
+            self._check(cargo)
+            self._write(cargo)
+            for columns in cargo.header.samples:
+                row = self.engine.reserved.get(columns.id)
+                if row is not None:
+                    prefix = self.cache.prefix[row]
+                    size = len(prefix.tokens)
+                    if columns.target[0] < size:
+                        prefix.computed = size
+                    prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
+
+    def arrive(self, cargo: Cargo) -> list[ActiveRequest]:
+        """Write the drafter's rest. Returns the samples that may draft now. Raises MoveError, as `take`."""
+        engine = self.engine
+        cache = self.cache
+        with engine._lock:
+            self._check(cargo)
+            if [request.id for request, _ in cargo.header.requests] != [part.id for part in cargo.header.samples]:
+                raise MoveError("a cargo whose samples are not those of its header")
+            runs = []
+            for (request, sampling), columns in zip(cargo.header.requests, cargo.header.samples, strict=True):
+                row = engine.reserved.get(request.id)
+                [run] = engine.made([(request, sampling)])
+                tokens = np.concatenate([np.asarray(request.prompt.tokens), run.response])
+                if row is None or not cache.back(row, len(tokens)):
+                    continue
+                prefix = cache.prefix[row]
+                cache.tokens[row, : len(tokens)] = tokens
+                cache.length[row] = len(tokens)
+                cache.drafted[row] = max(columns.drafter[1], len(prefix.tokens), 1)
+                prefix.drafted = max(prefix.drafted, min(columns.drafter[1], len(prefix.tokens)))
+                engine.rounds.seat(row, sampling, request.seed, run.draws)
+                run.row = row
+                run.seats = 1
+                runs.append(run)
+            self._write(cargo, {run.request.id for run in runs})
+            return runs
+
+    def land(self, cargo: Cargo, runs: Sequence[ActiveRequest]) -> None:
+        """Write the target's rest for the samples of `arrive`, which run here from now on. Raises MoveError."""
+        with self.engine._lock:
+            self._check(cargo)
+            self._write(cargo, {run.request.id for run in runs})
+            for run in runs:
+                self.cache.computed[run.row] = self.cache.length[run.row] - 1
+                del self.engine.reserved[run.request.id]
+
+    def withdraw(self, ids: Sequence[str]) -> None:
+        """Give up the reservations of these ids, if there are any."""
+        with self.engine._lock:
+            for id in ids:
+                row = self.engine.reserved.pop(id, None)
+                if row is not None:
+                    self.cache.close(row)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _ready(self, run: ActiveRequest) -> bool:
+        return len(run.response) > 0 and not run.abort and self.engine.rounds.ready(run.row)
+
+    def _stays(self, departure: Departure) -> bool:
+        """Return whether the sample is still in the row whose columns were sent, under the same weights."""
+        run = departure.run
+        same = run.seats == departure.seat and self.engine.version == departure.version
+        return same and not run.abort and run in self.engine.running
+
+    def _extent(self, run: ActiveRequest) -> tuple[int, int, int]:
+        """Return a sample's length, the end of the columns that hold the drafter's keys, and its prefix's length."""
+        prefix = self.cache.prefix[run.row]
+        size = len(prefix.tokens)
+        drafted = prefix.drafted if prefix.drafted < size else int(self.cache.drafted[run.row])
+        return int(self.cache.length[run.row]), drafted, size
+
+    def _request(self, run: ActiveRequest) -> Request:
+        if run.row >= 0:
+            run.draws = int(self.engine.rounds.draws[run.row])
+        return replace(run.request, partial=Partial.of(run.so_far("aborted")) if run.response else None)
+
+    def _reserve(self, id: str, prompt: np.ndarray, length: int, coming: set[bytes]) -> Grant:
+        cache = self.cache
+        row = cache.open(np.concatenate([prompt, np.zeros(length - len(prompt), np.int64)]), len(prompt))
+        if row is None:
+            return Grant(id, refused="no row or no room for the prompt")
+        if not cache.back(row, min(length + ROOM, cache.columns)):
+            cache.close(row)
+            return Grant(id, refused=f"no room for {length} tokens")
+        prefix = cache.prefix[row]
+        size = len(prefix.tokens)
+        here = prefix.computed == size or prefix.key in coming
+        drafted = prefix.drafted >= size or prefix.key in coming
+        coming.add(prefix.key)
+        self.engine.reserved[id] = row
+        return Grant(id, size if here else 0, max(size, 1) if drafted else 1)
+
+    def _pools(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every pool in the order of the buffer."""
+        layers = self.cache.model.arch.layers
+        yield from (("drafter", pool) for pool in self.cache.kv[layers:])
+        yield "hidden", self.cache.hidden
+        yield from (("target", pool) for pool in self.cache.kv[:layers])
+
+    def _cargo(
+        self,
+        parts: Sequence[tuple[ActiveRequest, Columns]],
+        requests: Sequence[tuple[Request, Sampling]] = (),
+    ) -> Cargo:
+        """Copy the columns of all samples into one buffer."""
+        slots = {}
+        for kind in ("drafter", "hidden", "target"):
+            found = [self.cache.slots[run.row, slice(*getattr(columns, kind))] for run, columns in parts]
+            slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
+        sizes = [len(slots[kind]) * pool[0].numel() for kind, pool in self._pools()]
+        data = torch.empty(sum(sizes), dtype=self.cache.model.dtype, device=self.cache.model.device)
+        for (kind, pool), piece in zip(self._pools(), data.split(sizes), strict=True):
+            torch.index_select(pool, 0, slots[kind].to(pool.device), out=piece.view(-1, *pool.shape[1:]))
+        columns = [columns for _, columns in parts]
+        return Cargo(Header(self.layout, self.engine.version, columns, list(requests)), data)
+
+    def _write(self, cargo: Cargo, only: set[str] | None = None) -> None:
+        """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
+        samples = cargo.header.samples
+        rows = {c.id: self.engine.reserved[c.id] for c in samples if c.id in self.engine.reserved}
+        slots = {}
+        wanted = {}
+        for kind in ("drafter", "hidden", "target"):
+            ranges = [getattr(columns, kind) for columns in samples]
+            here = [c.id in rows and (only is None or c.id in only) for c in samples]
+            found = [
+                self.cache.slots[rows[c.id], slice(*r)] for c, r, h in zip(samples, ranges, here, strict=True) if h
+            ]
+            slots[kind] = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *found]))
+            wanted[kind] = torch.from_numpy(np.repeat(np.array(here, bool), [last - first for first, last in ranges]))
+        sizes = [len(wanted[kind]) * pool[0].numel() for kind, pool in self._pools()]
+        if sum(sizes) != len(cargo.data):
+            raise MoveError(f"a cargo of {len(cargo.data)} elements, expected {sum(sizes)}")
+        for (kind, pool), piece in zip(self._pools(), cargo.data.split(sizes), strict=True):
+            columns = piece.view(-1, *pool.shape[1:])[wanted[kind]]
+            pool.index_copy_(0, slots[kind].to(pool.device), columns.to(pool.device))
+
+    def _check(self, cargo: Cargo) -> None:
+        header = cargo.header
+        if header.layout != self.layout:
+            raise MoveError(f"a cargo of {header.layout}, this engine has {self.layout}")
+        if header.version != self.engine.version:
+            raise MoveError(f"a cargo of version {header.version}, this engine has {self.engine.version}")
+
+
+class Arrivals:
+    """Samples that arrive during a step: a `Landing`.
+
+    cargos  the drafter's rests, each with the ids that were granted; some may have stayed at their source
+    rest    waits for the target's rest of each cargo, in order
+    lost    ids that left their source and could not be taken
+    """
+
+    def __init__(self, mover: Mover, cargos: Sequence[tuple[Sequence[str], Cargo]], rest: Iterator[Cargo]) -> None:
+        self.mover = mover
+        self.rest = rest
+        self.lost: list[str] = []
+        self.landed: list[ActiveRequest] = []
+        self._groups: list[list[ActiveRequest]] = []
+        for granted, cargo in cargos:
+            ids = [columns.id for columns in cargo.header.samples]
+            mover.withdraw([id for id in granted if id not in ids])
+            try:
+                self._groups.append(mover.arrive(cargo))
+            except MoveError:
+                self._groups.append([])
+            self._lose(set(ids) - {run.request.id for run in self._groups[-1]})
+        self.runs = [run for group in self._groups for run in group]
+
+    def land(self) -> list[ActiveRequest]:
+        for group, cargo in zip(self._groups, self.rest, strict=True):
+            try:
+                self.mover.land(cargo, group)
+            except MoveError:
+                self._lose({run.request.id for run in group})
+                continue
+            self.landed += group
+        self._groups = []
+        return self.landed
+
+    def close(self) -> None:
+        """Give up what has not landed, because the step did not come so far."""
+        self._lose({run.request.id for group in self._groups for run in group})
+
+    def _lose(self, ids: set[str]) -> None:
+        self.lost += sorted(ids)
+        self.mover.withdraw(sorted(ids))
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    return data.detach().cpu().contiguous().view(torch.uint8).view(-1)

@@ -1,0 +1,98 @@
+"""A request while an engine works on it, and the sample that it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rlspec.rollout.embedded.rounds import Committed
+from megatron_rlspec.speculation.acceptance import delivered
+from megatron_rlspec.types import Request, Sample, Sampling, Status
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """A request that waits or runs, until its `Sample` is made."""
+
+    request: Request
+    sampling: Sampling
+    stops: frozenset[int]
+    row: int = -1  # in the cache; -1 while waiting
+    seats: int = 0  # rows that it has had
+    draws: int = 0
+    abort: bool = False
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    rounds: int = 0  # without the one that drew the first token
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    sample: Sample | None = None
+
+    def __post_init__(self) -> None:
+        begun = self.request.partial
+        if begun is not None:
+            self.draws = begun.draws
+            self.response = begun.response.tolist()
+            self.logprobs = begun.logprobs.tolist()
+            self.versions = [list(span) for span in begun.policy_versions]
+            self.rounds = sum(begun.accepted)
+            self.spans = list(begun.accepted_spans)
+
+    def commit(self, new: Committed, version: int, limit: int) -> Status | None:
+        """Append a round's tokens, up to a stop token or the limit. Returns the status if the sample ends."""
+        status: Status | None = None
+        first = len(self.response)
+        for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
+            self.response.append(token)
+            self.logprobs.append(logprob)
+            if token in self.stops or len(self.response) >= limit:
+                status = "finished" if token in self.stops else "truncated"
+                break
+        last = len(self.response)
+        if new.accepted:
+            self.spans.append((first, min(first + new.accepted, last)))
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1][2] = last
+        else:
+            self.versions.append([version, first, last])
+        self.rounds += first > 0
+        return status
+
+    def finish(self, status: Status) -> None:
+        """Set `sample`."""
+        self.sample = self.so_far(status)
+
+    def so_far(self, status: Status) -> Sample:
+        prompt = self.request.prompt
+        zeros = np.zeros(len(prompt.tokens), np.float32)
+        return Sample(
+            request_id=self.request.id,
+            prompt=prompt,
+            tokens=np.concatenate([np.asarray(prompt.tokens, np.int64), np.asarray(self.response, np.int64)]),
+            loss_mask=np.concatenate([zeros, np.ones(len(self.response), np.float32)]),
+            behaviour_logprobs=np.concatenate([zeros, np.asarray(self.logprobs, np.float32)]),
+            status=status,
+            policy_versions=tuple((v, first, last) for v, first, last in self.versions),
+            accepted=delivered(self.rounds, self.spans, len(self.response)),
+            accepted_spans=tuple(self.spans),
+            draws=self.draws,
+        )
+
+    def progress(self) -> tuple[str, int, int, float]:
+        """Return the first four fields of `Held`. The round that drew the first token counts here."""
+        prompt = len(self.request.prompt.tokens)
+        return self.request.id, prompt, prompt + len(self.response), len(self.response) / (self.rounds + 1)
+
+
+class Landing(Protocol):
+    """Samples of another engine whose drafter's keys are here; those of the target still travel.
+
+    They draft in the round during which the target's keys arrive, and are verified in it.
+    """
+
+    runs: list[ActiveRequest]
+
+    def land(self) -> list[ActiveRequest]:
+        """Wait for the target's keys. Returns the samples that are whole; the others are not here any more."""
