@@ -90,8 +90,8 @@ Every option below can stand in the TOML file, as [section] key = value; the com
       --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
 
 The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
-engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint. Ctrl-C and SIGTERM end a run
-after its present step, with a checkpoint; --train.resume true continues it.
+engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
+hf_drafter/. Ctrl-C and SIGTERM end a run after its present step, with a checkpoint; --train.resume true continues it.
 
 Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
 

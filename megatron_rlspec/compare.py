@@ -26,9 +26,12 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.checkpoint import read_hf
+from megatron_rlspec.weights.drafter_files import read_drafters, weights_of, words
+from megatron_rlspec.weights.model_config import DRAFTER
 
 RESAMPLES = 2000
 STEPS = (1, 3, 5)
@@ -125,7 +128,7 @@ def measure(
     """Draw one sample per prompt with every drafter, at each number of drafts a round.
 
     engine    holds the policy. Its drafter is replaced, and the last one measured stays
-    drafters  name -> tensors under Hugging Face names, of which the MTP layers are used
+    drafters  name -> tensors under Hugging Face names, of which the drafter's are used
     version   of the first drafter's push; the others follow
 
     Raises EngineError.
@@ -134,7 +137,8 @@ def measure(
     texts = []
     first: list[Sample] = []
     for number, (name, tensors) in enumerate(drafters.items(), start=version):
-        engine.update_weights(number, [(key, tensors[key]) for key in tensors if ".mtp_layers." in key], "drafter")
+        own = {key: tensors[key] for key in tensors if is_drafter(key)}
+        engine.update_weights(number, weights_of(own), "drafter")
         for k in steps:
             engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
             samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}", seed)
@@ -211,8 +215,8 @@ def main(argv: list[str] | None = None) -> int:
         places[name] = place
     if options.out is not None:
         files.check_output(options.out)
-    drafters = {name: read_hf(place)[1] for name, place in places.items()}
-    hf_config, policy = read_hf(options.policy)
+    hf_config, drafters = read_drafters(options.policy, places)
+    policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     longest = hf_config["max_position_embeddings"]
     config = Config.model_validate({"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}})
     tokenizer = data.load_tokenizer(options.policy)
@@ -221,11 +225,12 @@ def main(argv: list[str] | None = None) -> int:
     engine: RolloutEngine
     if options.url:
         engine = SGLangEngine(options.url)
-        engine.update_weights(1, policy.items())
+        engine.update_weights(1, weights_of(policy))
     else:
         engine = EmbeddedEngine(
             hf_config,
-            policy.items(),
+            weights_of(policy),
+            draft_words=words(policy, hf_config) if DRAFTER in hf_config else None,
             max_length=longest,
             max_running_requests=options.max_running_requests,
             max_total_tokens=max(options.max_total_tokens, longest + 64),

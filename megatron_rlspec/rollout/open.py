@@ -24,9 +24,9 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.tail import rebalance
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.drafter_files import read_model, words
+from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
 from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.model_config import DRAFTER, MAPS, PREFIX, check_drafter_config
+from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
 
@@ -105,7 +105,10 @@ class StartingEngines:
         Raises EngineError, with the last line of its log, if one does not start; the others are then stopped.
         """
         if self._config.rollout.engine == "embedded":
-            return {"embedded": _embedded(self._config)}
+            try:
+                return {"embedded": _embedded(self._config)}
+            except ValueError as error:  # a model that this engine does not run
+                raise ConfigError(str(error)) from None
         try:
             started = {
                 name: process.wait(self._config.placement.startup_seconds) for name, process in self._processes.items()
@@ -200,7 +203,7 @@ def _embedded(config: Config) -> EmbeddedEngine:
     spec = config.spec.config()
     return EmbeddedEngine(
         hf_config,
-        ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS),
+        weights_of(tensors),
         dtype=getattr(torch, config.model.dtype),
         device="cuda" if torch.cuda.is_available() else "cpu",
         verifier=config.spec.verifier,

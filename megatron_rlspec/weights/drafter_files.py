@@ -69,6 +69,35 @@ def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, An
     return described, JoinedTensors(tensors, own, unused)
 
 
+def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a push holds: all but the maps of an EAGLE-3 drafter's words."""
+    return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
+
+
+def read_drafters(policy: str | Path, places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensors]]:
+    """Read several drafters of one policy, by name: MTP layers, or EAGLE-3 drafters that draft from the same words.
+
+    Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises ModelConfigError or
+    CheckpointError.
+    """
+    found = {name: read_hf(place) for name, place in places.items()}
+    kinds = {config.get("architectures") == [EAGLE3] for config, _ in found.values()}
+    hf_config = read_hf(policy)[0]
+    if kinds == {False}:
+        return hf_config, {name: tensors for name, (_, tensors) in found.items()}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{', '.join(places.values())}: expected MTP layers or EAGLE-3 drafters, not both")
+    for place in places.values():
+        check_drafter(place, hf_config, str(policy))
+    joined = {name: read_model(policy, place) for name, place in places.items()}
+    first, tensors = next(iter(joined.values()))
+    for name, (config, others) in joined.items():
+        own, expected = (stated[DRAFTER] | {"dtype": None, "torch_dtype": None} for stated in (config, first))
+        if own != expected or not torch.equal(words(others, config), words(tensors, first)):
+            raise CheckpointError(f"{places[name]}: differs in config.json or words from the first drafter")
+    return first, {name: others for name, (_, others) in joined.items()}
+
+
 def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor:
     """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`."""
     size = hf_config[DRAFTER]["draft_vocab_size"]
@@ -107,7 +136,10 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: in
     vocab = hf_config["vocab_size"]
     if size > vocab:
         raise ValueError(f"--draft-vocabulary {size}: {source} has vocab_size={vocab}")
-    ids = torch.from_numpy(DraftVocabulary(size or min(vocab, MOST_WORDS), vocab, ends_of_text(hf_config)).ids())
+    size = size or min(vocab, MOST_WORDS)
+    ids = torch.arange(vocab)
+    if size < vocab:
+        ids = torch.from_numpy(DraftVocabulary(size, vocab, ends_of_text(hf_config)).ids())
     config = _config_of_drafter(hf_config, len(ids))
     layers = hf_config["num_hidden_layers"]
     try:

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.convert import main
-from megatron_rlspec.weights.checkpoint import write_hf
-from megatron_rlspec.weights.drafter_files import make_drafter, read_model, words
+from megatron_rlspec.weights.checkpoint import CheckpointError, write_hf
+from megatron_rlspec.weights.drafter_files import make_drafter, read_drafters, read_model, weights_of, words
 from megatron_rlspec.weights.eagle3 import check_drafter
 from megatron_rlspec.weights.model_config import DRAFTER, ModelConfigError
 from megatron_rlspec.weights.names import name_table
@@ -48,6 +48,12 @@ def test_a_fresh_drafter_has_the_layout_that_sglang_loads(model, tmp_path, capsy
     assert set(name_table(config).drafter_names) == set(found)
 
 
+def test_a_small_vocabulary_is_drafted_from_whole(model, tmp_path):
+    config = make_drafter(model[0], tmp_path / "drafter")
+    assert config["draft_vocab_size"] == model[1]["vocab_size"]
+    assert not load_file(tmp_path / "drafter/model.safetensors")["d2t"].any()
+
+
 def test_target_and_drafter_are_one_model_in_memory(model, drafter):
     config, tensors = read_model(model[0], drafter)
     table = name_table(config)
@@ -55,6 +61,16 @@ def test_target_and_drafter_are_one_model_in_memory(model, drafter):
     assert all(name.startswith("eagle3.") for name in table.drafter_names)
     assert config[DRAFTER]["draft_vocab_size"] == 16 and words(tensors, config).tolist() == [*range(15), 100]
     assert tensors.shape("eagle3.lm_head.weight") == tuple(tensors["eagle3.lm_head.weight"].shape)
+
+
+def test_drafters_to_compare_are_of_one_kind_with_the_same_words(model, drafter, tmp_path):
+    make_drafter(model[0], tmp_path / "other", 17)
+    config, found = read_drafters(model[0], {"a": str(drafter), "b": str(drafter)})
+    assert config[DRAFTER]["draft_vocab_size"] == 16 and list(found) == ["a", "b"]
+    assert {name for name, _ in weights_of(found["b"])} == found["b"].keys() - {"eagle3.d2t", "eagle3.t2d"}
+    for second, message in ((model[0], "not both"), (tmp_path / "other", "differs in config.json or words")):
+        with pytest.raises(CheckpointError, match=message):
+            read_drafters(model[0], {"a": str(drafter), "b": str(second)})
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
