@@ -216,10 +216,17 @@ class DraftHead(VocabParallelHead):
     own: slice | None = None
 
     @classmethod
-    def of_words(cls, full: VocabParallelHead, words: torch.Tensor, own: torch.Tensor | None = None) -> DraftHead:
+    def of_words(
+        cls,
+        full: VocabParallelHead,
+        words: torch.Tensor,
+        own: torch.Tensor | None = None,
+        own_finite: bool | None = None,
+    ) -> DraftHead:
         """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
 
-        own  `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
+        own         `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
+        own_finite  as `finite`, of these
 
         With `words` on the CPU, nothing is read from the device.
         """
@@ -240,7 +247,7 @@ class DraftHead(VocabParallelHead):
             start=full.start,
             total=full.total,
             group=full.group,
-            finite=full.finite if own is None else None,
+            finite=full.finite if own is None else own_finite,
             own=None if own is None else rows,
             ids=to_device(ids, full.weight.device),
             columns=columns,

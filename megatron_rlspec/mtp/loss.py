@@ -134,9 +134,9 @@ class Student:
 
     Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
     layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
-    `drafter_loss`, and `own [S, H]`, an output layer of the student's own over `words`, whole on every rank of
-    `tp_group`; it gets a gradient. `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in
-    `VocabParallelHead`.
+    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
+    `own [S, H]` is an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
+    gradient, and `own_finite` is its `finite`.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 
@@ -159,6 +159,7 @@ class Student:
         finite: bool | None = None,
         words: torch.Tensor | None = None,
         own: torch.Tensor | None = None,
+        own_finite: bool | None = None,
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
@@ -167,7 +168,7 @@ class Student:
         self._kind = kind
         self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
         self._chunk = chunk or self._head.chunk
-        self._reduced = None if words is None else DraftHead.of_words(self._head, words, own)
+        self._reduced = None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)

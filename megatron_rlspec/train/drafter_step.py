@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
+from megatron_rlspec.mtp.head import all_finite
 from megatron_rlspec.mtp.loss import Kind, Student
 from megatron_rlspec.mtp.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
@@ -74,6 +75,7 @@ class DrafterStep:
         self.objective = objective
         self.words: Tensor | None = None  # ids that drafts are chosen from, on any device; None: all
         self.head: Tensor | None = None  # the drafter's own output layer, a row for each of `words`; None: the policy's
+        self._head_is_finite: bool | None = None
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -83,6 +85,7 @@ class DrafterStep:
     def begin(self) -> None:
         """Zero the drafter's gradients."""
         self.learner.zero_grad()
+        self._head_is_finite = None if self.head is None else all_finite(self.head)  # once a step: it waits for a GPU
 
     def student(
         self, outputs: Sequence[Tensor], targets: DrafterTargets, layer: OutputLayer, *, predict: bool
@@ -116,6 +119,7 @@ class DrafterStep:
             finite=layer.finite,
             words=self.words,
             own=self.head,
+            own_finite=self._head_is_finite,
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
