@@ -16,6 +16,7 @@ import urllib.parse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rlspec import arguments, files
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.led import LedEngine
+from megatron_rlspec.rollout.embedded.model import Architecture
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sweep import (
@@ -45,11 +48,12 @@ from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
 NOTES = """\
-Without --url the command starts an engine. --engine embedded measures the embedded engine in this process; set
-OMP_NUM_THREADS as in the run (torchrun sets 1). With several --url, each configuration is measured on the first engine
-that runs it. Options that are not listed go to `rlspec serve`, and from there to SGLang: --device cpu
---max-total-tokens 16384. An interrupted sweep leaves OUT.part beside the table. The same command then continues it. A
-sweep with another --tp adds its rows to a table of the same model, hardware and engine."""
+Without --url the command starts an engine. --engine embedded measures the embedded engine in this process, and above
+--tp 1 in further ones; set OMP_NUM_THREADS as in the run (torchrun sets 1). With several --url, each configuration is
+measured on the first engine that runs it. Options that are not listed go to `rlspec serve`, and from there to SGLang:
+--device cpu --max-total-tokens 16384. An interrupted sweep leaves OUT.part beside the table. The same command then
+continues it. Sizes of --tp run one after the other; a later sweep adds sizes to a table of the same model, hardware and
+engine."""
 
 NOISY = 0.1
 PICTURES = ("png", "pdf", "svg")
@@ -67,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {args.plot_only}")
             return 0
         _check(args)
-        run(args, serve)
+        for tp in _sizes(args):
+            run(argparse.Namespace(**{**vars(args), "tp": tp}), serve)
+            args.fresh = False  # the next size adds to this table
     except (SweepError, EngineError, CostTableError, ModelConfigError, files.FileError) as error:
         print(f"rlspec profile: {error}", file=sys.stderr)
         return 2
@@ -94,9 +100,11 @@ def _check(args: argparse.Namespace) -> None:
     files.check_output(args.out)
     if args.plot:
         _check_picture(args.plot)
-    if args.engine == "embedded" and (args.url or not args.model or args.tp > 1):
-        wrong = "--url" if args.url else "--tp" if args.model else "no --model"
-        raise SweepError(f"{wrong}: --engine embedded measures --model in this process, on one rank")
+    if args.engine == "embedded" and (args.url or not args.model):
+        wrong = "--url" if args.url else "no --model"
+        raise SweepError(f"{wrong}: --engine embedded measures --model in this process")
+    if args.url and len(args.tp) > 1:
+        raise SweepError(f"--tp {','.join(map(str, args.tp))}: the engines at --url have one size; expected one")
     for url in args.url:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -104,6 +112,19 @@ def _check(args: argparse.Namespace) -> None:
     if args.model:
         check_model(args.model, "serve", tokenizer=False)
     _vocabulary(args.model)
+
+
+def _sizes(args: argparse.Namespace) -> list[int]:
+    """Return the tensor parallel sizes to measure. Those that the table already holds are left out.
+
+    Raises SweepError if it holds all of them.
+    """
+    held = CostTable.load(args.out).tps if args.out.exists() and not args.fresh else ()
+    left = [tp for tp in args.tp if tp not in held]
+    if not left:
+        sizes = ",".join(map(str, args.tp))
+        raise SweepError(f"{args.out} already holds tp={sizes}; measure again with --fresh, or name another file")
+    return left
 
 
 def _check_picture(path: Path) -> None:
@@ -273,7 +294,7 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
     """Make one bench per engine; each configuration is measured on the first engine that runs it."""
     engines: list[MeasuredEngine]
     if args.engine == "embedded":
-        engines = [_embedded(args)]
+        engines = [_embedded(args, closing)]
     elif args.url:
         engines = [SGLangEngine(url, api_key=args.api_key) for url in args.url]
     elif args.model:
@@ -294,27 +315,47 @@ def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack)
     return benches
 
 
-def _embedded(args: argparse.Namespace) -> EmbeddedEngine:
-    """Build the embedded engine in this process, with a KV cache for the coarse grid. Raises SweepError."""
+def _embedded(args: argparse.Namespace, closing: ExitStack) -> MeasuredEngine:
+    """Build the embedded engine, in this process and `tp` - 1 others. Raises SweepError."""
     if args.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise SweepError(f"--dtype {args.dtype}: expected auto, float32, bfloat16, float16 or float64")
-    hf_config, tensors = read_hf(args.model)
-    configs = [OFF, *chains([k for k in args.steps if k])] if hf_config.get("num_nextn_predict_layers") else [OFF]
-    longest = max(args.lengths) + tokens_of_a_point(len(configs)) + 64
+    made = partial(_embedded_rank, args.model, args.dtype, args.steps, args.batches, args.lengths)
     print(f"rlspec profile: loading {args.model} into the embedded engine", flush=True)
     try:
-        return EmbeddedEngine(
-            hf_config,
-            tensors.items(),
-            dtype=tensors[next(iter(tensors))].dtype if args.dtype == "auto" else getattr(torch, args.dtype),
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            candidates=configs,
-            max_running_requests=max(args.batches),
-            max_total_tokens=max(args.batches) * longest + 64,
-            max_length=longest,
-        )
+        if args.tp == 1:
+            return made(0, None)
+        Architecture.from_hf(files.read_json(Path(args.model) / "config.json")).check_size(args.tp)
+        led = LedEngine(made, args.tp)
     except ValueError as error:
         raise SweepError(str(error)) from None
+    closing.callback(led.close)
+    return led
+
+
+def _embedded_rank(
+    model: str,
+    dtype: str,
+    steps: Sequence[int],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    rank: int,
+    group: torch.distributed.ProcessGroup | None,
+) -> EmbeddedEngine:
+    """Build one rank's engine, with a KV cache for the coarse grid. Raises ValueError."""
+    hf_config, tensors = read_hf(model)
+    configs = [OFF, *chains([k for k in steps if k])] if hf_config.get("num_nextn_predict_layers") else [OFF]
+    longest = max(lengths) + tokens_of_a_point(len(configs)) + 64
+    return EmbeddedEngine(
+        hf_config,
+        tensors.items(),
+        dtype=tensors[next(iter(tensors))].dtype if dtype == "auto" else getattr(torch, dtype),
+        device=f"cuda:{rank}" if torch.cuda.is_available() else "cpu",
+        candidates=configs,
+        max_running_requests=max(batches),
+        max_total_tokens=max(batches) * longest + 64,
+        max_length=longest,
+        group=group,
+    )
 
 
 def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> SGLangEngine:
@@ -333,13 +374,11 @@ def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -
 def _earlier(args: argparse.Namespace, provenance: Provenance) -> CostTable | None:
     """Return the finished table of the same engine at other TPs that this sweep extends; None without one.
 
-    Raises SweepError if the table already holds this TP.
+    Raises SweepError if it is of something else.
     """
     if not args.out.exists() or args.fresh:
         return None
     table = CostTable.load(args.out)
-    if args.tp in table.tps:
-        raise SweepError(f"{args.out} already holds tp={args.tp}; measure again with --fresh, or name another file")
     _same(table.provenance, provenance, args.out)
     return table
 
@@ -382,7 +421,7 @@ def _parser() -> arguments.Parser:
     add("--engine", choices=("sglang", "embedded"), default="sglang", help="engine to measure (default sglang)")
     add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
     add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")
-    add("--tp", type=integer(1, 4096), default=1, help="tensor parallel size of the engines (default 1)")
+    add("--tp", type=integers(1, 4096), default=[1], help="tensor parallel sizes to measure, such as 1,2,4 (default 1)")
     add("--dtype", default="auto", help="as for `rlspec serve`; recorded in the table")
     add("--steps", type=integers(0, 64), default=[0, 1, 2, 3, 5], help="num_steps to measure (default 0,1,2,3,5)")
     add(

@@ -68,10 +68,34 @@ def test_the_embedded_engine_is_measured_and_its_rule_uses_the_table(tmp_path, c
     engine.set_spec_rule({"table": str(out), "candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]]})
     engine.generate([Request("a", Prompt(0, np.arange(1, 9)), 0)], Sampling(max_new_tokens=8, ignore_eos=True))
     assert sum(engine.spec_rule_report()["rounds"].values()) > 1
-    for wrong, message in (("--url http://127.0.0.1:9", "--url: "), ("--dtype f4", "--dtype f4"), ("--tp 2", "--tp: ")):
+    for wrong, message in (
+        ("--url http://127.0.0.1:9", "--url: "),
+        ("--dtype f4", "--dtype f4"),
+        ("--tp 3", "tensor parallel size 3 does not divide heads=4"),
+    ):
         assert profile.main([*options, "--fresh", *wrong.split()]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_sizes_are_measured_into_one_table(tmp_path, capsys):
+    torch.set_num_threads(1)
+    shape = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
+    model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
+    out = tmp_path / "table.json"
+    options = [str(out), "--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--samples", "2"]
+    options += ["--batches", "1,2", "--lengths", "16", "--tolerance", "10"]
+    assert profile.main(options) == 0
+    measured = CostTable.load(out)
+    assert profile.main([*options, "--tp", "1,2"]) == 0
+    both = CostTable.load(out)
+    assert both.tps == (1, 2) and both.rounds[: len(measured.rounds)] == measured.rounds
+    assert both.configs(2) == measured.configs() and both.batches(2) == (1, 2)
+    assert all(both.prefill_ms(16, tp=tp) > 0 for tp in (1, 2))
+    capsys.readouterr()
+    assert profile.main([*options, "--tp", "1,2"]) == 2
+    assert "already holds tp=1,2; measure again with --fresh" in capsys.readouterr().err
 
 
 @pytest.mark.slow
