@@ -11,15 +11,16 @@ import json
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_rlspec import custom, data, files
+from megatron_rlspec.checkpoints import Drawn
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
@@ -28,6 +29,7 @@ from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer
+from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
@@ -37,6 +39,7 @@ from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.types import (
     Group,
+    OpenGroup,
     Prompt,
     Request,
     RoundStats,
@@ -54,6 +57,14 @@ from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, Source
 
 Failures = list[str]  # one line per sample without a reward
+
+
+class _Rollout(NamedTuple):
+    groups: list[Group]
+    seconds: float
+    counts: dict[str, float] = {}
+
+
 EVALUATION = 1 << 30  # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
 
 
@@ -112,14 +123,14 @@ class Rollouts:
         recorder: Recorder,
         prompts: data.Prompts | None,
         resumed: Mapping[str, Any],
-        pending: list[Group],
+        drawn: Drawn,
         cancelled: threading.Event | None = None,
     ) -> None:
         """Set up the engines.
 
         engines             the result of `started.wait()`
         prompts             the prompts of `collect`; None: only evaluations are drawn
-        resumed, pending    the results of `state` and `pending` in a checkpoint; empty for a new run
+        resumed, drawn      what `state`, `pending` and `begun` were at a checkpoint; empty for a new run
         cancelled           when it is set, rollouts end with RolloutCancelledError
 
         Raises EngineError if no engine is left.
@@ -138,20 +149,25 @@ class Rollouts:
         rollout = config.rollout
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
         self.seconds = math.nan  # of the newest rollout, rewards included
+        self.counts: dict[str, float] = {}  # of the newest rollout
+        self.begun = list(drawn.begun)  # groups that go on in the next rollout
+        self._lengths: dict[int, tuple[int, int]] = {}  # tokens and number of the responses to a prompt
         self.rounds: list[RoundStats] = []  # of the newest rollout, as `adapt` read them
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
         self._drawing: Collection[str] = ()  # ids of the running requests
         self._closed = threading.Event()
         self.thread = ThreadPoolExecutor(1, "rollout")
-        self.ahead: Future[tuple[list[Group], float]] | None = None
-        if pending:
+        self.ahead: Future[_Rollout] | None = None
+        if drawn.ahead:
             self.ahead = Future()
-            self.ahead.set_result((pending, math.nan))
+            self.ahead.set_result(_Rollout(list(drawn.ahead), math.nan))
         self.restarts = Restarts(self.starting.again, rollout.restarts)
         self.asleep = False
         self.restarted = 0  # engines that were restarted since the last record
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
-        self.engines = EnginePool(list(engines.values()), lost=self._start_again)
+        in_flight = rollout.in_flight or rollout.max_running_requests
+        continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
+        self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues)
         self.planner = started.planner
         self.lengths = Lengths()  # of all responses, by which the planner predicts
         self._timed: list[RoundStats] = []  # rounds that the planner has not seen
@@ -166,6 +182,9 @@ class Rollouts:
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
+        if self.begun and not rollout.partial:
+            recorder.event("resume", f"rollout.partial=false: {len(self.begun)} begun groups are not gone on with")
+            self.begun = []
         if config.spec.mode == "adaptive":
             self.engines.everywhere(lambda engine: engine.set_spec_rule(self.learning.rule()))
 
@@ -210,7 +229,7 @@ class Rollouts:
 
     def pending(self) -> list[Group]:
         """Return the rollout that was drawn ahead. A checkpoint keeps it, because a resumed run lacks its weights."""
-        return self.ahead.result()[0] if self.ahead is not None else []
+        return self.ahead.result().groups if self.ahead is not None else []
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
@@ -222,13 +241,13 @@ class Rollouts:
         """
         ahead = self.ahead
         self.ahead = None
-        groups, self.seconds = ahead.result() if ahead is not None else self._draw(step)
+        groups, self.seconds, self.counts = ahead.result() if ahead is not None else self._draw(step)
         newest = step + 1
-        allowed = self.config.rollout.staleness
-        finding = stamp_finding([s for g in groups for s in g.samples], max(1, newest - allowed), newest)
+        oldest = max(1, newest - self.config.rollout.oldest)
+        finding = stamp_finding([s for g in groups for s in g.samples], oldest, newest)
         if finding is not None:
             raise HealthError(finding.message)
-        if allowed and step + 1 < self.config.train.steps:
+        if self.config.rollout.staleness and step + 1 < self.config.train.steps:
             self.ahead = self.thread.submit(self._draw, step + 1)
         return groups
 
@@ -244,78 +263,147 @@ class Rollouts:
             self.ahead = None
             failed.result()
 
-    def _draw(self, step: int) -> tuple[list[Group], float]:
+    def _draw(self, step: int) -> _Rollout:
         """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
         self._rolling = step
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are drawn"
         order = prompts.state()
         began = time.perf_counter()
+        before = {"stolen": self.engines.stolen, "continued_tokens": self.engines.continued}
+        counts = {"reward_seconds_hidden": 0.0, "reward_seconds_waited": 0.0}
         try:
-            return self._fill(step, prompts), time.perf_counter() - began
+            groups = self._fill(step, prompts, counts)
         except BaseException:
             prompts.restore(order)
             raise
+        after = {"stolen": self.engines.stolen, "continued_tokens": self.engines.continued}
+        for name in before:
+            counts[name] = counts.get(name, 0.0) + after[name] - before[name]
+        return _Rollout(groups, time.perf_counter() - began, counts)
 
-    def _fill(self, step: int, source: data.Prompts) -> list[Group]:
-        """Draw prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups."""
+    def _fill(self, step: int, source: data.Prompts, counts: dict[str, float]) -> list[Group]:
+        """Draw prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups.
+
+        With `rollout.partial` more groups are begun, and those that are not kept go on in the next rollout. Adds to
+        `counts`.
+        """
         options = self.config.rollout
-        wanted = options.prompts_per_step
-        kept: list[Group] = []
+        keep_all = not self.config.algorithm.dynamic_sampling
+        drawing = Drawing(
+            self.begun, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
+        )
         failures: Failures = []
         drawn = dropped = 0
-        while len(kept) < wanted:
-            prompts = source.take(wanted - len(kept))
-            groups, failed = self._generate(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step)
+        begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
+        counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
+        while True:
+            # One prompt at least, so that every rollout draws.
+            prompts = source.take(max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1))
+            drawing.begin(self._requests(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step))
+            ended, failed = self._generate(drawing, counts)
             failures += failed
-            drawn += len(prompts) * options.samples_per_prompt
+            drawn += ended
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
-            self.failed_steps.observe(f"step {step}", len(prompts) * options.samples_per_prompt, failed)
-            if self.config.algorithm.dynamic_sampling:
-                groups = [group for group in groups if _has_signal(group)]
-            dropped += len(prompts) - len(groups)
-            kept += groups
+            self.failed_steps.observe(f"step {step}", ended, failed)
+            dropped += drawing.drop_unusable()
+            if drawing.full:
+                break
+        kept, self.begun = drawing.batch()
+        if options.partial:
+            counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
+        if options.mask_offpolicy:
+            mask_continued([sample for group in kept for sample in group.samples])
+        self._learn_lengths(kept)
         self._record_failures(f"step {step}", drawn, failures)
         reward = float(np.mean([sample.reward for group in kept for sample in group.samples]))
         if source.raise_level(reward):
+            self._lengths.clear()  # ids name other prompts now
             self.recorder.event(
                 "curriculum", f"step {step}: mean reward {reward:.3f}, level {source.level} from here on"
             )
         return kept
+
+    def _learn_lengths(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            tokens, number = self._lengths.get(group.prompt.id, (0, 0))
+            tokens += sum(len(sample.response) for sample in group.samples)
+            self._lengths[group.prompt.id] = (tokens, number + len(group.samples))
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
         if failures:
             message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
             self.recorder.event("reward", message, failed=len(failures), samples=samples)
 
-    def _generate(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> tuple[list[Group], Failures]:
-        """Draw and score `samples` responses to each prompt. Returns groups, and one line per failed reward.
+    def _requests(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[OpenGroup]:
+        """Return `samples` requests for each prompt.
 
         Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step.
         """
-        requests = []
+        groups = []
         for row, prompt in enumerate(prompts):
-            for i in range(samples):
-                seed = _seed(self.config.train.seed, salt, prompt.id, i)
-                requests.append(Request(f"{name}-p{row:05d}-n{i:04d}", prompt, seed))
-        drawn = self._answer(requests)
-        for sample in drawn:
-            sample.text = self.decode(sample.response)
-        failures = self.scorer.score([sample for sample in drawn if "own_reward" not in sample.metadata])
-        self._check_cancelled()
-        groups = [Group(prompt, drawn[i * samples : (i + 1) * samples]) for i, prompt in enumerate(prompts)]
-        return groups, failures
+            seeds = [_seed(self.config.train.seed, salt, prompt.id, i) for i in range(samples)]
+            groups.append(
+                OpenGroup([Request(f"{name}-p{row:05d}-n{i:04d}", prompt, seed) for i, seed in enumerate(seeds)])
+            )
+        return groups
 
-    def _answer(self, requests: Sequence[Request]) -> list[Sample]:
-        """Draw one sample per request, in one reply each or by the user's function."""
+    def _generate(self, drawing: Drawing, counts: dict[str, float] | None = None) -> tuple[int, Failures]:
+        """Draw and score what has not ended until the batch is full.
+
+        Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
+        """
+        scoring = rewards.Scoring(self.scorer)
+        predicted = {} if counts is None else {name: tokens / n for name, (tokens, n) in self._lengths.items()}
+        try:
+            drawn = self._answer(drawing.requests(), lambda sample: self._ended(sample, drawing, scoring), predicted)
+            ended = [sample for sample in drawn if sample.status != "aborted"]
+            for sample in ended:
+                sample.text = self.decode(sample.response)
+            failures = scoring.finish([sample for sample in ended if "own_reward" not in sample.metadata])
+        except BaseException:
+            scoring.cancel()
+            raise
+        self._check_cancelled()
+        for sample in ended:
+            drawing.add(sample)
+        if self.engines.continues:
+            drawing.keep(sample for sample in drawn if sample.status == "aborted")
+        if counts is not None:
+            counts["reward_seconds_hidden"] += scoring.hidden
+            counts["reward_seconds_waited"] += scoring.waited
+        return len(ended), failures
+
+    def _ended(self, sample: Sample, drawing: Drawing, scoring: rewards.Scoring) -> None:
+        """Begin to compute the reward of a sample that has just ended. A full batch aborts the others."""
+        if sample.status == "aborted":
+            return
+
+        def add(scored: object) -> None:
+            if drawing.add(sample) and (left := [request.id for request in drawing.requests()]):
+                self.engines.abort(left)
+
+        sample.text = self.decode(sample.response)
+        if "own_reward" in sample.metadata:
+            add(sample)
+        elif self.config.algorithm.dynamic_sampling:  # whether a group counts depends on its rewards
+            scoring.add(sample).add_done_callback(lambda future: None if future.cancelled() else add(future))
+        else:
+            scoring.add(sample)
+            add(sample)
+
+    def _answer(
+        self, requests: Sequence[Request], ended: Callable[[Sample], None], predicted: Mapping[int, float]
+    ) -> list[Sample]:
+        """Draw one sample per request, in one reply each or by the user's function. `ended` is called with each."""
         self._check_cancelled()
         try:
             if self.conversations is None:
                 self._drawing = [request.id for request in requests]
-                drawn = self.engines.generate(requests, self.sampling)
+                drawn = self.engines.generate(requests, self.sampling, ended, predicted)
             else:
                 self._drawing = self.conversations.running
-                drawn = self.conversations.draw(requests, self.sampling)
+                drawn = self.conversations.draw(requests, self.sampling, ended)
         finally:
             self._drawing = ()
         self._check_cancelled()
@@ -348,9 +436,8 @@ class Rollouts:
         while not self._closed.wait(0.2):
             if self.cancelled.is_set():
                 self.scorer.interrupt()
-                for engine in self.engines.engines if self._drawing else ():
-                    with suppress(EngineError):
-                        engine.abort(list(self._drawing))
+                if self._drawing:
+                    self.engines.abort(list(self._drawing))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without special tokens."""
@@ -361,8 +448,9 @@ class Rollouts:
         if not self.held_out:
             return {}
         chosen = self.held_out[: prompts or self.config.train.eval_prompts]
-        groups, failures = self._generate(f"e-{name}", chosen, 1, EVALUATION)
-        samples = [group.samples[0] for group in groups]
+        drawing = Drawing(self._requests(f"e-{name}", chosen, 1, EVALUATION), len(chosen), math.inf)
+        _, failures = self._generate(drawing)
+        samples = [group.samples[0] for group in drawing.batch()[0]]
         self._record_failures(f"evaluation {name}", len(samples), failures)
         result = rollout_metrics(samples) | {"prompts": float(len(samples))}
         self.recorder.event(

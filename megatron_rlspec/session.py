@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec import custom, data, files, wire
-from megatron_rlspec.checkpoints import Checkpoints
+from megatron_rlspec.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.interruption import Interruption
@@ -140,7 +140,7 @@ class Session:
             self._load_recorded(max(0, config.replay.policy_step))
         elif config.algorithm.kl_coef or (config.train.drift_every and not supervised):
             self.trainer.keep_reference()  # the weights of model.path, also when a checkpoint is loaded next
-        resumed, pending = self._resume() if config.train.resume else ({}, [])
+        resumed, drawn = self._resume() if config.train.resume else ({}, Drawn())
         warm = config.drafter.train and not config.replay.fresh_drafter
         moments_event = self._take_drafter_moments(tensors) if warm and not resumed else ""
         self._recorded = self.done
@@ -161,7 +161,7 @@ class Session:
             if self.generates:
                 prompts = self.data if isinstance(self.data, data.Prompts) else None
                 cancelled = self.interruption.asked
-                self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, pending, cancelled)
+                self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, drawn, cancelled)
                 self._closing.callback(self.rollouts.close)
 
     def _loading(self, supervised: bool) -> str:
@@ -403,7 +403,7 @@ class Session:
             drafter_weights=self.online.weights(samples) if self.online is not None else None,
             depth=depth or self.config.drafter.depth,
             tokens_per_micro_batch=self.config.train.tokens_per_micro_batch,
-            version=self.done + 1 if self.config.rollout.staleness else None,
+            version=self.done + 1 if self.config.rollout.oldest else None,
             aggregation=algorithm.aggregation,
             constant_length=self.config.rollout.max_new_tokens,
             **runtime.placement(),
@@ -618,30 +618,29 @@ class Session:
         state |= {"accept_lengths": self._accept_lengths, "tokens": self._tokens}
         if self.words is not None:
             state["words"] = self.words.state()
-        drawn: list[Group] = []
-        replay: list[Group] = []
+        drawn = Drawn()
         if self.generates:
             state |= self.rollouts.state()
-            drawn = self.rollouts.pending()
+            drawn = Drawn(ahead=self.rollouts.pending(), begun=self.rollouts.begun)
         if self.online is not None:
             state["online"] = self.online.state()
-            replay = self.online.held.groups()
-        self.checkpoints.write_state(self.done, state, drawn, replay)
+            drawn = drawn._replace(replay=self.online.held.groups())
+        self.checkpoints.write_state(self.done, state, drawn)
 
-    def _resume(self) -> tuple[dict[str, Any], list[Group]]:
-        """Load the newest checkpoint. Returns its state and pending groups, or empty ones. Raises CheckpointError."""
+    def _resume(self) -> tuple[dict[str, Any], Drawn]:
+        """Load the newest checkpoint. Returns its state and groups, or empty ones. Raises CheckpointError."""
         found = self.checkpoints.whole()
         if not found:
-            return {}, []
+            return {}, Drawn()
         path = found[-1]
-        state, drawn, replay = self.checkpoints.read_state(path)
+        state, drawn = self.checkpoints.read_state(path)
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
         self.trainer.load(path)
         if self.data is not None:
             self.data.restore(state["data"])
         if self.online is not None:
-            self.online.restore(state.get("online", {}), replay)
+            self.online.restore(state.get("online", {}), drawn.replay)
         self._accept_lengths = [float(value) for value in state.get("accept_lengths", ())]
         self._tokens = int(state.get("tokens", 0))
         if self.words is not None and state.get("words"):
@@ -738,6 +737,7 @@ class Session:
         if samples:
             found = rollout_metrics(samples)
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
+            found |= self.rollouts.counts
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
             if halved := self._reward_watch.observe(found["reward"]):
                 self.recorder.event("reward", f"step {step}: {halved}")

@@ -6,9 +6,10 @@ D the drafter's depth. Times are milliseconds unless a name says otherwise.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -282,6 +283,34 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group that is being drawn: all its requests, and the samples that have ended, with their rewards."""
+
+    requests: list[Request]
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.samples) == len(self.requests)
+
+    @property
+    def oldest(self) -> float:
+        """Return the oldest version that drew one of its tokens; infinity without tokens."""
+        spans = [span for sample in self.samples for span in sample.policy_versions]
+        spans += [span for request in self.requests if request.partial for span in request.partial.policy_versions]
+        return min((version for version, _, _ in spans), default=math.inf)
+
+    def group(self) -> Group:
+        """Return the samples that have ended, in the order of the requests."""
+        by_id = {sample.request_id: sample for sample in self.samples}
+        return Group(self.requests[0].prompt, [by_id[r.id] for r in self.requests if r.id in by_id])
+
+    def anew(self) -> OpenGroup:
+        """Return the group before its first token."""
+        return OpenGroup([replace(request, partial=None) for request in self.requests])
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Encode groups of samples, and requests, as MessagePack bytes, and decode them by type. Nothing is pickled."""
+"""Encode requests and groups of samples as MessagePack bytes, and decode them by type. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from megatron_rlspec.types import Group, Request
+from megatron_rlspec.types import Group, OpenGroup, Request
 
 _DTYPES = tuple(np.dtype(kind).str for kind in ("i8", "i4", "u1", "f8", "f4", "?"))
 
@@ -39,6 +39,7 @@ def _decode_array(kind: type, value: Any) -> Any:
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _groups = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
+_open_groups = msgspec.msgpack.Decoder(list[OpenGroup], dec_hook=_decode_array)
 _requests = msgspec.msgpack.Decoder(list[Request], dec_hook=_decode_array)
 
 
@@ -70,6 +71,16 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
     """Return the message, of type `kind`. Raises msgspec.DecodeError for other bytes."""
     return _decode(msgspec.msgpack.Decoder(kind, dec_hook=_decode_array), bytes(data), f"a {kind.__name__}")
+
+
+def encode_open_groups(groups: list[OpenGroup]) -> bytes:
+    """Return the bytes that `decode_open_groups` reads."""
+    return _encoder.encode(groups)
+
+
+def decode_open_groups(data: bytes) -> list[OpenGroup]:
+    """Return the begun groups. Raises msgspec.DecodeError for bytes that hold none."""
+    return _decode(_open_groups, data, "begun groups")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, what: str) -> _T:

@@ -310,12 +310,12 @@ def pending(content: bytes | None) -> Act:
     """Resume from a checkpoint whose drawn rollout is missing or damaged."""
 
     def act(place: Place) -> None:
-        from megatron_rlspec.checkpoints import Checkpoints
+        from megatron_rlspec.checkpoints import Checkpoints, Drawn
         from megatron_rlspec.types import Group, Prompt
 
         checkpoints = Checkpoints(place.here, keep=2)
-        checkpoints.write_state(2, {}, [Group(Prompt(0, np.arange(2)), [])])
-        assert checkpoints.read_state(checkpoints.path(2))[1]
+        checkpoints.write_state(2, {}, Drawn([Group(Prompt(0, np.arange(2)), [])]))
+        assert checkpoints.read_state(checkpoints.path(2))[1].ahead
         file = place.here / "checkpoints/step-000002.groups"
         file.unlink() if content is None else file.write_bytes(content)
         checkpoints.read_state(checkpoints.path(2))

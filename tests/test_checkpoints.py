@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from short_run import TESTS, make_start, run, words
 
-from megatron_rlspec.checkpoints import Checkpoints, _checksum
+from megatron_rlspec.checkpoints import Checkpoints, Drawn, _checksum
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.environment import ranks_started
 from megatron_rlspec.metrics import Recorder, RecordError, read_records
@@ -228,9 +228,9 @@ def test_checkpoints_that_are_a_file(start, tmp_path):
 def test_pruning_removes_what_killed_writes_left(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
-        checkpoints.write_state(step, {}, [])
+        checkpoints.write_state(step, {}, Drawn())
         checkpoints.path(step).mkdir()
-    checkpoints.write_state(4, {}, [])
+    checkpoints.write_state(4, {}, Drawn())
     (checkpoints.folder / ".step-000004.partial").mkdir()
     (checkpoints.folder / ".step-000004.json.123.partial").write_text("")
     checkpoints.prune()

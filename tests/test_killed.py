@@ -15,7 +15,9 @@ from megatron_rlspec.metrics import read_records
 OPTIONS = {"rollout__engine": "embedded", "train__eval_prompts": 1}
 FIXED = {"spec__mode": "fixed", "rollout__staleness": 0}
 AHEAD = {"spec__mode": "fixed", "rollout__staleness": 1, "algorithm__kl_coef": 0.1}
+PARTIAL = FIXED | {"rollout__partial": "true", "rollout__over_sampling": 7, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0, "rollout__staleness": 0}
+PARTIAL_AHEAD = PARTIAL | {"rollout__staleness": 1}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -46,7 +48,7 @@ def files(run_dir: Path, steps: int) -> dict[str, bytes]:
     ("settings", "steps", "kills"),
     [
         (AHEAD, 20, 2),
-        *(pytest.param(settings, 120, 20, marks=SLOW) for settings in (FIXED, AHEAD, ADAPTIVE)),
+        *(pytest.param(settings, 120, 20, marks=SLOW) for settings in (FIXED, AHEAD, ADAPTIVE, PARTIAL, PARTIAL_AHEAD)),
     ],
 )
 def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tmp_path, settings, steps, kills):
@@ -66,7 +68,7 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")]
     assert [r["step"] for r in records[1]] == list(range(steps))
     assert [r["rollout/reward"] for r in records[1]] == [r["rollout/reward"] for r in records[0]]
-    if settings["rollout__staleness"]:
+    if settings is AHEAD:
         assert [r["policy/staleness"] for r in records[1]] == [0.0] + [1.0] * (steps - 1)
         kl = [r["policy/kl_loss"] for r in records[1]]  # to the first policy, which no checkpoint has
         assert kl[0] == 0 and min(kl[2:]) > 0 and kl == [r["policy/kl_loss"] for r in records[0]]

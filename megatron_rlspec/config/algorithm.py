@@ -47,7 +47,10 @@ class AlgorithmConfig(Section):
         2.0, description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight"
     )
     stale_clip: float = Field(
-        2.0, gt=0, le=1e6, description="upper bound of that weight for tokens of an older policy (rollout.staleness=1)"
+        2.0,
+        gt=0,
+        le=1e6,
+        description="upper bound of that weight for tokens of an older policy (rollout.staleness, rollout.partial)",
     )
     dynamic_sampling: bool = Field(
         False, description="drop groups whose rewards are all equal, and sample other prompts in their place (DAPO)"

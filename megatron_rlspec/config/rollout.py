@@ -51,10 +51,50 @@ class RolloutConfig(Section):
         0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )
 
+    in_flight: Count = Field(
+        0,
+        description="requests that an engine is given at a time, the rest as it ends others; 0: max_running_requests",
+    )
+    partial: bool = Field(
+        False,
+        description="end a rollout with its batch; what it has begun beyond that goes on in the next step",
+    )
+    over_sampling: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = Field(
+        0, description="prompts that partial rollouts draw at a time; 0: twice prompts_per_step"
+    )
+    partial_staleness: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="steps that partial rollouts carry a group at most; then the step waits for it"
+    )
+    mask_offpolicy: bool = Field(
+        False, description="do not train the tokens that a sample had before it was continued by a later policy"
+    )
+
+    @property
+    def oldest(self) -> int:
+        """Return how many versions a token may be behind the policy that trains on it."""
+        return self.staleness + (self.partial_staleness if self.partial else 0)
+
+    @property
+    def begun_prompts(self) -> int:
+        """Return the prompts that a rollout draws at a time."""
+        return (self.over_sampling or 2 * self.prompts_per_step) if self.partial else self.prompts_per_step
+
+    def _check_partial(self) -> None:
+        for name in ("over_sampling", "mask_offpolicy"):
+            if getattr(self, name) and not self.partial:
+                raise ValueError(f"{name}={getattr(self, name)} is an option of partial rollouts, but partial=false")
+        if self.partial and self.begun_prompts < self.prompts_per_step:
+            raise ValueError(
+                f"over_sampling={self.over_sampling}: expected at least prompts_per_step={self.prompts_per_step}"
+            )
+        if self.partial and self.function:
+            raise ValueError(f"partial=true continues one reply, but function={self.function} draws several turns")
+
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
         if self.function and not FUNCTION.fullmatch(self.function):
             raise ValueError(f"function={self.function}: expected module:function")
+        self._check_partial()
         if self.top_k == 0:
             raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
         if 0 < self.temperature < 0.001:

@@ -83,6 +83,11 @@ class Config(Section):
                 f"parallel.pipeline={self.parallel.pipeline}: drafter.kind=eagle3 reads hidden states of several "
                 "layers, which must be on one rank; expected 1"
             )
+        if self.rollout.partial and self.rollout.engine == "sglang" and self.spec.verifier != "position_keyed":
+            raise ValueError(
+                f"rollout.partial=true: SGLang continues samples only under spec.verifier=position_keyed, not "
+                f"{self.spec.verifier}"
+            )
         if self.drafter.overlap and self.rollout.staleness:
             raise ValueError(
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "

@@ -1,5 +1,7 @@
 """Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
 
+A reward may begin when its sample ends, while engines still draw the others (`Scoring`).
+
 `exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
 process can be stopped when a reward hangs. A worker over the time limit is killed with every process that it started,
 and a new worker replaces it.
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -72,14 +74,7 @@ class Scorer:
         A reward that raises, takes too long, ends its process or is no finite number counts as failed: the sample gets
         reward 0 and the reason in `metadata["reward_error"]`.
         """
-        failures = []
-        for sample, (reward, error) in zip(samples, self._threads.map(self._judge, samples), strict=True):
-            sample.reward = reward
-            sample.metadata.pop("reward_error", None)
-            if error is not None:
-                sample.metadata["reward_error"] = error
-                failures.append(f"{sample.request_id}: {error}")
-        return failures
+        return Scoring(self).finish(samples)
 
     def interrupt(self) -> None:
         """Make a `score` that runs in another thread return soon; samples without a reward count as failed."""
@@ -114,6 +109,67 @@ class Scorer:
             return 0.0, str(error)
         finally:
             self._workers.put(worker)
+
+
+class Scoring:
+    """The rewards of one rollout, each computed from `add` on.
+
+    hidden  seconds in which rewards were computed while engines still drew, since `finish`
+    waited  seconds that `finish` took
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._results: dict[int, Future[str | None]] = {}  # by the sample's identity
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._busy = 0.0
+        self.hidden = 0.0
+        self.waited = 0.0
+
+    def add(self, sample: Sample) -> Future[str | None]:
+        """Begin to compute the reward of a sample that has ended. Any thread may call this.
+
+        The result is the reason if the reward failed.
+        """
+        future = self._results[id(sample)] = self._scorer._threads.submit(self._timed, sample)
+        return future
+
+    def finish(self, samples: Sequence[Sample]) -> list[str]:
+        """Set the rewards of these samples, as `Scorer.score` does; those that were not added begin now."""
+        began = time.perf_counter()
+        with self._lock:
+            self.hidden = self._busy + (began - self._since if self._running else 0.0)
+        for sample in samples:
+            if id(sample) not in self._results:
+                self.add(sample)
+        errors = [(sample.request_id, self._results[id(sample)].result()) for sample in samples]
+        failures = [f"{name}: {error}" for name, error in errors if error is not None]
+        self.waited = time.perf_counter() - began
+        return failures
+
+    def cancel(self) -> None:
+        """Drop rewards that have not begun: nothing will ask for them."""
+        for future in list(self._results.values()):
+            future.cancel()
+
+    def _timed(self, sample: Sample) -> str | None:
+        with self._lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+        try:
+            sample.reward, error = self._scorer._judge(sample)
+            sample.metadata.pop("reward_error", None)
+            if error is not None:
+                sample.metadata["reward_error"] = error
+            return error
+        finally:
+            with self._lock:
+                self._running -= 1
+                if self._running == 0:
+                    self._busy += time.perf_counter() - self._since
 
 
 def failed(sample: Sample) -> bool:

@@ -155,21 +155,26 @@ class Conversations:
         self._failure: Exception | None = None
         self._lock = threading.Lock()
 
-    def draw(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def draw(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
+    ) -> list[Sample]:
         """Return one sample per request, in their order. One whose function returned a number has it as its reward,
-        and `metadata["own_reward"]`.
+        and `metadata["own_reward"]`. `on_sample` is called with each sample when its function has returned.
 
         Raises EngineError if no engine is left, FunctionError if the function raised, and ConfigError if it returned
         something else than None or a finite number, or asked for no reply. The other conversations are ended first.
         """
         self._failure = None
         with ThreadPoolExecutor(min(len(requests), MOST_THREADS) or 1, "conversation") as threads:
-            samples = list(threads.map(lambda request: self._converse(request, sampling), requests))
+            samples = list(threads.map(lambda request: self._converse(request, sampling, on_sample), requests))
         if self._failure is not None:
             raise self._failure
         return samples
 
-    def _converse(self, request: Request, sampling: Sampling) -> Sample:
+    def _converse(self, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]) -> Sample:
         conversation = Conversation(request, sampling, self._tokenizer, self._reply)
         try:
             if self._failure is not None:
@@ -186,6 +191,7 @@ class Conversations:
         except Exception as error:  # the function's own code can raise any error
             self._fail(error)
             return conversation.sample()
+        on_sample(sample)
         return sample
 
     def _fail(self, error: Exception) -> None:

@@ -33,6 +33,7 @@ class EnginePool:
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
                groups are distributed at the start
     lost       is called with each engine that failed, from the thread that saw the failure
+    continues  whether the engines take samples that have begun; otherwise such samples begin anew
 
     `balance`, if it is set, is entered around every `generate`, and may move its samples (`balancer.Balancer`).
 
@@ -46,12 +47,14 @@ class EnginePool:
         engines: Sequence[RolloutEngine],
         in_flight: int = 0,
         lost: Callable[[RolloutEngine], None] = lambda engine: None,
+        continues: bool = True,
     ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = list(engines)
         self._in_flight = in_flight
         self._lost = lost
+        self.continues = continues
         self._runs: list[_Run] = []
         self.balance: Callable[[Owner], AbstractContextManager] | None = None
         self.stolen = 0  # requests that moved before they had begun
@@ -186,6 +189,7 @@ class _Run:
         self._enqueue(sorted(requests, key=self._predicted, reverse=True))
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
+        self.abort_at = 0.0  # when the aborts are repeated
         self.load = {id(engine): 0 for engine in pool.engines}
         self.tokens = {id(engine): 0.0 for engine in pool.engines}
         self.queueing: set[int] = set()
@@ -275,7 +279,7 @@ class _Run:
                 self.freed = True
                 self.changed.notify()
             if returned is not None:
-                returned(name, _continued(call[name][1], sample) if leaves else None)
+                returned(name, self._continued(call[name][1], sample) if leaves else None)
             if self.on_sample and not leaves:
                 self.on_sample(sample)
 
@@ -336,6 +340,7 @@ class _Run:
         with self.changed:
             names = {r.id for r in self.requests if request_ids is None or r.id in request_ids}
             self.aborted |= names - self.samples.keys()
+            self.abort_at = time.monotonic() + ABORT_AGAIN
             groups = list(self.waiting)
             self.waiting = deque(left for group in groups if (left := [r for r in group if r.id not in names]))
         self._end([request for group in groups for request in group if request.id in names])
@@ -352,6 +357,9 @@ class _Run:
 
     def _abort_again(self) -> None:
         """Repeat the aborts of requests that may have reached their engine after the first one."""
+        if not self.aborted or time.monotonic() < self.abort_at:
+            return
+        self.abort_at = time.monotonic() + ABORT_AGAIN
         with self.changed:
             still = {id(e): [n for n, (where, _) in self.where.items() if where is e] for e in self.pool.engines}
         for engine in self.pool.engines:
@@ -430,6 +438,6 @@ class _Run:
             except EngineError as error:
                 logger.warning("abort after a failure: %s", error)
 
-
-def _continued(request: Request, sample: Sample) -> Request:
-    return replace(request, partial=Partial.of(sample)) if len(sample.response) else request
+    def _continued(self, request: Request, sample: Sample) -> Request:
+        goes_on = len(sample.response) and self.pool.continues
+        return replace(request, partial=Partial.of(sample)) if goes_on else request

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.rl.reward_worker import final_answer
-from megatron_rlspec.rl.rewards import Scorer, failed
+from megatron_rlspec.rl.rewards import Scorer, Scoring, failed
 from megatron_rlspec.types import Prompt, Sample
 
 FUNCTIONS = """
@@ -130,6 +130,21 @@ def test_a_second_score_forgets_the_first_failure(functions):
 def test_rewards_run_at_the_same_time(functions):
     rewards, _ = score("my_rewards:pid", [sample("", number=i) for i in range(8)], workers=4)
     assert sorted(rewards.count(pid) for pid in set(rewards)) == [2, 2, 2, 2]
+
+
+def test_rewards_begin_when_their_sample_ends(functions):
+    """Four rewards take 1.2 s. The samples end while others are drawn, so only the last reward is waited for."""
+    samples = [sample("", number=i) for i in range(5)]
+    with Scorer(RewardConfig(kind="my_rewards:pid", workers=1)) as scorer:
+        scoring = Scoring(scorer)
+        for one in samples[:4]:
+            scoring.add(one)
+        time.sleep(1.3)
+        assert not scoring.finish(samples)
+        late = Scoring(scorer)
+        assert not late.finish(samples)
+    assert all(one.reward == samples[0].reward > 0 for one in samples)
+    assert scoring.hidden > 0.9 and scoring.hidden + scoring.waited > 1.5 and late.hidden == 0 and late.waited > 1.5
 
 
 def test_no_process_is_left_behind(functions):

@@ -1,0 +1,101 @@
+"""Partial rollouts: a step ends with its batch, and the groups that it has begun go on in the next one.
+
+slime's `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group waits at most `rollout.partial_staleness`
+steps: then the step waits for it. No response is thrown away because it is long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from megatron_rlspec.types import Group, OpenGroup, Partial, Request, Sample
+
+
+class Drawing:
+    """The groups of one rollout, while they are drawn.
+
+    groups  carried ones first, the oldest of them at the head
+    wanted  groups of a batch
+    oldest  the oldest version that the next step may train on: groups with older tokens must end in this one
+    usable  whether a group may be trained on
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[OpenGroup],
+        wanted: int,
+        oldest: float,
+        usable: Callable[[Group], bool] = lambda group: True,
+    ) -> None:
+        self.groups: list[OpenGroup] = []
+        self._wanted = wanted
+        self._oldest = oldest
+        self._usable = usable
+        self._of: dict[str, OpenGroup] = {}
+        self._lock = threading.RLock()
+        self._told = False
+        self._ready = 0  # complete groups that may be trained on
+        self.begin(groups)
+
+    def begin(self, groups: Iterable[OpenGroup]) -> None:
+        """Add groups. Those given are not changed."""
+        for group in groups:
+            own = OpenGroup(list(group.requests), list(group.samples))
+            self.groups.append(own)
+            self._of |= {request.id: own for request in own.requests}
+            self._count(own)
+
+    def requests(self) -> list[Request]:
+        """Return the requests whose samples have not ended."""
+        with self._lock:
+            ended = {sample.request_id for group in self.groups for sample in group.samples}
+        return [request for group in self.groups for request in group.requests if request.id not in ended]
+
+    @property
+    def full(self) -> bool:
+        """Return whether there is a batch, and every group has ended that the next step may not train on."""
+        return self._ready >= self._wanted and all(g.complete or g.oldest >= self._oldest for g in self.groups)
+
+    def add(self, sample: Sample) -> bool:
+        """Add a sample that has ended. Returns True once: when the batch is full."""
+        with self._lock:
+            group = self._of[sample.request_id]
+            if all(sample.request_id != known.request_id for known in group.samples):
+                group.samples.append(sample)
+                self._count(group)
+            before = self._told
+            self._told = before or self.full
+            return self._told and not before
+
+    def _count(self, group: OpenGroup) -> None:
+        self._ready += group.complete and self._usable(group.group())
+
+    def keep(self, aborted: Iterable[Sample]) -> None:
+        """Keep what aborted samples have, for the next step."""
+        found = {sample.request_id: sample for sample in aborted if len(sample.response)}
+        for group in self.groups:
+            group.requests = [
+                replace(r, partial=Partial.of(found[r.id])) if r.id in found else r for r in group.requests
+            ]
+
+    def drop_unusable(self) -> int:
+        """Drop complete groups that may not be trained on. Returns their number."""
+        before = len(self.groups)
+        self.groups = [g for g in self.groups if not g.complete or self._usable(g.group())]
+        return before - len(self.groups)
+
+    def batch(self) -> tuple[list[Group], list[OpenGroup]]:
+        """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""
+        chosen = [group for group in self.groups if group.complete and self._usable(group.group())][: self._wanted]
+        left = [group for group in self.groups if group not in chosen]
+        return [group.group() for group in chosen], [g if g.oldest >= self._oldest else g.anew() for g in left]
+
+
+def mask_continued(samples: Sequence[Sample]) -> None:
+    """Leave the tokens that samples had when they were continued out of the loss."""
+    for sample in samples:
+        for version, first, last in sample.policy_versions:
+            if version < sample.policy_versions[-1][0]:
+                sample.loss_mask[sample.prompt_len + first : sample.prompt_len + last] = 0

@@ -1,0 +1,47 @@
+"""Partial rollouts: steps end with their batch, groups go on in the next step, and a resumed run is the same run."""
+
+import json
+from pathlib import Path
+
+from short_run import run
+
+from megatron_rlspec import wire
+from megatron_rlspec.metrics import read_records
+
+OPTIONS = {
+    "rollout__engine": "embedded",
+    "rollout__partial": "true",
+    "rollout__over_sampling": 7,
+    "rollout__max_new_tokens": 48,
+    "rollout__max_running_requests": 20,
+    "spec__mode": "fixed",
+    "train__eval_prompts": 1,
+    "train__keep": 8,
+}
+
+
+def files(run_dir: Path, steps: int) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints"
+    found = [*(folder / f"step-{steps:06d}").glob("*.safetensors"), folder / f"step-{steps:06d}.begun"]
+    return {file.name: file.read_bytes() for file in found}
+
+
+def test_a_run_with_partial_rollouts_is_the_same_after_a_resume(start, tmp_path):
+    steps = 6
+    run(start, tmp_path / "whole", train__steps=steps, **OPTIONS)
+    run(start, tmp_path / "cut", train__steps=3, **OPTIONS)
+    run(start, tmp_path / "cut", train__steps=steps, train__resume="true", **OPTIONS)
+    whole, cut = files(tmp_path / "whole", steps), files(tmp_path / "cut", steps)
+    assert len(whole) >= 4 and [name for name in whole if cut[name] != whole[name]] == []
+    records, again = (read_records(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    for name in ("rollout/reward", "rollout/over_drawn", "rollout/continued_tokens", "policy/staleness"):
+        assert [r[name] for r in again] == [r[name] for r in records]
+    assert all(0 < r["rollout/over_drawn"] <= 12 for r in records)
+    assert all(r["rollout/continued_tokens"] > 0 for r in records[1:])
+    assert records[0]["policy/staleness"] == 0 and all(0 < r["policy/staleness"] < 1 for r in records[1:])
+    for step in range(1, steps + 1):  # every checkpoint: groups of 4 with tokens of one policy back at most
+        left = wire.decode_open_groups((tmp_path / f"whole/checkpoints/step-{step:06d}.begun").read_bytes())
+        assert len(left) == 3 and all(group.oldest >= step for group in left)
+        assert any(0 < len(r.partial.response) < 48 for group in left for r in group.requests if r.partial)
+    events = [json.loads(line) for line in (tmp_path / "whole/events.jsonl").read_text().splitlines()]
+    assert not [event for event in events if event["kind"] == "health"]
