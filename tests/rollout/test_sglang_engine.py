@@ -498,6 +498,21 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
     assert rounds - len(asked) <= news <= rounds
 
 
+def test_an_idle_engine_takes_what_another_has_not_begun(engines: dict[str, SGLangEngine]) -> None:
+    """One engine gets 44 samples of one prompt and runs 32 at once; the other gets two that end soon."""
+    sampling = Sampling(max_new_tokens=60, ignore_eos=True)
+    first, second = requests(2, "steal")
+    asked = [Request(f"steal-{i:03d}.", first.prompt, seed=i) for i in range(44)]
+    asked += [Request(f"steal-{i:03d}.", second.prompt, seed=i) for i in range(44, 46)]
+    engines["adaptive"].set_schedule(k(1))
+    whole = engines["adaptive"].generate(asked, sampling)
+    pool = EnginePool([engines["adaptive"], engines["plain"]])
+    seen: list[str] = []
+    samples = pool.generate(asked, sampling, lambda s: seen.append(s.request_id))
+    assert texts(samples) == texts(whole) and sorted(seen) == [r.id for r in asked]
+    assert pool.stolen > 0 and engines["adaptive"].not_begun() == []
+
+
 def test_partials_that_have_ended_or_are_wrong(engines: dict[str, SGLangEngine]) -> None:
     sampling = replace(SAMPLINGS["T=1"], max_new_tokens=40, stop_token_ids=tuple(range(3, 12)))
     asked = requests(12, "ended")

@@ -1,0 +1,108 @@
+"""Rank 0's rollouts that end with their batch, on the embedded engine; the weights stay, only their version changes."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rlspec import data
+from megatron_rlspec.checkpoints import Checkpoints, Drawn
+from megatron_rlspec.config import Config
+from megatron_rlspec.rollouts import Rollouts, StartingRollouts, _seed
+from megatron_rlspec.types import Request
+from megatron_rlspec.weights.checkpoint import read_hf
+
+STEPS = 4
+WANTED = 3
+SAMPLES = 4
+
+
+def config_of(start, run_dir, **changed):
+    rollout = {"engine": "embedded", "partial": True, "over_sampling": 6, "prompts_per_step": WANTED}
+    rollout |= {"samples_per_prompt": SAMPLES, "max_new_tokens": 48, "max_total_tokens": 8192}
+    return Config.model_validate(
+        {
+            "model": {"path": str(start / "model"), "dtype": "float32", "max_length": 256},
+            "data": {"path": str(start / "task/rl.jsonl")},
+            "train": {"run_dir": str(run_dir), "steps": STEPS},
+            "spec": {"mode": "fixed"},
+            "reward": {"kind": "exact"},
+            "algorithm": {"dynamic_sampling": changed.pop("dynamic_sampling", False)},
+            "rollout": rollout | changed,
+        }
+    )
+
+
+class Run:
+    """The rollouts of a run, with the engine that they use."""
+
+    def __init__(self, config, run_dir, drawn=None, order=None):
+        hf_config, _ = read_hf(config.model.path)
+        tokenizer = data.load_tokenizer(config.model.path)
+        self.prompts = data.Prompts(config.data.path, tokenizer, config)
+        if order is not None:
+            self.prompts.restore(order)
+        starting = StartingRollouts(config, hf_config, tokenizer, run_dir)
+        starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
+        engines = starting.wait()
+        recorder = SimpleNamespace(event=lambda *_, **__: None)
+        self.rollouts = Rollouts(starting, engines, recorder, self.prompts, {}, drawn or Drawn(), threading.Event())
+        self.engine = engines["embedded"]
+
+    def step(self, step):
+        self.engine.version = step + 1
+        return self.rollouts.collect(step)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial_staleness": 3}, {"dynamic_sampling": True}))],
+    ids=str,
+)
+def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same(start, tmp_path, changed):
+    config = config_of(start, tmp_path, **changed)
+    run = Run(config, tmp_path)
+    steps = []
+    for step in range(STEPS):
+        if step == 2:
+            order = run.prompts.state()
+            checkpoints = Checkpoints(tmp_path, 2)
+            checkpoints.write_state(2, {}, Drawn(begun=run.rollouts.begun))
+        steps.append(run.step(step))
+        assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
+    begun = run.rollouts.begun
+    trained = [sample for groups in steps for group in groups for sample in group.samples]
+    assert len({s.request_id for s in trained}) == len(trained)
+    continued = [s for s in trained if len(s.policy_versions) > 1]
+    assert continued and any(len(s.policy_versions) == 1 for s in trained)
+    for number, groups in enumerate(steps):
+        oldest = min(s.policy_versions[0][0] for g in groups for s in g.samples)
+        assert number + 1 - config.rollout.partial_staleness <= oldest <= number + 1
+    again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in trained]
+    alone = run.engine.generate(again, run.rollouts.sampling)
+    assert [s.tokens.tolist() for s in trained] == [s.tokens.tolist() for s in alone]
+    run.rollouts.close()
+    if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
+        assert all(len({s.reward for s in group.samples}) > 1 for groups in steps for group in groups)
+        return
+    _, drawn = checkpoints.read_state(checkpoints.path(2))
+    resumed = Run(config, tmp_path, drawn, order)
+    for step in range(2, STEPS):
+        for group, before in zip(resumed.step(step), steps[step], strict=True):
+            assert [s.request_id for s in group.samples] == [s.request_id for s in before.samples]
+            for sample, other in zip(group.samples, before.samples, strict=True):
+                np.testing.assert_array_equal(sample.behaviour_logprobs, other.behaviour_logprobs)
+                assert (sample.policy_versions, sample.accepted) == (other.policy_versions, other.accepted)
+    left = [[(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests] for group in begun]
+    assert left == [
+        [(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests]
+        for group in resumed.rollouts.begun
+    ]
+    assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.counts["over_drawn"] > 0
+    resumed.rollouts.close()
+
+
+def seed_of(config, sample):
+    step, index = int(sample.request_id[1:7]), int(sample.request_id[-4:])
+    return _seed(config.train.seed, step, sample.prompt.id, index)
