@@ -1,0 +1,197 @@
+"""What a simulated rollout draws: lengths of responses, and which drafts are accepted.
+
+Both are fitted to recorded samples, or made from published figures. Independent draws of acceptance would be wrong:
+rounds start more often where drafts fail, so that a mean over positions promises too much (2.41 instead of 1.71 tokens
+a round in an example of two regimes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from megatron_rlspec.types import Sample
+
+STEPS = 60  # of the fit
+EASY = 0  # the regime; the hard one is 1
+NORMAL = NormalDist()
+
+
+def rounds_of(sample: Sample) -> list[int]:
+    """Return the accepted drafts of every verify round of a sample, in order.
+
+    The pass that draws the first token is no round. The last round may have accepted drafts past the end; they are not
+    counted, so it is left out.
+    """
+    spans = dict(sample.accepted_spans)
+    found = []
+    at = 1
+    tokens = len(sample.response)
+    while at < tokens:
+        accepted = spans.get(at, at) - at
+        at += accepted + 1
+        if at < tokens:
+            found.append(accepted)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptanceModel:
+    """Two regimes, between which a sample changes from round to round (a hidden Markov chain).
+
+    rates        [2, D] probability that draft d is accepted if those before it were, in the easy and the hard regime
+    persistence  0: each round's regime is independent; towards 1: stretches become long
+    shares       [N] a sample's share of rounds in the easy regime is one of these, at random: samples differ
+    """
+
+    rates: np.ndarray
+    persistence: float
+    shares: np.ndarray
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sequence[int]], num_steps: int) -> AcceptanceModel:
+        """Fit to samples' rounds of `num_steps` drafts each, by expectation and maximisation (Baum and Welch, 1970).
+
+        Depths beyond `num_steps` get the rates of the last one. Raises ValueError without a round.
+        """
+        rows = [np.asarray(rounds, np.int64) for rounds in samples if len(rounds)]
+        if not rows or num_steps < 1:
+            raise ValueError(f"{len(rows)} samples with rounds of {num_steps} drafts, expected at least one of each")
+        ends = np.array([len(rounds) for rounds in rows])
+        there = np.arange(ends.max()) < ends[:, None]  # [N, T]
+        rounds = np.zeros(there.shape, np.int64)
+        rounds[there] = np.concatenate(rows)
+        mean = _rates(rounds[there], np.ones(int(ends.sum())), num_steps)
+        rates = np.stack([_shifted(mean, 0.8), _shifted(mean, -0.8)])
+        persistence = share = 0.5
+        for _ in range(STEPS):
+            likelihood = _likelihood(rates, rounds, num_steps)
+            likelihood[~there] = 1.0  # rounds after the end say nothing
+            easy, kept = _smooth(likelihood, persistence, share)
+            weight = easy[there]
+            share = float(np.clip(weight.mean(), 0.02, 0.98))
+            rates = np.stack([_rates(rounds[there], w, num_steps) for w in (weight, 1 - weight)])
+            steps = there[:, 1:]
+            persistence = float(np.clip(kept[steps].sum() / max(int(steps.sum()), 1), 0.0, 0.99))
+        prior = 8.0  # rounds: a short sample says little about its own share
+        own = (easy * there).sum(1)
+        return cls(rates, persistence, (own + prior * share) / (ends + prior))
+
+    @classmethod
+    def independent(cls, rates: Sequence[float]) -> AcceptanceModel:
+        """Accept every draft independently, with these probabilities by depth. For controls."""
+        return cls(np.array([rates, rates], float), 0.0, np.array([0.5]))
+
+    def begin(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw (shares [count], first regimes [count]) of new samples."""
+        shares = rng.choice(self.shares, count)
+        return shares, (rng.random(count) >= shares).astype(np.int64)
+
+    def accept(self, regimes: np.ndarray, num_steps: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw the accepted drafts [B] of one round of `num_steps` drafts."""
+        depth = np.minimum(np.arange(num_steps), self.rates.shape[1] - 1)
+        hits = rng.random((len(regimes), num_steps)) < self.rates[regimes][:, depth]
+        accepted: np.ndarray = np.logical_and.accumulate(hits, 1).sum(1)
+        return accepted
+
+    def advance(self, regimes: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Return the regimes [B] of the next round."""
+        fresh = rng.random(len(regimes)) >= shares
+        kept = rng.random(len(regimes)) < self.persistence
+        return np.where(kept, regimes, fresh.astype(np.int64))
+
+
+def _rates(rounds: np.ndarray, weight: np.ndarray, num_steps: int) -> np.ndarray:
+    depths = np.arange(num_steps)
+    reached = (rounds[:, None] >= depths) * weight[:, None]
+    passed = (rounds[:, None] > depths) * weight[:, None]
+    found: np.ndarray = np.clip((passed.sum(0) + 0.5) / (reached.sum(0) + 1.0), 0.01, 0.99)
+    return found
+
+
+def _shifted(rates: np.ndarray, logits: float) -> np.ndarray:
+    shifted: np.ndarray = 1 / (1 + np.exp(-(np.log(rates / (1 - rates)) + logits)))
+    return shifted
+
+
+def _likelihood(rates: np.ndarray, rounds: np.ndarray, num_steps: int) -> np.ndarray:
+    """Return [N, T, 2], the probability of each round in each regime."""
+    reach = np.concatenate([np.ones((2, 1)), np.cumprod(rates, 1)], 1)  # [2, D + 1]
+    stop = np.concatenate([1 - rates, np.ones((2, 1))], 1)
+    found: np.ndarray = (reach * stop).T[np.minimum(rounds, num_steps)]
+    return found
+
+
+def _smooth(likelihood: np.ndarray, persistence: float, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return P(easy) of each round [N, T], and P(the regime was kept) of each transition [N, T - 1]."""
+    start = np.array([share, 1 - share])
+    move = persistence * np.eye(2) + (1 - persistence) * start
+    forward = np.zeros_like(likelihood)
+    backward = np.ones_like(likelihood)
+    kept = np.zeros((len(likelihood), likelihood.shape[1] - 1))
+    forward[:, 0] = start * likelihood[:, 0]
+    forward[:, 0] /= forward[:, 0].sum(1, keepdims=True)
+    for t in range(1, likelihood.shape[1]):
+        forward[:, t] = forward[:, t - 1] @ move * likelihood[:, t]
+        forward[:, t] /= forward[:, t].sum(1, keepdims=True)
+    for t in range(likelihood.shape[1] - 2, -1, -1):
+        ahead = likelihood[:, t + 1] * backward[:, t + 1]
+        both = ((forward[:, t] @ move) * ahead).sum(1)
+        kept[:, t] = (forward[:, t] * persistence * ahead).sum(1) / both
+        backward[:, t] = ahead @ move.T
+        backward[:, t] /= backward[:, t].sum(1, keepdims=True)
+    posterior = forward * backward
+    easy: np.ndarray = posterior[..., EASY] / posterior.sum(-1)
+    return easy, kept
+
+
+@dataclass(frozen=True)
+class LengthModel:
+    """Response lengths in tokens: lognormal, cut at the cap, and correlated within a group of samples.
+
+    mu, sigma  of the logarithm
+    group      share of the variance of the logarithm that samples of one prompt have in common
+    """
+
+    mu: float
+    sigma: float
+    group: float = 0.0
+
+    @classmethod
+    def of_quantiles(cls, first: tuple[float, float], second: tuple[float, float], group: float = 0.0) -> LengthModel:
+        """Return the model through two published (probability, length) pairs, such as (0.5, 378) and (0.95, 1373)."""
+        (p, low), (q, high) = first, second
+        a, b = NORMAL.inv_cdf(p), NORMAL.inv_cdf(q)
+        sigma = (math.log(high) - math.log(low)) / (b - a)
+        return cls(math.log(low) - a * sigma, sigma, group)
+
+    @classmethod
+    def fit(cls, lengths: Sequence[int], cut: Sequence[bool], group: float = 0.0) -> LengthModel:
+        """Return the most likely model of lengths; those that were cut are larger. Raises ValueError without one."""
+        logs = np.log(np.maximum(lengths, 1))
+        if not len(logs):
+            raise ValueError("no response length to fit")
+        censored = np.asarray(cut, bool)
+        mu, sigma = float(logs.mean()), max(float(logs.std()), 0.05)
+        for _ in range(
+            100 if censored.any() else 0
+        ):  # a cut length counts with its expectation, given that it is larger
+            z = (logs - mu) / sigma
+            hazard = np.array([NORMAL.pdf(x) / max(NORMAL.cdf(-x), 1e-300) for x in z])
+            first = np.where(censored, mu + sigma * hazard, logs)
+            square = np.where(censored, mu**2 + sigma**2 + sigma * hazard * (logs + mu), logs**2)
+            mu = float(first.mean())
+            sigma = max(math.sqrt(max(float(square.mean()) - mu**2, 0.0)), 0.05)
+        return cls(mu, sigma, group)
+
+    def draw(self, prompts: int, samples: int, cap: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw lengths [prompts, samples], from 1 to `cap`."""
+        common = rng.standard_normal((prompts, 1)) * math.sqrt(self.group)
+        own = rng.standard_normal((prompts, samples)) * math.sqrt(1 - self.group)
+        drawn = np.exp(self.mu + self.sigma * (common + own))
+        lengths: np.ndarray = np.clip(np.rint(drawn), 1, cap).astype(np.int64)
+        return lengths
