@@ -38,7 +38,7 @@ def same(ours: Path, theirs: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
 
 
-def test_a_run_leaves_policy_and_drafter_and_a_replay_makes_the_same_drafter(recorded, path, tmp_path):
+def test_a_run_leaves_policy_and_drafter(recorded, path):
     config, policy = read_hf(recorded / "hf")
     assert "eagle3" not in config and not any("eagle3" in name or "mtp" in name for name in policy)
     assert not same(recorded / "hf_drafter", path)
@@ -46,6 +46,10 @@ def test_a_run_leaves_policy_and_drafter_and_a_replay_makes_the_same_drafter(rec
     assert all(torch.equal(ours[name], theirs[name]) for name in ("d2t", "t2d"))
     records = read_records(recorded / "metrics.jsonl")
     assert all(r["rollout/accept_length"] >= 1 and r["drafter/covered_1"] > 0 for r in records)
+
+
+@pytest.mark.slow
+def test_a_replay_makes_the_same_drafter(recorded, tmp_path):
     replay(recorded, tmp_path / "same")
     assert same(tmp_path / "same/hf_drafter", recorded / "hf_drafter")
     moments = "hf_drafter/optimizer/drafter.safetensors"
