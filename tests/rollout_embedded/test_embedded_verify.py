@@ -90,10 +90,24 @@ def test_filtered_draws_are_sglangs_noise_over_what_is_left(sglang_sampler, top_
     assert verify.sample(logp, *knobs, seeds, positions).tolist() == theirs.tolist()
 
 
+@pytest.mark.parametrize("width", [2, 700, 49152])
+@pytest.mark.parametrize("sharpness", [0.1, 3, 1000])
+def test_draws_maximise_the_noise_of_all_columns(width, sharpness):
+    """`draw` computes the noise of few columns."""
+    g = torch.Generator().manual_seed(4)
+    n = 24
+    logp = torch.log_softmax(sharpness * torch.randn(n, width, generator=g), -1)
+    logp[n // 2 :, ::2] = -torch.inf
+    seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
+    keys = torch.arange(n)
+    noise = -torch.log(-torch.log(verify.uniform(seeds, keys, width).clamp(1e-300, 1 - 2.0**-32)))
+    assert verify.draw(logp, seeds, keys).tolist() == (logp.double() + noise).argmax(1).tolist()
+
+
 def test_extreme_hashes_never_win_by_themselves(monkeypatch):
     """x = 1 must not give infinite noise, x = 0 must not lift a token of probability 0."""
-    x = torch.tensor([[1.0, 1.0 - 2.0**-32, 0.0]], dtype=torch.float64)
-    monkeypatch.setattr(verify, "uniform", lambda seeds, keys, width: x[:, :width].clone())
+    hashes = torch.tensor([[-1, -2, 0]], dtype=torch.int32)  # x = 1, the x below it, 0
+    monkeypatch.setattr(verify, "murmur3", lambda seeds, keys, width: hashes[:, :width])
     one = torch.zeros(1, dtype=torch.int64)
     log = torch.log(torch.tensor([[0.1, 0.9, 0.0]], dtype=torch.float64))
     assert verify.draw(log, one, one).tolist() == [1]

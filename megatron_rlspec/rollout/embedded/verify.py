@@ -14,6 +14,8 @@ the token's id. The noise is -log(-log(hash / (2³² - 1))) in float64. Both are
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -24,7 +26,7 @@ RESIDUAL = 3
 TARGET = 4
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_CHUNK = 1 << 16  # elements hashed at once; they fit into the processor's cache
+_CHUNK = 1 << 19  # elements hashed at once; they fit into the processor's cache
 
 
 def streams(seed: int) -> np.ndarray:
@@ -58,15 +60,18 @@ def _absorb(h: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
     return _rotate(h ^ scrambled, 13).mul_(5).add_(_i32(0xE6546B64))
 
 
+@lru_cache(maxsize=4)
+def _columns(width: int, device: torch.device) -> torch.Tensor:
+    return _scramble(torch.arange(width, dtype=torch.int32, device=device))
+
+
 def murmur3(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
     """Return hashes [N, width] of (seeds [N] int64, positions [N], column), as int32 bit patterns; arithmetic wraps."""
-    words = [(x & 0xFFFFFFFF).where(x & 0x80000000 == 0, (x & 0xFFFFFFFF) - (1 << 32)).to(torch.int32)
-             for x in (seeds, seeds >> 32, positions)]  # fmt: skip
+    words = torch.stack([seeds, seeds >> 32, positions]).to(torch.int32)  # the low 32 bits
     h = torch.zeros_like(words[0])
-    for word in words:
-        h = _absorb(h, _scramble(word))
-    columns = _scramble(torch.arange(width, dtype=torch.int32, device=seeds.device))
-    h = _absorb(h[:, None], columns).bitwise_xor_(16)
+    for scrambled in _scramble(words):
+        h = _absorb(h, scrambled)
+    h = _absorb(h[:, None], _columns(width, seeds.device)).bitwise_xor_(16)
     h.bitwise_xor_(_shift(h, 16)).mul_(_i32(0x85EBCA6B))
     h.bitwise_xor_(_shift(h, 13)).mul_(_i32(0xC2B2AE35))
     return h.bitwise_xor_(_shift(h, 16))
@@ -74,20 +79,41 @@ def murmur3(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.T
 
 def uniform(seeds: torch.Tensor, keys: torch.Tensor, width: int) -> torch.Tensor:
     """Return float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
-    h = murmur3(seeds, keys, width).to(torch.float64)
-    return h.add_((h < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
+    return _uniform(murmur3(seeds, keys, width))
+
+
+def _uniform(hashes: torch.Tensor) -> torch.Tensor:
+    x = hashes.to(torch.float64)
+    return x.add_((hashes < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
+
+
+def _noisy(logprobs: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    """Return log p + Gumbel noise, in float64."""
+    x = _uniform(hashes)
+    # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
+    # noise is a very low finite number, so a column of probability 0 never beats one of positive probability.
+    x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_().log_().neg_()
+    return x.add_(logprobs)
 
 
 def draw(logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick."""
+    """Draw one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
+
+    The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least
+    (1 - x) / p. So a column whose (1 - x) / p exceeds the left side of another column cannot win.
+    """
     rows = max(1, _CHUNK // logprobs.shape[1])
     picks = []
     for part, seed, key in zip(logprobs.split(rows), seeds.split(rows), keys.split(rows), strict=True):
-        x = uniform(seed, key, part.shape[1])
-        # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
-        # noise is a very low finite number, so a column of probability 0 never beats one of positive probability.
-        x.log_().clamp_(min=torch.finfo(x.dtype).min, max=-(2.0**-32)).neg_().log_().neg_()
-        picks.append(x.add_(part).argmax(1))
+        hashes = murmur3(seed, key, part.shape[1])
+        least = (~hashes).view(torch.uint32).to(torch.float32).div_(part.exp().clamp_(min=1e-38))  # (1 - x) / p · 2³²
+        first = least.argmin(1, keepdim=True)
+        bound = _noisy(part.gather(1, first), hashes.gather(1, first)).neg_().exp_()
+        row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(as_tuple=True)
+        score = _noisy(part[row, column], hashes[row, column])
+        best = score.new_full((len(part),), float("-inf")).scatter_reduce_(0, row, score, "amax")
+        won = score == best[row]
+        picks.append(first[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False))
     return torch.cat(picks)
 
 
