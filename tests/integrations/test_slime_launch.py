@@ -48,6 +48,7 @@ def test_the_users_own_hooks_are_kept_and_called():
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-enable-mixed-chunk", {}, "mix prefill and decode are not supported"),
         ("--sglang-speculative-algorithm NGRAM", {}, "does not draft with the MTP layer"),
+        ("--sglang-speculative-algorithm EAGLE3", {}, "does not draft with the MTP layer"),
         ("--mtp-num-layers 3", {}, "repeats one layer"),
         ("--allgather-cp", {"depth": 3}, "only depth 1"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),

@@ -139,7 +139,7 @@ def _refuse(given: Mapping[str, str | None]) -> None:
         if flag in given and float(given[flag] or 1) != 1:
             raise ConfigError(f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0")
     algorithm = given.get("--sglang-speculative-algorithm", "EAGLE")
-    if algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+    if algorithm not in ("EAGLE", "NEXTN"):
         raise ConfigError(f"--sglang-speculative-algorithm {algorithm} does not draft with the MTP layer; set EAGLE")
     if given.get("--mtp-num-layers", "1") != "1":
         raise ConfigError(f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1")
