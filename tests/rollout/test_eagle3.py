@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,28 @@ from megatron_rlspec import doctor
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.data import DataError
 from megatron_rlspec.inputs import check_inputs
-from megatron_rlspec.rollout.sglang.server import serve, versions
+from megatron_rlspec.rollout.sglang.server import control, serve, versions
 
 TARGETS = versions.EAGLE3_TARGETS
 DRAFTER = tiny_eagle3.drafter_config()
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
 Case = tuple[dict[str, Any], dict[str, Any], list[str], str]
+
+
+def configured(config: dict[str, Any]) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: dict(config))))
+
+
+def test_drafters_names_are_known_where_weights_cannot_be_read():
+    """As of a quantised target: pushes are then checked by what each loader was given."""
+    worker = SimpleNamespace(
+        speculative_algorithm=SimpleNamespace(is_eagle3=lambda: True), draft_runner=configured(DRAFTER)
+    )
+    scheduler = configured(tiny_eagle3.target_config())
+    scheduler.draft_worker = SimpleNamespace(draft_worker=worker)
+    assert set(control._drafter_names(scheduler)) == set(tiny_eagle3.pushed(OWN))
+    scheduler.draft_worker = None
+    assert control._drafter_names(scheduler) == []
 
 
 def slow_unless_llama(name: str) -> Any:

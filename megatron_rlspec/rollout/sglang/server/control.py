@@ -33,6 +33,7 @@ from megatron_rlspec.rollout.sglang.server.served_weights import (
 )
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
 
 METHOD = "rlspec"
@@ -264,8 +265,11 @@ def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 def _drafter_names(scheduler: Any) -> list[str]:
     """Return the drafter's names by the family's table; [] for a family without one."""
+    config = scheduler.model_config.hf_config.to_dict()
+    if worker := eagle3.of(scheduler):
+        config[DRAFTER] = worker.draft_runner.model_config.hf_config.to_dict()
     try:
-        return list(name_table(scheduler.model_config.hf_config.to_dict()).drafter_names)
+        return list(name_table(config).drafter_names)
     except ValueError:
         return []
 
