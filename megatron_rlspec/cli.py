@@ -34,6 +34,7 @@ COMMANDS = {
         "measure how long an engine's decode rounds take: a cost table",
     ),
     "plan": ("megatron_rlspec.speculation.plan:main", "the best speculative config per batch, from a cost table"),
+    "simulate": ("megatron_rlspec.simulate:main", "what a rollout would take on a cluster, under several policies"),
     "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "compare": ("megatron_rlspec.compare:main", "accept lengths of several drafters on one policy, paired"),
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),

@@ -1,0 +1,75 @@
+"""`rlspec simulate`: its table, equal results for equal seeds, and mistakes in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rlspec import cli, simulate
+from megatron_rlspec.config.base import ConfigError
+
+CLUSTER = """
+[cluster]
+engines = 3
+hardware = "H100"
+max_running = 16
+[workload]
+prompts = 6
+samples = 4
+median = 40
+p95 = 200
+cap = 256
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def test_policies_are_compared_on_equal_lengths(cluster, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    names = ["off", "k3", "adaptive", "adaptive+in_flight", "adaptive+auto"]
+    command = [str(cluster), "--seeds", "2", "--json", str(out)]
+    assert simulate.main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("simulated: 3 engines, 6 x 4 samples") and "1.00 x [1.00, 1.00]" in printed
+    found = json.loads(out.read_text())
+    assert found["simulated"] is True and list(found["policies"]) == names
+    tokens = [[run["tokens"] for run in runs] for runs in found["policies"].values()]
+    assert all(row == tokens[0] for row in tokens) and tokens[0][0] != tokens[0][1]
+    medians = {name: sorted(run["makespan_ms"] for run in runs)[0] for name, runs in found["policies"].items()}
+    assert medians["k3"] < medians["off"] and medians["adaptive"] < medians["off"]
+    first = out.read_text()
+    assert simulate.main(command) == 0
+    assert out.read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("H100", "H101"), "cluster.hardware: Input should be"),
+        (("engines = 3", "engine = 3"), "cluster.engine: Extra inputs are not permitted"),
+        (("median = 40", "median = 400"), "workload: p95=200: expected more than median=400"),
+        (('hardware = "H100"', ""), "cluster: expected either table or hardware"),
+        (("[workload]", "[workload"), "not TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(cluster, capsys, change, message):
+    cluster.write_text(CLUSTER.replace(*change))
+    assert cli.run(lambda: simulate.main([str(cluster)])) == 2
+    err = capsys.readouterr().err
+    assert message in err and str(cluster) in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["k", "fast", "off+kv+auto", "adaptive+teleport", ""])
+def test_an_unknown_policy_is_refused(name):
+    with pytest.raises(ConfigError, match="expected off, k3 or adaptive"):
+        simulate.Policy.of(name)
+
+
+def test_the_example_is_valid():
+    path = Path(__file__).parents[1] / "examples" / "simulate" / "h100.toml"
+    assert simulate.read(path).cluster.engines == 8
