@@ -27,6 +27,7 @@ from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.conversation import Conversations
+from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
@@ -414,6 +415,13 @@ class Rollouts:
     def _balanced(self, owner: Owner) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record the moves."""
         assert self.planner is not None
+        fleets = [engine for engine in self.engines.engines if isinstance(engine, Fleet)]
+        if fleets:  # its ranks plan and move
+            yield
+            record = fleets[0].record()
+            if record["moves"]:
+                self.recorder.moves(self._rolling, record)
+            return
         timed, self._timed = self._timed, []
         self.planner.observe(timed)
         serving = self.engines.engines

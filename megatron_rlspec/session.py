@@ -1,7 +1,8 @@
 """The steps of a run, which `loop.py` calls in order on every rank.
 
 Every rank holds the trainer and the data. Only rank 0 holds `Rollouts` (engines, rewards, speculation) and the records.
-The other ranks wait while rank 0 generates and scores; it then broadcasts the groups as MessagePack bytes.
+The other ranks wait while rank 0 generates and scores; it then broadcasts the groups as MessagePack bytes. With the
+embedded engine they generate, too, in a thread that follows rank 0 (`rollout/embedded/fleet.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from megatron_rlspec.online import OnlineLearner
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout import placement
+from megatron_rlspec.rollout.embedded.fleet import Follower
+from megatron_rlspec.rollout.open import member
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
 from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
@@ -145,6 +148,8 @@ class Session:
         moments_event = self._take_drafter_moments(tensors) if warm and not resumed else ""
         self._recorded = self.done
         self._saved = self.done
+        if not self.main and self.generates and config.rollout.engine == "embedded":
+            self._closing.callback(Follower(member(config)).close)
         if self.main:
             engines = starting.wait() if self.generates else {}  # before the first write of the run
             self.recorder = Recorder(self.run_dir, self.done)

@@ -109,8 +109,6 @@ class Config(Section):
 
     def _check_moves(self) -> None:
         asked = f"tail.rebalance={self.tail.rebalance}"
-        if self.rollout.engine == "embedded":
-            raise ValueError(f"{asked} moves samples between engines, and rollout.engine=embedded is one engine")
         if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
             raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
         if self.rollout.function:
@@ -147,6 +145,11 @@ class Config(Section):
             ),
             (world_size % shards, f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"),
             (problem := parallel.expert_problem(world_size), problem),
+            (
+                self.tail.rebalance != "off" and self.rollout.engine == "embedded" and world_size == 1,
+                f"tail.rebalance={self.tail.rebalance} moves samples between engines, and rollout.engine=embedded runs "
+                "one on each rank; expected several ranks, or off",
+            ),
             (
                 self.train.tokens_per_micro_batch < longest,
                 f"train.tokens_per_micro_batch={self.train.tokens_per_micro_batch} cannot hold one sample of "

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.fleet import Fleet
+from megatron_rlspec.rollout.embedded.member import Member
+from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -46,6 +51,7 @@ class StartingEngines:
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
         self._attached: dict[str, RolloutEngine] = {}
+        self._fleet: Fleet | None = None
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
                 self._launch(f"{_NAME}{index}")
@@ -105,10 +111,10 @@ class StartingEngines:
         Raises EngineError, with the last line of its log, if one does not start; the others are then stopped.
         """
         if self._config.rollout.engine == "embedded":
-            try:
+            if not dist.is_initialized() or dist.get_world_size() == 1:
                 return {"embedded": _embedded(self._config)}
-            except ValueError as error:  # a model that this engine does not run
-                raise ConfigError(str(error)) from None
+            self._fleet = Fleet(member(self._config), self._config.tail.every)
+            return {"embedded": self._fleet}
         try:
             started = {
                 name: process.wait(self._config.placement.startup_seconds) for name, process in self._processes.items()
@@ -124,6 +130,8 @@ class StartingEngines:
     def close(self) -> None:
         """End the engines that this object launched."""
         self._closed = True
+        if self._fleet is not None:
+            self._fleet.close()
         for process in self._processes.values():
             process.close()
 
@@ -196,26 +204,35 @@ def _transport(push: PushConfig) -> Transport:
     return Files(push.directory) if push.transport == "files" else Http()
 
 
+def member(config: Config) -> Member:
+    """Return this rank's part of the fleet of embedded engines. All ranks call it."""
+    hf_config = files.read_json(Path(config.model.path) / "config.json")
+    return Member(_embedded(config), Ranks(), rebalancer(config, hf_config))
+
+
 def _embedded(config: Config) -> EmbeddedEngine:
-    """Build the embedded engine in this process, which is rank 0."""
+    """Build an embedded engine in this process. Raises ConfigError for a model that it does not run."""
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
     share = config.spec.tree_budget
     spec = config.spec.config()
-    return EmbeddedEngine(
-        hf_config,
-        weights_of(tensors),
-        dtype=getattr(torch, config.model.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        verifier=config.spec.verifier,
-        schedule=SpecSchedule.fixed(spec),
-        budget=TreeBudget(share=share) if share != "none" else None,
-        candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
-        max_running_requests=config.rollout.max_running_requests,
-        max_total_tokens=config.rollout.max_total_tokens or 65536,
-        max_length=config.model.max_length,
-        max_draft_tokens=max(64, scratch(spec)),
-        draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
-    )
+    try:
+        return EmbeddedEngine(
+            hf_config,
+            weights_of(tensors),
+            dtype=getattr(torch, config.model.dtype),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            verifier=config.spec.verifier,
+            schedule=SpecSchedule.fixed(spec),
+            budget=TreeBudget(share=share) if share != "none" else None,
+            candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
+            max_running_requests=config.rollout.max_running_requests,
+            max_total_tokens=config.rollout.max_total_tokens or 65536,
+            max_length=config.model.max_length,
+            max_draft_tokens=max(64, scratch(spec)),
+            draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def engine_arguments(config: Config, layout: Layout) -> list[str]:

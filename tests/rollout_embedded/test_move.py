@@ -92,20 +92,21 @@ class Fleet:
             comes.withdraw(granted)
         self.check()
         between()
-        first, rest = leaves.finish()
+        first, rest = leaves.finish(granted)
         self.check()
         left = list(leaves.departed)
         self.moves["stayed"] += len(granted) - len(left)
-        lost = left
-        try:
-            arrivals = Arrivals(comes, [(granted, Cargo.unpack(spoil(first.pack())))], iter([rest]))
-        except MoveError:
-            comes.withdraw(granted)
-        else:
-            self.note(arrivals.runs)
-            comes.engine.step(arrivals)
-            arrivals.close()
-            lost = arrivals.lost
+        cargos = []
+        for cargo in (first, rest):
+            try:
+                cargos.append(Cargo.unpack(spoil(cargo.pack())))
+            except MoveError:
+                cargos.append(None)
+        arrivals = Arrivals(comes, [(granted, cargos[0])], [lambda: cargos[1]])
+        self.note(arrivals.runs)
+        comes.engine.step(arrivals)
+        arrivals.close()
+        lost = [id for id in arrivals.lost[0] if id in left]
         leaves.settle(lost)
         self.check()
         self.moves["lost"] += len(lost)
@@ -185,7 +186,7 @@ def random_moves(model, seed: int, moves: int, **options) -> Fleet:
             assert all(grant.refused for grant in grants)
             fleet.moves["refused"] += len(grants)
             fleet.movers[source].begin(grants)
-            fleet.movers[source].finish()
+            fleet.movers[source].finish(ids)
         elif rng.random() < 0.1:  # drafting stops and starts again
             spec = [OFF, SpecConfig(3), SpecConfig(2, 2), None][int(rng.integers(4))]
             fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
@@ -306,17 +307,17 @@ def test_a_newcomer_drafts_before_the_target_s_keys_are_here(model):
     target.take(source.begin(target.grant(source.offer(ids))))
     before = {run.request.id: len(run.response) for run in fleet.engines[0].running}
     fleet.step([fleet.engines[0]])
-    first, rest = source.finish()
+    first, rest = source.finish(ids)
     seen = []
 
     def late():
         seen.append([int(fleet.engines[1].cache.drafted[run.row]) for run in arrivals.runs])
-        yield rest
+        return rest
 
-    arrivals = Arrivals(target, [(ids, first)], late())
+    arrivals = Arrivals(target, [(ids, first)], [late])
     lengths = [int(fleet.engines[1].cache.length[run.row]) for run in arrivals.runs]
     fleet.engines[1].step(arrivals)
-    source.settle(arrivals.lost)
+    source.settle(arrivals.lost[0])
     assert seen == [lengths], "the drafter had run on all tokens when the target's keys came"
     after = {run.request.id: len(run.response) for run in arrivals.landed}
     assert all(after[id] >= before[id] + 2 for id in ids), "a token by the source, and one here: no round is missed"

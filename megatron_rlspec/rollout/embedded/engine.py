@@ -326,7 +326,7 @@ class EmbeddedEngine:
             known = {run.request.id for run in (*self.running, *self.waiting)}
             runs = self.made(requests)
             for run in runs:
-                self._check(run, known)
+                self.check(run, known)
             self.waiting += [run for run in runs if run.sample is None]
             return runs
 
@@ -381,7 +381,7 @@ class EmbeddedEngine:
             if nodes > self.max_draft_tokens:
                 raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
 
-    def _check(self, run: ActiveRequest, known: set[str]) -> None:
+    def check(self, run: ActiveRequest, known: set[str]) -> None:
         """Refuse a wrong request. Ends a run whose partial sample has ended already."""
         request = run.request
         length = len(request.prompt.tokens)

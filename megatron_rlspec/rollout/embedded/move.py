@@ -17,7 +17,8 @@ Column c of the drafter's cache holds the pair (h of column c - 1, token of colu
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -169,15 +170,15 @@ class Mover:
                 self.departing[grant.id] = Departure(run, run.seats, self.engine.version, length - 1, drafted)
             return self._cargo(parts)
 
-    def finish(self) -> tuple[Cargo, Cargo]:
-        """End the moves that were begun. Returns stage 2: the drafter's rest with the samples, and the target's rest.
+    def finish(self, ids: Sequence[str]) -> tuple[Cargo, Cargo]:
+        """End the moves of `ids` that were begun. Returns stage 2: the drafter's rest, and the target's rest.
 
-        The samples leave this engine; `settle` takes back those that do not arrive. Samples that ended since, or went
-        back into the queue, are missing.
+        The samples are in the first. They leave this engine; `settle` takes back those that do not arrive. Samples
+        that ended since, or went back into the queue, are missing.
         """
         with self.engine._lock:
-            leaving = [departure for departure in self.departing.values() if self._stays(departure)]
-            self.departing.clear()
+            begun = [self.departing.pop(id) for id in ids if id in self.departing]
+            leaving = [departure for departure in begun if self._stays(departure)]
             drafter: list[tuple[ActiveRequest, Columns]] = []
             target: list[tuple[ActiveRequest, Columns]] = []
             for run, _, _, verified, sent in leaving:
@@ -378,44 +379,58 @@ class Arrivals:
     """Samples that arrive during a step: a `Landing`.
 
     cargos  the drafter's rests, each with the ids that were granted; some may have stayed at their source
-    rest    waits for the target's rest of each cargo, in order
-    lost    ids that left their source and could not be taken
+    rests   wait for the target's rest of each cargo, in order
+    A damaged message is None, here and there.
+
+    lost    for each cargo, the ids that left their source and could not be taken
     """
 
-    def __init__(self, mover: Mover, cargos: Sequence[tuple[Sequence[str], Cargo]], rest: Iterator[Cargo]) -> None:
+    def __init__(
+        self,
+        mover: Mover,
+        cargos: Sequence[tuple[Sequence[str], Cargo | None]],
+        rests: Sequence[Callable[[], Cargo | None]],
+    ) -> None:
         self.mover = mover
-        self.rest = rest
-        self.lost: list[str] = []
         self.landed: list[ActiveRequest] = []
+        self.lost: list[list[str]] = []
+        self._rests = list(rests)
         self._groups: list[list[ActiveRequest]] = []
         for granted, cargo in cargos:
-            ids = [columns.id for columns in cargo.header.samples]
-            mover.withdraw([id for id in granted if id not in ids])
-            try:
-                self._groups.append(mover.arrive(cargo))
-            except MoveError:
-                self._groups.append([])
-            self._lose(set(ids) - {run.request.id for run in self._groups[-1]})
+            ids = granted if cargo is None else [columns.id for columns in cargo.header.samples]
+            arrived: list[ActiveRequest] = []
+            if cargo is not None:
+                with suppress(MoveError):
+                    arrived = mover.arrive(cargo)
+            self._groups.append(arrived)
+            here = {run.request.id for run in arrived}
+            self.lost.append([id for id in ids if id not in here])
+            mover.withdraw([id for id in granted if id not in here])
         self.runs = [run for group in self._groups for run in group]
 
     def land(self) -> list[ActiveRequest]:
-        for group, cargo in zip(self._groups, self.rest, strict=True):
+        while self._rests:
+            at = len(self._groups) - len(self._rests)
+            cargo = self._rests.pop(0)()
             try:
-                self.mover.land(cargo, group)
+                if cargo is None:
+                    raise MoveError("a damaged cargo")
+                self.mover.land(cargo, self._groups[at])
+                self.landed += self._groups[at]
             except MoveError:
-                self._lose({run.request.id for run in group})
-                continue
-            self.landed += group
-        self._groups = []
+                self._lose(at)
         return self.landed
 
     def close(self) -> None:
-        """Give up what has not landed, because the step did not come so far."""
-        self._lose({run.request.id for group in self._groups for run in group})
+        """Give up what has not landed, because the step did not come so far. What travels is received."""
+        while self._rests:
+            self._lose(len(self._groups) - len(self._rests))
+            self._rests.pop(0)()
 
-    def _lose(self, ids: set[str]) -> None:
-        self.lost += sorted(ids)
-        self.mover.withdraw(sorted(ids))
+    def _lose(self, at: int) -> None:
+        ids = [run.request.id for run in self._groups[at]]
+        self.lost[at] += ids
+        self.mover.withdraw(ids)
 
 
 def _bytes(data: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,296 @@
+"""The embedded engines of all ranks of a training job, as one `RolloutEngine` on rank 0.
+
+Rank 0 orders, the other ranks follow in a thread of their own, over a gloo group of their own (`Follower`). So their
+main threads may train meanwhile, and take part in the export of a push.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_rlspec import wire
+from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.rollout.embedded.member import Drawn, Member, Order, Tick
+from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+
+
+class Fleet:
+    """See `RolloutEngine`. A call that changes engines waits for the end of a tick.
+
+    every  rounds of a tick, after which samples are returned, new requests begin, and samples move
+    """
+
+    def __init__(self, member: Member, every: int) -> None:
+        self.member = member
+        self.every = every
+        self._lock = threading.Lock()  # of the ranks' messages
+        self._known = threading.Condition()  # of what follows
+        self._new: Drawn = []
+        self._open: dict[str, tuple[int, int]] = {}  # id -> the rank that it was dealt to, and its cap
+        self._aborted: set[str] = set()
+        self._dropped: set[str] = set()
+        self._done: dict[str, Sample] = {}
+        self._began = 0.0  # of what `record` returns
+        self._moves: list[dict[str, Any]] = []
+        self._stays: list[tuple[str, str, float, float]] = []
+        self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
+        self._paused = False
+        self._closed = False
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
+        found: dict[str, Sample] = {}
+        with self._known:
+            checked = self.member.engine.made([(request, sampling) for request in requests])
+            known = set(self._open)
+            for run in checked:
+                self.member.engine.check(run, known)
+            open_ids = {run.request.id for run in checked}
+            self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
+            self._new += [(run.request, sampling) for run in checked if run.sample is None]
+            self._open |= dict.fromkeys(open_ids - self._done.keys(), (-1, sampling.max_new_tokens))
+        try:
+            while True:
+                with self._known:
+                    new = [self._done.pop(id) for id in open_ids & self._done.keys()]
+                for sample in new:
+                    found[sample.request_id] = sample
+                    open_ids.remove(sample.request_id)
+                    if on_sample is not None:
+                        on_sample(sample)
+                if not open_ids:
+                    break
+                self._serve(open_ids)
+                time.sleep(0)  # locks are not fair: let another thread take this one between two ticks
+        finally:
+            with self._known:
+                self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
+                for id in open_ids:
+                    if self._open.pop(id, (-1, 0))[0] >= 0:
+                        self._dropped.add(id)
+        return [found[request.id] for request in requests]
+
+    def _serve(self, waiting: set[str]) -> None:
+        """Run one tick, unless another thread's tick has ended one of `waiting`, or the fleet is paused."""
+        with self._known:
+            if self._paused and not self._closed:
+                self._known.wait(timeout=1.0)
+        with self._lock:
+            with self._known:
+                if self._closed:
+                    raise EngineError("embedded engine: closed")
+                if self._paused or waiting & self._done.keys():
+                    return
+                order = self._tick()
+            began = time.perf_counter()
+            self.member.ranks.tell(wire.encode(Order(tick=order)))
+            samples = self.member.tick(order)
+            with self._known:
+                for sample in samples:
+                    if self._open.pop(sample.request_id, None) is not None:
+                        self._done[sample.request_id] = sample
+                self._note(order, began, [sample.request_id for sample in samples])
+            for report in self.member.reports:
+                if report.error:
+                    raise EngineError(report.error)
+
+    def _note(self, order: Tick, began: float, ended: Sequence[str]) -> None:
+        """Note where samples were during a tick."""
+        if not self._since:
+            self._began = began
+        for rank, new in enumerate(order.new):
+            self._since |= {request.id: (str(rank), began - self._began) for request, _ in new}
+        now = time.perf_counter() - self._began
+        for moved in [moved for report in self.member.reports for moved in report.moved]:
+            self._moves.append(msgspec.structs.asdict(moved) | {"began": began - self._began})
+            for id in moved.ids:
+                self._leave(id, began - self._began)
+                self._since[id] = moved.target, began - self._began
+        for id in (*ended, *order.dropped):
+            self._leave(id, now)
+
+    def _leave(self, id: str, now: float) -> None:
+        if id in self._since:
+            rank, since = self._since.pop(id)
+            self._stays.append((id, rank, since, now))
+
+    def record(self) -> dict[str, Any]:
+        """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
+        with self._known:
+            record = {"stays": self._stays, "moves": self._moves, "decision_seconds": self.member.seconds}
+            self._stays = []
+            self._moves = []
+            self.member.seconds = 0.0
+            return record
+
+    def _tick(self) -> Tick:
+        """Return the next tick: new requests are dealt to the ranks that have least to do."""
+        dealt = self._deal()
+        cap = max((cap for _, cap in self._open.values()), default=1)
+        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), self.every, cap)
+        self._new = []
+        self._aborted.clear()
+        self._dropped.clear()
+        return tick
+
+    def _deal(self) -> list[Drawn]:
+        """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
+        ranks = self.member.ranks.size
+        groups: dict[int, Drawn] = {}
+        for request, sampling in self._new:
+            groups.setdefault(request.prompt.id, []).append((request, sampling))
+        most = max(1, -(-len(self._new) // ranks))
+        busy = [report.open for report in self.member.reports] or [0] * ranks
+        dealt: list[Drawn] = [[] for _ in range(ranks)]
+        for group in groups.values():
+            for first in range(0, len(group), most):
+                part = group[first : first + most]
+                rank = busy.index(min(busy))
+                busy[rank] += len(part)
+                dealt[rank] += part
+                for request, sampling in part:
+                    self._open[request.id] = rank, sampling.max_new_tokens
+        return dealt
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        with self._known:
+            asked = set(self._open if request_ids is None else request_ids)
+            self._aborted |= asked & self._open.keys()
+            self._known.notify_all()
+
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, argument: Any = None) -> list[bytes]:
+        """Call a method of all engines, one call at a time. Returns the encoded results."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("embedded engine: closed")
+            self.member.ranks.tell(wire.encode(Order(call=name, argument=argument)))
+            return self.member.call(name, argument)
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineError("embedded engine: closed")
+            self.member.ranks.tell(wire.encode(Order(push=(version, scope))))
+            self.member.update(version, scope, tensors)
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        self._call("set_schedule", schedule.to_json())
+
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        self._call("set_spec_rule", dict(rule))
+
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        self._call("set_draft_vocabulary", [int(word) for word in words])
+
+    def spec_rule_report(self) -> dict[str, Any]:
+        """Return rank 0's report, which stands for all: every rank has the same rule, and its share of the samples."""
+        return wire.decode(self._call("spec_rule_report")[0], dict[str, Any])
+
+    def hold(self, reason: str) -> None:
+        self._call("hold", reason)
+
+    def release(self) -> None:
+        self._call("release")
+
+    def pause(self) -> None:
+        self._call("pause")
+        self._paused = True
+
+    def resume(self) -> None:
+        self._call("resume")
+        with self._known:
+            self._paused = False
+            self._known.notify_all()
+
+    def sleep(self) -> None:
+        """Do nothing: the engines share the trainer's processes."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def not_begun(self) -> list[str]:
+        """Return what has not been dealt to a rank yet. What was dealt moves between ranks by plan only."""
+        with self._known:
+            return [request.id for request, _ in self._new]
+
+    def stats(self) -> list[RoundStats]:
+        return [stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])]
+
+    def fingerprints(self) -> dict[str, int]:
+        """Compute the fingerprints on all ranks. Of a tensor that differs between ranks, another rank's is returned."""
+        first, *others = (wire.decode(data, dict[str, int]) for data in self._call("fingerprints"))
+        for other in others:
+            first |= {name: mark for name, mark in other.items() if first.get(name) != mark}
+        return first
+
+    def describe(self) -> EngineDescription:
+        found = self.member.engine.describe()
+        ranks = self.member.ranks.size
+        found["max_total_tokens"] *= ranks
+        found["max_running_requests"] *= ranks
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed
+
+    def close(self) -> None:
+        self.abort()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                with suppress(RuntimeError):  # a rank has died
+                    self.member.ranks.tell(wire.encode(Order(close=True)))
+
+
+class Follower:
+    """The part of a rank above 0: it runs rank 0's orders in a thread, until rank 0 closes the fleet."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException:  # rank 0 would wait for this rank; torchrun ends the job instead
+            traceback.print_exc()
+            os._exit(1)
+
+    def _follow(self) -> None:
+        ranks = self.member.ranks
+        while True:
+            try:
+                message = ranks.tell()
+            except RuntimeError:  # rank 0 has ended
+                return
+            order = wire.decode(message, Order)
+            if order.close:
+                return
+            with suppress(EngineError):  # rank 0 has been told
+                if order.tick is not None:
+                    self.member.tick(order.tick)
+                elif order.push is not None:
+                    self.member.update(*order.push, ())
+                else:
+                    self.member.call(order.call, order.argument)
+
+    def close(self) -> None:
+        """Wait until rank 0 has closed the fleet, but not for ever: it may have died."""
+        self._thread.join(timeout=60)

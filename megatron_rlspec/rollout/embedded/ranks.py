@@ -1,0 +1,87 @@
+"""Messages between the ranks of a job, as bytes over gloo: from rank 0 to all, from all to all, between two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(hours=12)  # ranks wait while rank 0 has nothing to draw; torchrun detects ranks that die
+
+
+class Ranks:
+    """All ranks of the job, in a gloo group of their own. Creating it, and every collective, is a call of all ranks."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def tell(self, message: bytes | None = None) -> bytes:
+        """Return rank 0's message on every rank."""
+        size = torch.tensor([0 if message is None else len(message)])
+        dist.broadcast(size, src=0, group=self.group)
+        data = _tensor(message) if message is not None else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self.group)
+        return data.numpy().tobytes()
+
+    def share(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, on every rank."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self.group)
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: len(message)] = _tensor(message)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[:count].numpy().tobytes() for part, count in zip(parts, counts, strict=True)]
+
+    def send(self, target: int, message: bytes | torch.Tensor) -> None:
+        """Start to send a message, and return. Messages to one rank arrive in order."""
+        data = _tensor(message) if isinstance(message, bytes) else message
+        for part in (torch.tensor([len(data)]), data):
+            work = dist.isend(part, target, group=self.group)
+            assert work is not None
+            self._sent.append((work, part))
+
+    def receive(self, source: int) -> torch.Tensor:
+        """Return the next message [bytes] of a rank."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, source, group=self.group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, source, group=self.group)
+        return data
+
+    def expect(self, source: int) -> Pending:
+        """Start to receive the next message of a rank, and return as soon as its size is known."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, source, group=self.group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        work = dist.irecv(data, source, group=self.group)
+        assert work is not None
+        return Pending(work, data)
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+
+class Pending:
+    """A message that arrives while other work goes on."""
+
+    def __init__(self, work: dist.Work, data: torch.Tensor) -> None:
+        self._work = work
+        self._data = data
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._data
+
+
+def _tensor(message: bytes | Sequence[int]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
