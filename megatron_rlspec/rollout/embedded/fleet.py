@@ -263,11 +263,14 @@ class Follower:
 
     def __init__(self, member: Member) -> None:
         self.member = member
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None  # a new thread has GPU 0
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             self._follow()
         except BaseException:  # rank 0 would wait for this rank; torchrun ends the job instead
             traceback.print_exc()

@@ -142,7 +142,7 @@ class Mover:
         heads = (model.comm.rank * model.kv_heads, model.kv_heads)
         dtype = str(model.dtype).removeprefix("torch.")
         arch = model.arch
-        return Layout(PAIRS, dtype, arch.layers, arch.mtp, heads, arch.head_dim, self.cache.hidden.shape[1])
+        return Layout(PAIRS, dtype, arch.layers, arch.drafter, heads, arch.head_dim, self.cache.hidden.shape[1])
 
     # ---- source -----------------------------------------------------------------------------------------------------
 
