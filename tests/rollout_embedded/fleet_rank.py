@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -101,6 +102,17 @@ def lead(fleet: Fleet, badly: bool) -> dict[str, Any]:
     for thread in threads:
         thread.join()
     found["again"] = later
+    fleet.pause()
+    early: list[Any] = []
+    thread = threading.Thread(target=lambda: early.extend(fleet.generate(requests(), LONG)))
+    thread.start()
+    while len(fleet._open) < len(requests()):
+        time.sleep(0.001)
+    fleet.abort()
+    fleet.resume()
+    thread.join()
+    found["early"] = [(s.status, len(s.response)) for s in early]
+
     endless = replace(LONG, max_new_tokens=110)
     stop = threading.Timer(0.05, fleet.abort)
     stop.start()

@@ -17,6 +17,7 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     assert "did not finish" in found["broken"]
     assert found["same"] and found["left"] and "already in use" in found["twice"]
     assert set(found["aborted"]) <= {"aborted", "truncated"} and "aborted" in found["aborted"]
+    assert found["early"] == [("aborted", 0)] * len(wanted), "aborted before any rank had it"
     assert all(plans == found["plans"] for plans in others), "all ranks made the same plans"
     moves = found["moved"]["moves"]
     if not modes:

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.embedded.member import Drawn, Member, Order, Tick
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.weights.push import PushError
 
 
 class Fleet:
@@ -46,6 +47,7 @@ class Fleet:
         self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
         self._paused = False
         self._closed = False
+        self._astray = False  # an order has not been carried out to its end
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,7 @@ class Fleet:
             with self._known:
                 self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
                 for id in open_ids:
+                    self._done.pop(id, None)
                     if self._open.pop(id, (-1, 0))[0] >= 0:
                         self._dropped.add(id)
         return [found[request.id] for request in requests]
@@ -88,10 +91,8 @@ class Fleet:
         with self._known:
             if self._paused and not self._closed:
                 self._known.wait(timeout=1.0)
-        with self._lock:
+        with self._ordering():
             with self._known:
-                if self._closed:
-                    raise EngineError("embedded engine: closed")
                 if self._paused or waiting & self._done.keys():
                     return
                 order = self._tick()
@@ -173,18 +174,28 @@ class Fleet:
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _ordering(self) -> Iterator[None]:
+        """Hold the messages of one order. After an error in the middle of it the ranks are told nothing more."""
+        with self._lock:
+            if self._closed or self._astray:
+                raise EngineError("embedded engine: closed")
+            self._astray = True
+            try:
+                yield
+            except (EngineError, PushError):  # after the last message of the order
+                self._astray = False
+                raise
+            self._astray = False
+
     def _call(self, name: str, argument: Any = None) -> list[bytes]:
         """Call a method of all engines, one call at a time. Returns the encoded results."""
-        with self._lock:
-            if self._closed:
-                raise EngineError("embedded engine: closed")
+        with self._ordering():
             self.member.ranks.tell(wire.encode(Order(call=name, argument=argument)))
             return self.member.call(name, argument)
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
-        with self._lock:
-            if self._closed:
-                raise EngineError("embedded engine: closed")
+        with self._ordering():
             self.member.ranks.tell(wire.encode(Order(push=(version, scope))))
             self.member.update(version, scope, tensors)
 
@@ -252,10 +263,10 @@ class Fleet:
     def close(self) -> None:
         self.abort()
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._closed and not self._astray:
                 with suppress(RuntimeError):  # a rank has died
                     self.member.ranks.tell(wire.encode(Order(close=True)))
+            self._closed = True
 
 
 class Follower:

@@ -117,10 +117,10 @@ class Member:
         """Run one tick. Returns the samples of all ranks that have ended on rank 0, none elsewhere."""
         self._error = ""
         engine = self.engine
-        engine.abort(order.aborted)
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
         self.runs += engine.submit(order.new[self.ranks.rank])
+        engine.abort(order.aborted)
         plan = self._plan(order)
         if plan:
             self._move(plan)
