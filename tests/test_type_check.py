@@ -1,4 +1,4 @@
-"""mypy accepts the package; so both engines satisfy the protocol `RolloutEngine`."""
+"""mypy accepts the package; so all engines satisfy the protocol `RolloutEngine`."""
 
 import subprocess
 import sys
@@ -8,9 +8,10 @@ import pytest
 
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 
-ENGINES: tuple[type[RolloutEngine], ...] = (SGLangEngine, EmbeddedEngine)  # checked by mypy, not by running it
+ENGINES: tuple[type[RolloutEngine], ...] = (SGLangEngine, EmbeddedEngine, Fleet)  # checked by mypy, not by running it
 
 
 def test_mypy_accepts_the_package() -> None:

@@ -172,11 +172,12 @@ class Member:
     def _plan(self, order: Tick) -> list[Move]:
         """Return the moves before this tick's rounds: the same on every rank."""
         reports = self.reports
-        if not sum(report.open for report in reports):
-            self.lengths = Lengths()  # a new rollout
+        if not any(report.open for report in reports):
+            self.lengths = Lengths()  # a new rollout; nothing of the one before, which a resumed run has not seen
+            return []
         for report in reports:
             self.lengths.observe([length for length, _ in report.ended], [cut for _, cut in report.ended])
-        if self.rebalancer is None or not reports or order.aborted or order.dropped:
+        if self.rebalancer is None or order.aborted or order.dropped:
             return []
         if any(report.error for report in reports):
             return []
