@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from short_run import run
@@ -30,6 +31,7 @@ def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path)
     run(start, alone, **OPTIONS | {"tail__rebalance": "off", "train__steps": 1})
     run(start, whole, ranks=2, **OPTIONS, train__steps=2)
     run(start, parted, ranks=2, **OPTIONS, train__steps=1)
+    shutil.rmtree(parted / "hf")
     run(start, parted, ranks=2, **OPTIONS, train__steps=2, train__resume="true")
     ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (whole, alone))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
