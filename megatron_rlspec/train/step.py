@@ -10,6 +10,7 @@ the split into micro-batches, packings and ranks changes a gradient by rounding 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,7 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
     unfiltered,
 )
-from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
+from megatron_rlspec.train.model import Policy, describe, rotary_base, taps_of, transformer_config
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
@@ -306,7 +307,11 @@ class Trainer:
     def _layout(self) -> dict[str, Any]:
         parallel = self.config.parallel
         drafter = self.config.drafter
-        return {
+        layout: dict[str, Any] = {}
+        if self.drafter_step is not None and self.drafter_step.head is not None and self.drafter_step.words is not None:
+            words = zlib.crc32(self.drafter_step.words.numpy().tobytes())
+            layout["eagle3"] = f"the layers {list(taps_of(self.hf_config))} and the words {words:08x}"
+        return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
             "expert": parallel.expert,

@@ -10,6 +10,7 @@ from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, s
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.weights.tensor_file import CheckpointError
 
 TAPS = (0, 1, 3)
 WORDS = np.array([0, 3, 4, 5, 9, 17, 18, 20, 31, 33, 34, 40, 47, 52, 53, 63])
@@ -239,6 +240,19 @@ def isolation():
 def test_the_policy_is_the_same_with_and_without_the_drafter():
     for with_drafter, without in on_ranks(3, isolation):
         assert with_drafter == without
+
+
+def other_words(folder):
+    trainer = build()
+    trainer.save(folder)
+    trainer.load(folder)
+    trainer.set_draft_vocabulary(WORDS - (WORDS == 20))
+    with pytest.raises(CheckpointError, match=r"eagle3=the layers \[0, 1, 3\] and the words .* but this run has"):
+        trainer.load(folder)
+
+
+def test_a_checkpoint_of_other_words_is_refused(tmp_path):
+    on_ranks(1, other_words, tmp_path / "step")
 
 
 def test_pipelines_and_heads_that_do_not_divide_are_refused():
