@@ -237,6 +237,8 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         qk_layernorm=False,
         add_qkv_bias=False,
         num_moe_experts=None,
+        moe_ffn_hidden_size=None,
+        moe_layer_freq=1,
         expert_model_parallel_size=1,
         recompute_granularity=None,
         recompute_method=None,

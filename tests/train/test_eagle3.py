@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
+from test_experts import SMALL
 from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.weights.tensor_file import CheckpointError
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 TAPS = (0, 1, 3)
 WORDS = np.array([0, 3, 4, 5, 9, 17, 18, 20, 31, 33, 34, 40, 47, 52, 53, 63])
 DRAFTER = {
@@ -28,7 +30,7 @@ DRAFTER = {
     "rms_norm_eps": 1e-4,
     "rope_theta": 500.0,
     "initializer_range": 0.3,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in TAPS]},
+    "eagle_config": {IDS: [tap - 1 for tap in TAPS]},
 }
 HF = {**HF_CONFIG, "num_nextn_predict_layers": 0, "eagle3": DRAFTER}
 PLAIN = {"tensor": 1, "context": 1, "sequence": False, "recompute": False}
@@ -239,6 +241,28 @@ def isolation():
 
 def test_the_policy_is_the_same_with_and_without_the_drafter():
     for with_drafter, without in on_ranks(3, isolation):
+        assert with_drafter == without
+
+
+def beside_experts():
+    """Return digests of a policy with experts on two ranks after two steps, with and without the drafter."""
+    own = DRAFTER | {name: SMALL[name] for name in ("vocab_size", "hidden_size")}
+    hf = SMALL | {"num_nextn_predict_layers": 0, "eagle3": own | {"eagle_config": {IDS: [-1, 0]}}}
+    out = []
+    for drafter in (True, False):
+        options = {"train": drafter, "kind": "eagle3", "path": "drafter"}
+        trainer = Trainer(config(model={"dtype": "float32"}, parallel={"expert": 2}, drafter=options), hf)
+        trainer.set_draft_vocabulary(WORDS)
+        losses = [trainer.train_step(own_batches(trainer), objective="sft") for _ in range(2)]
+        out.append(digest(trainer.policy.parameters()))
+        if drafter:
+            assert losses[1]["drafter/objective"] < losses[0]["drafter/objective"]
+    return out
+
+
+@pytest.mark.slow
+def test_a_policy_with_experts_is_the_same_with_and_without_the_drafter():
+    for with_drafter, without in on_ranks(2, beside_experts):
         assert with_drafter == without
 
 
