@@ -350,10 +350,10 @@ def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations(mon
     seconds = 0.0
     run = engine.rounds.round
 
-    def timed(rows, spec):
+    def timed(rows, spec, ahead):
         nonlocal seconds
         seconds += 1e-4 + 1e-5 * len(rows) * (1 if spec.off else 2.4)
-        return run(rows, spec)
+        return run(rows, spec, ahead)
 
     monkeypatch.setattr(engine.rounds, "round", timed)
     monkeypatch.setattr(embedded_engine, "time", SimpleNamespace(perf_counter=lambda: seconds, sleep=time.sleep))
