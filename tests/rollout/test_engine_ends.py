@@ -146,3 +146,13 @@ def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: si
         finally:
             server.kill()
             server.wait()
+
+
+@pytest.mark.slow
+def test_a_server_that_sglang_refuses_says_why_at_the_terminal(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model), "--port", "32102"]
+    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
+    [log] = tmp_path.glob("rlspec-serve-32102-*.log")
+    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in last and str(log) in last, ended.stderr

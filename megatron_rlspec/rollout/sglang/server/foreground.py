@@ -47,20 +47,19 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: engine.send_signal(received))
     print(f"rlspec serve: loading {options.model}; log: {log}", flush=True)
-    ready = explained = False
+    ready = False
     last = b""
     with open(log, "rb") as written:
         for line in _lines(written, engine):
             if ready or line.startswith(OWN):
                 ready = ready or line.startswith(READY)
-                explained = True
                 print(line.decode(errors="replace"), end="", flush=True, file=sys.stdout if ready else sys.stderr)
             last = line.strip() or last
     code = engine.wait()
-    if code == 2 and not ready:
-        Path(log).unlink()  # a mistake in the options: the line above says it
-    elif not explained:
+    if not ready and not last.startswith(OWN):
         print(f"rlspec serve: the engine ended: {last.decode(errors='replace')} (log: {log})", file=sys.stderr)
+    elif not ready and code == 2:
+        Path(log).unlink()  # a mistake in the options: the line above says it
     return code if code >= 0 else 128 - code
 
 
