@@ -80,6 +80,9 @@ def test_groups_of_known_lengths_are_dealt_by_them() -> None:
         EnginePool(engines).generate(requests(16), SAMPLING, lengths=known)
         shares.append(sorted(len(engine.prompts.intersection(long)) for engine in engines))
     assert shares == [[1, 1, 1, 1], [0, 0, 1, 3]]
+    two = [Engine("a"), Engine("b")]
+    EnginePool(two).generate(requests(3), SAMPLING, lengths={0: 500.0, 1: 500.0, 2: 1000.0})
+    assert sorted(sorted(engine.prompts) for engine in two) == [[0, 1], [2]], "the longest comes first"
 
 
 class Slots(Engine):

@@ -109,6 +109,8 @@ def test_wrong_partials_are_refused_in_one_line(model):
         engine.generate([request], replace(LONG, max_new_tokens=3))
     with pytest.raises(EngineError, match="response token 1 of 4 drawn before is 5, a stop token"):
         engine.generate([request], replace(LONG, stop_token_ids=(5,)))
+    assert partial.then(((0, 0, 2), (3, 2, 5))) == ((0, 0, 6), (3, 6, 9))
+    assert partial.then(((2, 0, 5),)) == ((0, 0, 4), (2, 4, 9))
     with pytest.raises(ValueError, match="a partial sample of 0 tokens"):
         Partial(tokens[:0], np.zeros(0, np.float32), ())
     assert engine.generate([request], replace(LONG, max_new_tokens=4))[0].status == "truncated"
