@@ -6,6 +6,7 @@ recorded, and the sample stays.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError, Movable
 from megatron_rlspec.rollout.moves import Moved, Mover, Owner
+from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer
 from megatron_rlspec.types import Held, Load, Move, Request
 
+logger = logging.getLogger(__name__)
 PERIOD = 0.05  # seconds between two looks at the engines, at least
 
 
@@ -55,6 +58,7 @@ class Balancer:
         self._every = every
         self._pace = Pace()
         self._counted: set[str] = set()
+        self._refused = ""  # why the last move was refused, if it was
         self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
@@ -107,11 +111,13 @@ class Balancer:
         for name, engine in list(self._engines.items()):
             try:
                 load = engine.progress()
-            except EngineError:
+            except EngineError as error:
+                logger.warning("%s takes no part in moves: %s", name, error)
                 del self._engines[name]
                 continue
-            requests = self._owner.drawn_by(engine)
-            running = [_as_asked(held, requests[held.id]) for held in load.running if held.id in requests]
+            requests = dict(self._owner.drawn_by(engine))
+            running = [_as_asked(held, requests.pop(held.id)) for held in load.running if held.id in requests]
+            running += [_on_its_way(request) for request in requests.values() if request.partial is not None]
             found.append(replace(load, engine=name, running=tuple(running)))
         self._pace.observe(found)
         return found
@@ -122,8 +128,13 @@ class Balancer:
         by_name = {load.engine: load for load in loads}
         held = [len(by_name[name].running) for name in (move.source, move.target)]
         why = f"{held[0]} samples on {move.source}, {held[1]} on {move.target}"
+        apart = self._named[move.source].node != self._named[move.target].node
+        if apart and "recompute" in self._planner.modes:
+            move = replace(move, how="recompute")
         moved = self._mover.move(move, by_name[move.source].version, why)
-        if moved.ids or moved.refused:
+        news = moved.refused and moved.refused != self._refused
+        self._refused = moved.refused
+        if moved.ids or news:
             self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._pace.seconds))
         if moved.kept and moved.bytes:
             self._planner.moved([(moved.bytes, moved.ms)])
@@ -154,3 +165,12 @@ class Pace:
 def _as_asked(held: Held, request: Request) -> Held:
     """Give a sample its own prompt: an engine that continues one takes all that came before for the prompt."""
     return replace(held, prompt=len(request.prompt.tokens), group=request.prompt.id)
+
+
+def _on_its_way(request: Request) -> Held:
+    """Count a sample that was moved to an engine, which does not decode it yet."""
+    assert request.partial is not None
+    tokens = len(request.prompt.tokens)
+    accepted = request.partial.accepted
+    accept = accept_length(accepted) if any(accepted) else 1.0
+    return Held(request.id, tokens, tokens + len(request.partial.response), accept, request.prompt.id)

@@ -50,11 +50,11 @@ class Owner(Protocol):
     def drawn_by(self, engine: Movable) -> Mapping[str, Request]:
         """Return the unfinished requests of an engine."""
 
-    def lend(self, engine: Movable, ids: Iterable[str], returned: Returned) -> None:
+    def lend(self, engine: Movable, ids: Iterable[str], returned: Returned) -> list[str]:
         """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
 
         `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
-        engine is lost.
+        engine is lost. Returns the ids that are lent; the others are elsewhere, or lent already.
         """
 
     def take_back(self, ids: Iterable[str]) -> None:
@@ -133,19 +133,20 @@ class Mover:
     def _first_stage(self, source: Movable, target: Movable, requests: Sequence[Request], version: int) -> list[Cargo]:
         """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
         if source.node != target.node:
-            return [
-                Cargo(r.id, refused="the engines are on two machines, and KV caches move within one") for r in requests
-            ]
+            elsewhere = "the engines are on two machines, and KV caches move within one"
+            return [Cargo(request.id, refused=elsewhere) for request in requests]
+        sent: list[Cargo] = []
         try:
             held = {sample.id: sample for sample in source.progress().running}
-            running = [request for request in requests if request.id in held]
-            grants = target.offer(version, [_note(request, held[request.id]) for request in running]) if running else []
+            notes = [_note(request, held[request.id]) for request in requests if request.id in held]
+            grants = target.offer(version, notes) if notes else []
             granted = [grant for grant in grants if not grant.refused]
             sent = source.export(granted) if granted else []
             taken = target.accept([piece for piece in sent if not piece.refused]) if sent else []
         except EngineError as error:
             self._give_up(target, [request.id for request in requests], "kv")
-            return [Cargo(request.id, refused=str(error)) for request in requests]
+            failed = [Cargo(request.id, refused=str(error)) for request in requests]
+            return failed + [replace(piece, refused=str(error)) for piece in sent]
         answers: list[Grant | Cargo] = [*grants, *sent, *taken]
         refusals = {answer.id: answer.refused for answer in answers if answer.refused}
         self._give_up(target, list(refusals), "kv")
@@ -156,11 +157,11 @@ class Mover:
     def _fetch(self, source: Movable, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[Cargo]]:
         """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
         returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
-        self._owner.lend(source, firsts, lambda name, request: returned.put((name, request)))
-        left = set(firsts)
+        left = set(self._owner.lend(source, firsts, lambda name, request: returned.put((name, request))))
         delta: list[Cargo] = []
         try:
-            delta = source.detach([Grant(name, first) for name, first in firsts.items()], columns=how == "kv")
+            grants = [Grant(name, first) for name, first in firsts.items() if name in left]
+            delta = source.detach(grants, columns=how == "kv") if grants else []
             stay = {piece.id for piece in delta if piece.refused}
             self._owner.take_back(stay)
             left -= stay

@@ -322,8 +322,7 @@ class _Run:
                     self.queueing.discard(id(engine))
                     continue
                 names = names[-surplus:]
-                self.lend(engine, names, self._stolen)
-                engine.abort(names)
+                engine.abort(self.lend(engine, names, self._stolen))
             except EngineError as error:  # its `generate` fails, too
                 logger.warning("no requests taken from %s: %s", engine, error)
             return
@@ -387,18 +386,16 @@ class _Run:
 
     def drawn_by(self, engine: RolloutEngine) -> dict[str, Request]:
         with self.changed:
-            return {name: request for name, (where, request) in self.where.items() if where is engine}
+            found = {name: request for name, (where, request) in self.where.items() if where is engine}
+            for target, requests in list(self.coming):
+                found |= {request.id: request for request in requests if target is engine}
+            return found
 
-    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> None:
-        gone = []
+    def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> list[str]:
         with self.changed:
-            for name in ids:
-                if name in self.where and self.where[name][0] is engine:
-                    self.lent[name] = returned
-                else:
-                    gone.append(name)
-        for name in gone:
-            returned(name, None)
+            free = [name for name in ids if name not in self.lent and self.where.get(name, (None,))[0] is engine]
+            self.lent.update(dict.fromkeys(free, returned))
+        return free
 
     def take_back(self, ids: Iterable[str]) -> None:
         with self.changed:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Note
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note
 from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.moves import Moved, Mover, Owner
 from megatron_rlspec.rollout.pool import EnginePool
@@ -159,15 +159,18 @@ def requests(n: int, first: int) -> list[Request]:
     return [Request(f"r-{i:03d}.", Prompt(i // 2, np.array([1, 2, 3])), first + i) for i in range(n)]
 
 
+def named(engines: Sequence[Engine]) -> dict[str, Movable]:
+    return {engine.name: engine for engine in engines}
+
+
 class Moving:
     """Moves random samples between random engines while a `generate` runs."""
 
-    def __init__(self, owner: Owner, engines: Sequence[Engine], chance: random.Random, how: str = "") -> None:
-        self.mover = Mover(owner, {engine.name: engine for engine in engines})
+    def __init__(self, owner: Owner, engines: Mapping[str, Movable], chance: random.Random) -> None:
+        self.mover = Mover(owner, engines)
         self.engines = engines
         self.owner = owner
         self.chance = chance
-        self.how = how
         self.moved: list[Moved] = []
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run)
@@ -182,19 +185,21 @@ class Moving:
 
     def run(self) -> None:
         while not self.ended.is_set():
-            source, target = self.chance.sample(list(self.engines), 2)
-            held = sorted(self.owner.drawn_by(source))
+            source, target = self.chance.sample(sorted(self.engines), 2)
+            held = sorted(self.owner.drawn_by(self.engines[source]))
             ids = tuple(self.chance.sample(held, min(len(held), self.chance.randint(1, 3))))
-            how = self.how or self.chance.choice(["kv", "recompute"])
-            self.moved.append(self.mover.move(Move(source.name, target.name, ids, how), 0))
+            self.act(Move(source, target, ids, self.chance.choice(["kv", "recompute"])))
             time.sleep(0.0005)
 
+    def act(self, move: Move) -> None:
+        self.moved.append(self.mover.move(move, 0))
 
-def check(engines: Sequence[Engine], asked: Sequence[Request], how: str = "") -> list[Moved]:
+
+def check(engines: Sequence[Engine], asked: Sequence[Request]) -> list[Moved]:
     """Draw with random moves; the texts must be those without any."""
     pool = EnginePool(engines)
     moving: list[Moving] = []
-    pool.balance = lambda owner: moving.append(Moving(owner, engines, engines[0].chance, how)) or moving[0]
+    pool.balance = lambda owner: moving.append(Moving(owner, named(engines), engines[0].chance)) or moving[0]
     seen: list[str] = []
     samples = pool.generate(asked, SAMPLING, lambda sample: seen.append(sample.request_id))
     assert sorted(seen) == [r.id for r in asked]
@@ -235,7 +240,7 @@ def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, w
                 time.sleep(0.0005)
 
     pool = EnginePool(engines)
-    pool.balance = lambda owner: OneWay(owner, engines, chance)
+    pool.balance = lambda owner: OneWay(owner, named(engines), chance)
     asked = requests(9, 7)
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
@@ -251,7 +256,7 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
 
     def balance(owner: Owner) -> Balancer:
         planner = Rebalancer(cost, [OFF])
-        found.append(Balancer(owner, {e.name: e for e in engines}, planner, lengths, SAMPLING.max_new_tokens, every=4))
+        found.append(Balancer(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
         return found[0]
 
     pool = EnginePool(engines)

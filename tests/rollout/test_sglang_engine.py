@@ -854,6 +854,23 @@ def negate_target(columns: dict[str, torch.Tensor]) -> None:
     columns["target"][0, 0] *= -1
 
 
+def zero_drafter(columns: dict[str, torch.Tensor]) -> None:
+    columns["drafter"].zero_()
+
+
+def shift_drafter(columns: dict[str, torch.Tensor]) -> None:
+    """Give column p the pair of column p - 1. A permutation of the columns would change nothing."""
+    columns["drafter"][:, :, 1:] = columns["drafter"][:, :, :-1].clone()
+
+
+def attentive_drafter() -> dict[str, torch.Tensor]:
+    """As `half_wrong_drafter`, but it attends to few of its columns instead of to all of them."""
+    drafter = half_wrong_drafter()
+    for name in ("q", "k"):
+        drafter[f"model.mtp_layers.0.self_attn.{name}_proj.weight"] *= 5
+    return drafter
+
+
 def fresh(n: int, tag: str, first: int) -> list[Request]:
     """Requests of prompts that no other test has."""
     prompts = [Prompt(i, np.random.default_rng(first + i).integers(3, 160, 20)) for i in range(n)]
@@ -891,7 +908,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
 ) -> None:
     """Samples leave an engine and come back after a flush, also if their drafter has not read their tokens.
 
-    Wrong columns of the target are noticed in the text.
+    Wrong columns are noticed: the target's in the text, the drafter's in the rounds.
     """
     engine = engines["adaptive"]
     sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
@@ -911,10 +928,10 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
         return found
 
     try:
-        for weights in (WEIGHTS, half_wrong_drafter()):
+        for weights in (WEIGHTS, attentive_drafter()):
             engine.update_weights(3, weights.items())
             engine.set_schedule(before)
-            cut = fresh(4, "rounds", 9100)
+            cut = fresh(6, "rounds", 9100)
             ended = started(engine, cut, sampling, 20)
             delta = engine.detach([Grant(r.id) for r in cut])
             begun = ended()
@@ -926,7 +943,11 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
             if weights is WEIGHTS:
                 assert texts(continued("negated", negate_target)) != texts(again)
                 continue
-            assert max(len(s.accepted_spans) for s in again) > 10
+            for tag, change in (("zeroed", zero_drafter), ("shifted", shift_drafter)):
+                spoilt = continued(tag, change)
+                assert texts(spoilt) == texts(again)
+                assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
+            assert max(len(s.accepted_spans) for s in again) > 5
     finally:
         engine.update_weights(0, WEIGHTS.items())
         for piece in delta:

@@ -88,6 +88,7 @@ SLOW = [
     same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
     same.test_a_table_without_step_0_never_chooses_step_0,
+    same.test_an_aborted_sample_holds_no_token_after_its_end,
     same.test_pushed_weights_are_the_served_ones,
     same.test_samples_continue_under_new_weights,
     same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
@@ -98,6 +99,12 @@ SLOW = [
 @pytest.mark.parametrize("check", [*FAST, *map(slow, SLOW)], ids=lambda check: check.__name__[5:])
 def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
+def test_a_move_takes_the_drafters_columns(engines: Engines, before: SpecSchedule) -> None:
+    same.test_rounds_after_a_move_accept_as_after_recomputation(engines, before)
 
 
 def test_rounds_of_finished_requests_do_not_count(engines: Engines) -> None:

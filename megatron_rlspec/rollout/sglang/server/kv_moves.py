@@ -134,8 +134,11 @@ def audit(settings: Settings, scheduler: Any) -> Answer:
 
 
 def movers(requests: Sequence[Any]) -> list[int]:
-    """Return the indices of the requests that leave after this round."""
-    return [i for i, request in enumerate(requests) if request.rid in _leaving] if _leaving else []
+    """Return the indices of the requests that leave after this round, and have them end there."""
+    found = [i for i, request in enumerate(requests) if request.rid in _leaving] if _leaving else []
+    for i in found:
+        _end(requests[i])
+    return found
 
 
 def _each(act: Callable[..., Answer], scheduler: Any, id: str, **note: Any) -> Answer:
@@ -190,12 +193,15 @@ def _after_passes(scheduler: Any) -> None:
 
 def _final(scheduler: Any, request: Any) -> int:
     """Return how many columns target and drafter have both computed for good, in whole pages."""
-    controller = getattr(scheduler.draft_worker, "adaptive_controller", None)
-    gap = getattr(controller, "gap", None)
-    missed = gap.missed([request], 1) if gap is not None and gap.open else 0
     # The last column's pair has no token yet under the overlap scheduler, and the tree leaves it out as well.
-    final = max(0, request.kv.kv_committed_len - max(1, missed))
+    final = max(0, request.kv.kv_committed_len - max(1, _missed(scheduler, request)))
     return final - final % scheduler.tree_cache.page_size
+
+
+def _missed(scheduler: Any, request: Any) -> int:
+    """Return how many tokens the drafter has not read."""
+    gap = getattr(getattr(scheduler.draft_worker, "adaptive_controller", None), "gap", None)
+    return gap.missed([request], 1) if gap is not None and gap.open else 0
 
 
 def _write(scheduler: Any, request: Any, first: int, path: str) -> Answer:
@@ -221,8 +227,14 @@ def _export(scheduler: Any, rid: str, first: int, path: str) -> Answer:
 def _detach(scheduler: Any, rid: str, first: int = 0, path: str = "") -> Answer:
     request = _running(scheduler, rid)
     _leaving[rid] = _Departure(scheduler, first, path)
-    request.to_finish = versions.installed().abortion()
+    if not _missed(scheduler, request):  # otherwise the drafter catches up first, when the next round is launched
+        _end(request)
     return {}
+
+
+def _end(request: Any) -> None:
+    if request.to_finish is None:
+        request.to_finish = versions.installed().abortion()
 
 
 def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -344,7 +356,8 @@ def _take(scheduler: Any, rid: str, need: int) -> Tensor | None:
 def _arrive(processor: Any, batch: Any, result: Any) -> None:
     """Release what is kept for requests that were prefilled: they hold their tokens themselves."""
     for request in batch.reqs:
-        _leaving.pop(request.rid, None)  # it was retracted meanwhile, and leaves without its KV cache
+        if _leaving.pop(request.rid, None) is not None:  # it was retracted meanwhile, and leaves without its KV cache
+            _end(request)
         if request.rid in _reserved or request.rid in _protected:
             _release(processor.tree_cache, request.rid)
 

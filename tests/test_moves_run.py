@@ -1,0 +1,26 @@
+"""`rlspec train` with two SGLang engines between which running samples move."""
+
+import pytest
+from short_run import run
+from test_lost_engines import drawn
+
+from megatron_rlspec import report
+from megatron_rlspec.metrics import read_records
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_samples_move_draws_the_same(start, tmp_path):
+    """A step has one prompt, whose samples begin on one engine. In the cost model every sample costs its share."""
+    options = {"rollout__engines": 2, "rollout__prompts_per_step": 1, "rollout__samples_per_prompt": 16}
+    options |= {"rollout__max_new_tokens": 160, "spec__ridge_tokens": 4, "train__steps": 3, "train__save_every": 0}
+    run(start, tmp_path / "still", **options)
+    run(start, tmp_path / "moved", tail__rebalance="auto", tail__every=4, **options)
+    assert drawn(tmp_path / "moved") == drawn(tmp_path / "still")
+    assert not (tmp_path / "still/moves.jsonl").exists()
+    rows = read_records(tmp_path / "moved/moves.jsonl")
+    moved = [move for row in rows for move in row["moves"] if move["ids"]]
+    assert moved and all(move["why"] and move["ms"] > 0 and move["rounds"] > 0 for move in moved)
+    print([(m["how"], len(m["ids"]), m["kept"], m["bytes"], round(m["ms"]), round(m["rounds"], 1)) for m in moved])
+    assert report.main([str(tmp_path / "moved")]) == 0
+    assert "Moves of running samples" in (tmp_path / "moved/report.html").read_text()
