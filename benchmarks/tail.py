@@ -127,7 +127,7 @@ def skewed(pair: Pair, samples: int, seconds: float) -> tuple[float, float, Move
         pool.abort()
 
     pool.balance = lambda owner: in_thread(act, owner)
-    pool.generate([request(0, 3000) for _ in range(samples)] + [request(1, 3000)], Sampling(ignore_eos=True))
+    pool.generate([request(0, 900) for _ in range(samples)] + [request(1, 900)], Sampling(ignore_eos=True))
     (wall_before, cpu_before), (wall_after, cpu_after) = rates
     return wall_after / wall_before, cpu_after / cpu_before, moved[0]
 
@@ -253,7 +253,7 @@ def shown(name: str, found: dict[str, float]) -> None:
 def engines(folder: Path) -> Iterator[Pair]:
     config, tensors = checkpoint(12.0, LAYERS, HIDDEN)
     write_hf(folder / "model", config | {"max_position_embeddings": 16384}, tensors)
-    options = {"max-total-tokens": 49152, "max-running-requests": 64, "spec": "adaptive", "candidate-steps": "0,2"}
+    options = {"max-total-tokens": 98304, "max-running-requests": 64, "spec": "adaptive", "candidate-steps": "0,2"}
     arguments = ["--device", "cpu", "--dtype", "float32"]
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
