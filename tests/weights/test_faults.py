@@ -158,10 +158,10 @@ def poisoned_cache(room):
     engine = room.engines["b"]
     original = engine.rounds.round
 
-    def round_on_noise(rows, config):
+    def round_on_noise(*rows_and_config):
         for part in engine.cache.kv[-1]:  # the drafter's keys and values
             part.normal_(0, 30)
-        return original(rows, config)
+        return original(*rows_and_config)
 
     engine.rounds.round = round_on_noise
     for _ in range(12):
