@@ -357,6 +357,29 @@ class EmbeddedEngine:
                 self._remove(run)
             return found
 
+    def seat(
+        self, requests: Sequence[tuple[Request, Sampling]], rows: Mapping[str, int], rule: SpecRule | None
+    ) -> list[ActiveRequest]:
+        """Replace all requests by these: those that have a row of the cache already, by id, and others that wait.
+
+        rule  replaces the engine's own, if given
+        """
+        with self._lock:
+            runs = self.made(requests)
+            self.running = []
+            self.waiting = []
+            for run in runs:
+                run.row = rows.get(run.request.id, -1)
+                if run.row >= 0:
+                    self.rounds.seat(run.row, run.sampling, run.request.seed, run.draws)
+                    run.seats += 1
+                    self.running.append(run)
+                else:
+                    self.waiting.append(run)
+            if rule is not None:
+                self._schedule = self._rule = rule
+            return runs
+
     def load(self, name: str) -> Load:
         """Describe what this engine has to do."""
         with self._lock:

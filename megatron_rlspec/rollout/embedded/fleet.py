@@ -131,7 +131,13 @@ class Fleet:
     def record(self) -> dict[str, Any]:
         """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
         with self._known:
-            record = {"stays": self._stays, "moves": self._moves, "decision_seconds": self.member.seconds}
+            record = {
+                "stays": self._stays,
+                "moves": self._moves,
+                "sizes": self.member.changes,
+                "decision_seconds": self.member.seconds,
+            }
+            self.member.changes = []
             self._stays = []
             self._moves = []
             self.member.seconds = 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -21,10 +21,13 @@ from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.move import Arrivals, Cargo, Grant, MoveError, Mover, Offer
+from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Pending, Ranks
+from megatron_rlspec.rollout.embedded.regroup import regroup
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.tail.tp_planner import Change
 from megatron_rlspec.types import Load, Move, Request, Sample, Sampling, Scope, SpecSchedule
 from megatron_rlspec.weights.bucket import Named, buckets
 
@@ -83,6 +86,12 @@ class Report(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class Sizes(Protocol):
+    """Decides on the tensor-parallel size: `tail.tp_planner.TPPlanner`."""
+
+    def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None: ...
+
+
 @dataclass
 class Arrival:
     """A move with this rank as its target, while it lasts."""
@@ -96,12 +105,27 @@ class Arrival:
 
 
 class Member:
-    """One rank. `rebalancer`: plans the moves; None: samples stay where they were dealt."""
+    """One rank.
 
-    def __init__(self, engine: EmbeddedEngine, ranks: Ranks, rebalancer: Rebalancer | None) -> None:
+    rebalancer  plans the moves; None: samples stay where they were dealt
+    sizes       decides on the tensor-parallel size of a rollout's end; None: it stays 1
+    groups      of the ranks, made for all sizes in question; needed with `sizes`
+    """
+
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        ranks: Ranks,
+        rebalancer: Rebalancer | None,
+        sizes: Sizes | None = None,
+        groups: Groups | None = None,
+    ) -> None:
         self.engine = engine
         self.ranks = ranks
         self.rebalancer = rebalancer
+        self.sizes = sizes
+        self.groups = groups
+        self.changes: list[dict[str, Any]] = []  # of the size
         self.mover = Mover(engine)
         self.lengths = Lengths()  # of this rollout
         self.reports: list[Report] = []
@@ -117,9 +141,10 @@ class Member:
         """Run one tick. Returns the samples of all ranks that have ended on rank 0, none elsewhere."""
         self._error = ""
         engine = self.engine
+        self._resize(order)
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
-        self.runs += engine.submit(order.new[self.ranks.rank])
+        self.runs += engine.submit([new for rank in self._group for new in order.new[rank]])
         engine.abort(order.aborted)
         plan = self._plan(order)
         if plan:
@@ -129,6 +154,41 @@ class Member:
                 break
             self._step()
         return self._report()
+
+    @property
+    def _group(self) -> range:
+        """Return the ranks that draw the same requests as this one. The first of them speaks for all."""
+        size = self.engine.model.comm.size
+        first = self.ranks.rank // size * size
+        return range(first, first + size)
+
+    def _resize(self, order: Tick) -> None:
+        """Change the tensor-parallel size before this tick's rounds, if that pays. A new rollout begins at 1."""
+        if self.sizes is None or self.groups is None:
+            return
+        now = self.engine.model.comm.size
+        began = time.perf_counter()
+        if not any(report.open for report in self.reports):
+            wanted = 1
+        else:
+            loads = self._loads(order)[::now]
+            change = self.sizes.decide(loads, now, self.lengths, order.cap)
+            wanted = now if change is None else change.tp
+        self.seconds += time.perf_counter() - began
+        if wanted != now:
+            began = time.perf_counter()
+            self.runs = regroup(self.engine, self.ranks, self.groups, wanted)
+            took = (time.perf_counter() - began) * 1e3
+            self.changes.append({"from": now, "to": wanted, "samples": len(self.runs), "ms": took})
+            self._moved.clear()
+            self._missed.clear()
+
+    def _loads(self, order: Tick) -> list[Load]:
+        """Return every rank's load, new requests included."""
+        loads = []
+        for report, new in zip(self.reports, order.new, strict=True):
+            loads.append(replace(report.load, waiting=report.load.waiting + len(new)))
+        return loads
 
     def _step(self, landing: Arrivals | None = None) -> None:
         try:
@@ -141,7 +201,7 @@ class Member:
                 self._missed[id] = length, missed + 1
 
     def _report(self) -> list[Sample]:
-        done = [run.sample for run in self.runs if run.sample is not None]
+        done = [run.sample for run in self.runs if run.sample is not None and self.ranks.rank == self._group[0]]
         self.runs = [run for run in self.runs if run.sample is None]
         moved = self._settled()
         ended = [(len(sample.response), sample.status != "finished") for sample in done]
@@ -181,11 +241,10 @@ class Member:
             return []
         if any(report.error for report in reports):
             return []
-        loads = []
-        for report, new in zip(reports, order.new, strict=True):
-            loads.append(replace(report.load, waiting=report.load.waiting + len(new)))
+        if len(self._group) > 1:
+            return []
         began = time.perf_counter()
-        plan = self.rebalancer.plan(loads, self.lengths, order.cap)
+        plan = self.rebalancer.plan(self._loads(order), self.lengths, order.cap)
         self.seconds += time.perf_counter() - began
         return plan
 
