@@ -52,6 +52,8 @@ def check_inputs(config: Config, command: Command) -> None:
                 raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
         if config.spec.cost_table:
             CostTable.load(config.spec.cost_table)
+        if config.tail.cost_table:
+            CostTable.load(config.tail.cost_table).of_sizes(config.tail.tp)
         if draws:
             data.check_prompts(config.data.path, config.data)
         elif command == "sft":

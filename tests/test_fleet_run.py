@@ -10,6 +10,9 @@ from short_run import run
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.metrics import read_records
+from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.types import OFF, SpecConfig
 from megatron_rlspec.weights.checkpoint import read_hf
 
 OPTIONS = {
@@ -59,3 +62,55 @@ def test_one_rank_has_no_other_engine_to_move_samples_to(tmp_path):
     config = load(None, given | {"train.run_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="tail.rebalance=kv moves samples between engines.*expected several ranks"):
         config.check_run("train", 1)
+
+
+def sizes_table(path):
+    """A table in which two ranks together are four times as fast as one, whatever the batch."""
+    rounds = [
+        RoundCost(tp, batch, batch * length, config, 8.0 / tp**2 * (1 + 0.1 * config.num_steps))
+        for tp in (1, 2) for batch in (1, 4, 16) for length in (16, 256) for config in (OFF, SpecConfig(3))
+    ]  # fmt: skip
+    here = Provenance(model="m", hardware="h", dtype="float32", engine="e", engine_version="", date="2026-01-01")
+    CostTable(here, rounds).save(path)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
+    options = OPTIONS | {"tail__rebalance": "off", "train__steps": 2}
+    run(start, tmp_path / "alone", **options)
+    table = sizes_table(tmp_path / "sizes.json")
+    run(start, tmp_path / "two", ranks=2, **options, tail__tp="1,2", tail__cost_table=table)
+    ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
+    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
+    rows = [json.loads(line) for line in (tmp_path / "two" / "moves.jsonl").read_text().splitlines()]
+    changes = [(change["from"], change["to"]) for row in rows for change in row["sizes"]]
+    assert (1, 2) in changes and (2, 1) in changes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tail.tp": "1,3,4"}, "expected 1 and then multiples of the size before, such as 1,2,4"),
+        ({"tail.tp": "2,4"}, "expected 1 and then multiples"),
+        ({"tail.tp": "1,2"}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --engine embedded --tp 1,2 writes it"),
+        ({"tail.tp": "1,2", "rollout.engine": "sglang"}, "changes engines in place, which SGLang cannot"),
+        ({"tail.cost_table": "t.json"}, "tail.cost_table=t.json is for sizes in tail.tp"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given)
+
+
+def test_sizes_need_as_many_ranks(tmp_path):
+    given = {
+        "rollout.engine": "embedded",
+        "tail.tp": "1,4",
+        "tail.cost_table": "t",
+        "model.path": "m",
+        "data.path": "d",
+    }
+    config = load(None, given | {"train.run_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="tail.tp=1,4 needs a multiple of 4 ranks, but 2"):
+        config.check_run("train", 2)

@@ -99,6 +99,10 @@ class Config(Section):
             )
         if self.tail.rebalance != "off":
             self._check_moves()
+        if self.tail.tp != (1,):
+            self._check_sizes()
+        elif self.tail.cost_table:
+            raise ValueError(f"tail.cost_table={self.tail.cost_table} is for sizes in tail.tp, which has none but 1")
         if self.sft.drafter_only and not self.drafter.train:
             raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
         if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
@@ -113,6 +117,18 @@ class Config(Section):
             raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
         if self.rollout.function:
             raise ValueError(f"{asked} does not move the conversations of rollout.function; expected off")
+
+    def _check_sizes(self) -> None:
+        asked = f"tail.tp={','.join(map(str, self.tail.tp))}"
+        if self.rollout.engine != "embedded":
+            raise ValueError(f"{asked} changes engines in place, which SGLang cannot; expected rollout.engine=embedded")
+        if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
+            raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
+        if self.drafter.kind != "mtp":
+            raise ValueError(f"{asked} splits MTP drafters only; expected drafter.kind=mtp")
+        if not self.tail.cost_table:
+            sizes = ",".join(map(str, self.tail.tp))
+            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --engine embedded --tp {sizes} writes it")
 
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
@@ -149,6 +165,11 @@ class Config(Section):
                 self.tail.rebalance != "off" and self.rollout.engine == "embedded" and world_size == 1,
                 f"tail.rebalance={self.tail.rebalance} moves samples between engines, and rollout.engine=embedded runs "
                 "one on each rank; expected several ranks, or off",
+            ),
+            (
+                world_size % self.tail.tp[-1],
+                f"tail.tp={','.join(map(str, self.tail.tp))} needs a multiple of {self.tail.tp[-1]} ranks, but "
+                f"{because or world_size}",
             ),
             (
                 self.train.tokens_per_micro_batch < longest,

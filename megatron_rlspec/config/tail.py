@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from megatron_rlspec.config.base import Positive, Section
+from megatron_rlspec.config.base import Positive, Section, Text
 
 
 class TailConfig(Section):
@@ -24,3 +25,19 @@ class TailConfig(Section):
     gain: float = Field(
         0.05, ge=0, lt=1, description="least share of the remaining time that a move must save, beyond its cost"
     )
+    tp: tuple[int, ...] = Field(
+        (1,),
+        description="tensor-parallel sizes that the embedded engines of a run's ranks may change to while few samples "
+        "are left, such as 1,2,4; needs tail.cost_table",
+    )
+    cost_table: Text = Field(
+        "", description="durations of rounds at these sizes: `rlspec profile --engine embedded --tp 1,2,4` writes it"
+    )
+
+    @field_validator("tp")
+    @classmethod
+    def _from_one_to_more(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        ordered = all(small < large and large % small == 0 for small, large in itertools.pairwise(sizes))
+        if not sizes or sizes[0] != 1 or not ordered or sizes[-1] > 1024:
+            raise ValueError("expected 1 and then multiples of the size before, such as 1,2,4")
+        return sizes

@@ -15,12 +15,14 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.embedded.member import Member
+from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
+from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
@@ -28,12 +30,14 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.tail import rebalance
+from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
 from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
+WIRE = 1.0  # GB/s that a rank is taken to send, in plans of tensor-parallel sizes; no clock may enter them
 
 
 class StartingEngines:
@@ -182,19 +186,30 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         cost = table if len(table.tps) == 1 else table.at(config.placement.tensor)
     else:
         cost = LearntCost(Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary))
-    heads = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
-    head = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    layers = hf_config["num_hidden_layers"] + (spec.mode != "off")
-    size = 2 * layers * heads * head * getattr(torch, config.model.dtype).itemsize
-    candidates = [SpecConfig(k) if k else OFF for k in spec.candidate_steps] if spec.mode == "adaptive" else []
     return rebalance.Rebalancer(
         cost,
-        candidates or [spec.config()],
-        rebalance.Transport(token_bytes=size),
+        _candidates(config),
+        rebalance.Transport(token_bytes=_token_bytes(config, hf_config)),
         gain=tail.gain,
         rule=tail.rule,
         modes=("kv", "recompute") if tail.rebalance == "auto" else (tail.rebalance,),
     )
+
+
+def _candidates(config: Config) -> list[SpecConfig]:
+    """Return the configurations that the run's engines choose from."""
+    if config.spec.mode == "adaptive":
+        return [SpecConfig(k) if k else OFF for k in config.spec.candidate_steps]
+    return [config.spec.config()]
+
+
+def _token_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Return the bytes of one token in the KV caches of target and drafter."""
+    heads = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
+    head = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    layers = hf_config["num_hidden_layers"] + (config.spec.mode != "off")
+    size: int = 2 * layers * heads * head * getattr(torch, config.model.dtype).itemsize
+    return size
 
 
 def _transport(push: PushConfig) -> Transport:
@@ -207,7 +222,32 @@ def _transport(push: PushConfig) -> Transport:
 def member(config: Config) -> Member:
     """Return this rank's part of the fleet of embedded engines. All ranks call it."""
     hf_config = files.read_json(Path(config.model.path) / "config.json")
-    return Member(_embedded(config), Ranks(), rebalancer(config, hf_config))
+    ranks = Ranks()
+    engine = _embedded(config)
+    sizes = None
+    groups = Groups()
+    for tp in config.tail.tp[1:]:
+        groups.of(tp)  # here, where all ranks come together
+    if config.tail.tp != (1,):
+        sizes = _sizes(config, hf_config, engine, ranks.size)
+    return Member(engine, ranks, rebalancer(config, hf_config), sizes, groups)
+
+
+def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int) -> TPPlanner:
+    """Return what decides on the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
+    table = CostTable.load(Path(config.tail.cost_table))
+    for tp in config.tail.tp:
+        table.check(tp=tp)
+        try:
+            engine.arch.check_size(tp)
+        except ValueError as error:
+            raise ConfigError(f"tail.tp: {error}") from None
+    table = table.of_sizes(config.tail.tp)
+    size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
+    costs = SwitchCosts(size / WIRE / 1e6, token_bytes=_token_bytes(config, hf_config), gigabytes_per_second=WIRE)
+    candidates = _candidates(config)
+    rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
+    return TPPlanner(table, candidates, rates, costs, ranks, gain=config.tail.gain)
 
 
 def _embedded(config: Config) -> EmbeddedEngine:

@@ -76,6 +76,11 @@ class CostTable:
         self.check(tp=tp)
         return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
 
+    def of_sizes(self, tps: Iterable[int]) -> CostTable:
+        """Return the rows of these tensor parallel sizes as a table. Raises CostTableError if one has none."""
+        wanted = {tp for tp in tps if self.check(tp=tp)}
+        return self._with((c for c in self.rounds if c.tp in wanted), (c for c in self.prefill if c.tp in wanted))
+
     def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
         """Return the configurations measured at this TP, OFF first."""
         tp = self._tp(tp)

@@ -94,10 +94,11 @@ class TPPlanner:
         self.ranks = ranks
         self.remaining = remaining
         self.gain = gain
-        known = {tp: table.configs(tp) for tp in self.sizes}
-        self.paces: Mapping[int, Pace] = {
-            tp: Pace(table.at(tp), [c for c in candidates if c in known[tp]], rates) for tp in self.sizes
-        }
+        known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
+        for tp, configs in known.items():
+            if not configs:
+                raise CostTableError(f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}")
+        self.paces: Mapping[int, Pace] = {tp: Pace(table.at(tp), known[tp], rates) for tp in self.sizes}
 
     def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import embedded_oracle as oracle
+import numpy as np
 import pytest
+import regroup_rank
 import retile_rank
 from train_ranks import on_ranks
 
@@ -16,3 +19,48 @@ def test_weights_are_those_of_a_model_loaded_at_the_new_size(tmp_path, gather, t
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
 def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, share):
     assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), share, 256) == [[]] * 4
+
+
+def run(tmp_path, scripts, *, slots=4096, verifier="position_keyed", adaptive=False):
+    """Returns what rank 0 saw, after checking that all ranks changed alike."""
+    meeting = str(tmp_path / "meeting")
+    found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, verifier, adaptive)
+    assert all(other["held"] == found["held"] for other in others), "every rank decides on the same loads"
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    requests = oracle.requests(regroup_rank.PROMPTS, group=3)
+    return regroup_rank.engine().generate(requests, regroup_rank.LONG)
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("adaptive", [False, True], ids=["schedule", "rule"])
+def test_a_fleet_that_changes_its_size_draws_the_same_texts(tmp_path, undisturbed, adaptive):
+    script = [2, 4, 1, 4, 2, 1, 2, 2, 4]
+    found = run(tmp_path, [script, script], adaptive=adaptive)
+    wanted = [s.tokens.tolist() for s in undisturbed]
+    assert found["texts"] == [wanted, wanted]
+    for logprobs in found["logprobs"]:
+        np.testing.assert_allclose(logprobs, np.concatenate([s.behaviour_logprobs for s in undisturbed]), atol=1e-6)
+    assert len(found["changes"]) >= 8 and {to for _, to in found["changes"]} == {1, 2, 4}
+    assert found["same"] and found["accepted"] > (0 if adaptive else 100)
+
+
+@pytest.mark.lossless
+def test_samples_without_room_are_computed_anew(tmp_path, undisturbed):
+    found = run(tmp_path, [[4, 1, 2, 4]], slots=160)
+    assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]]
+
+
+@pytest.mark.lossless
+@pytest.mark.slow
+def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
+    """About 300 changes at random."""
+    rng = np.random.default_rng(0)
+    scripts = [rng.choice([1, 2, 4], 20).tolist() for _ in range(40)]
+    found = run(tmp_path, scripts)
+    wanted = [s.tokens.tolist() for s in undisturbed]
+    assert found["texts"] == [wanted] * 40
+    assert len(found["changes"]) >= 300

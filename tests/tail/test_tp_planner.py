@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner, deal
-from megatron_rlspec.types import OFF, Held, Load
+from megatron_rlspec.types import OFF, Held, Load, SpecConfig
 
 HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
@@ -55,7 +55,7 @@ def test_many_samples_at_a_large_size_go_back():
     assert sorted(len(group) for group in back.groups) == [32] * 4
 
 
-def test_nobody_is_changed_for_the_last_few_tokens():
+def test_the_last_few_tokens_do_not_pay_for_a_change():
     assert planner().decide(loads([16000], [], [], []), 2, Lengths(), 16384) is None
 
 
@@ -112,8 +112,10 @@ def test_samples_are_dealt_evenly(contexts, engines):
     assert max(counts) - min(counts) <= 1
 
 
-def test_one_size_is_refused():
+def test_a_table_without_what_is_asked_is_refused():
     with pytest.raises(CostTableError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
         planner(table=table(sizes=(2,)))
+    with pytest.raises(CostTableError, match="cost table holds none of k3 at tp=2"):
+        TPPlanner(table(), [SpecConfig(3)], [0.5], PAT, 8)
     with pytest.raises(ValueError, match="3 engines of tp=2, expected 8 ranks"):
         planner().decide(loads([1], [1], [1]), 2, Lengths(), 100)

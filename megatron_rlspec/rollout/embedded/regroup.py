@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,7 @@ class Luggage(msgspec.Struct, frozen=True):
     """What the first rank of a group tells the others. rule: of its speculation; None under a schedule."""
 
     travellers: list[Traveller]
-    rule: dict[str, object] | None
+    rule: dict[str, Any] | None
 
 
 def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int) -> list[ActiveRequest]:

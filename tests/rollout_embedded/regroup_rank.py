@@ -1,0 +1,83 @@
+"""What one rank of the tests of a fleet that changes its tensor-parallel size does."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import embedded_oracle as oracle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
+from megatron_rlspec.rollout.embedded.member import Member
+from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.rollout.embedded.ranks import Ranks
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.tail.tp_planner import Change
+from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+
+MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+LONG = Sampling(max_new_tokens=60, ignore_eos=True)
+SWITCHING = SpecSchedule((1, 3, 6), (0, 80), ((SpecConfig(3), OFF), (OFF, SpecConfig(2)), (SpecConfig(1), OFF)))
+
+
+class Script:
+    """Changes to the next of some sizes at every decision, whatever the loads are."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.held: list[list[str]] = []
+
+    def decide(self, loads: Any, tp: int, lengths: Any, cap: int) -> Change | None:
+        self.held.append(sorted(held.id for load in loads for held in load.running))
+        wanted = self.sizes.pop(0) if self.sizes else tp
+        return None if wanted == tp else Change(wanted, (), "kv", 0.0, 0.0, 0.0)
+
+
+def engine(slots: int = 4096, verifier: str = "position_keyed") -> Any:
+    return oracle.engine_of(
+        *oracle.tiny(**MODEL), SWITCHING, dtype=torch.float64, max_length=96, max_total_tokens=slots,
+        max_draft_tokens=16, version=1, verifier=verifier,
+    )  # fmt: skip
+
+
+def scenario(meeting: str, scripts: list[list[int]], slots: int, verifier: str, adaptive: bool) -> dict[str, Any]:
+    """Draw one rollout per script, with a push in the middle. Every rank says what it saw."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+    )
+    ranks, groups = Ranks(), Groups()
+    for tp in (2, size):
+        groups.of(tp)
+    script = Script([])
+    member = Member(engine(slots, verifier), ranks, None, script, groups)
+    for sizes in scripts:
+        script.sizes = [*script.sizes, *sizes, 0][:-1]
+    if rank:
+        Follower(member)._thread.join()
+        member.engine.cache.audit()
+        return {"changes": [(c["from"], c["to"]) for c in member.changes], "held": script.held}
+    fleet = Fleet(member, every=3)
+    if adaptive:
+        rule = {"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], "roofline": Roofline.of_layers(2).to_json()}
+        fleet.set_spec_rule(rule)
+    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": 0, "changes": []}
+    for number in range(len(scripts)):
+        samples = fleet.generate(oracle.requests(PROMPTS, group=3), LONG)
+        found["texts"].append([s.tokens.tolist() for s in samples])
+        found["logprobs"].append(np.concatenate([s.behaviour_logprobs for s in samples]))
+        found["accepted"] += sum(last - first for s in samples for first, last in s.accepted_spans)
+        assert all(s.policy_versions == ((number + 1, 0, 60),) for s in samples)
+        found["changes"] += [(c["from"], c["to"]) for c in fleet.record()["sizes"]]
+        fleet.update_weights(number + 2, oracle.tiny(**MODEL)[1].items())
+    found["same"] = fleet.fingerprints() == engine().fingerprints()
+    found["held"] = script.held
+    fleet.close()
+    member.engine.cache.audit()
+    return found
