@@ -52,6 +52,7 @@ class Engine:
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.leaving: set[str] = set()
         self.reserved: set[str] = set()
+        self.tokens = 0
 
     def __repr__(self) -> str:
         return self.name
@@ -85,6 +86,7 @@ class Engine:
     def _round(self, name: str) -> Sample | None:
         request, drawn = self.running[name]
         drawn.append(token(request.seed, len(drawn)))
+        self.tokens += 1
         status: Status = "finished" if len(drawn) == length(request.seed) else "aborted"
         if status == "aborted" and name not in self.leaving:
             return None
@@ -206,8 +208,8 @@ def check(engines: Sequence[Engine], asked: Sequence[Request]) -> list[Moved]:
     for request, sample in zip(asked, samples, strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
         assert sample.status == "finished"
-    for engine in engines:
-        assert engine.dead or not engine.running
+    assert not any(engine.running for engine in engines)
+    assert sum(engine.tokens for engine in engines) == sum(length(r.seed) for r in asked)  # none was drawn again
     return moving[0].moved
 
 
