@@ -157,7 +157,8 @@ class Fleet:
         """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
         ranks = self.member.ranks.size
         groups: dict[int, Drawn] = {}
-        for request, sampling in self._new:
+        # By id: the given order depends on earlier lengths, which a resumed run has not seen.
+        for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
         most = max(1, -(-len(self._new) // ranks))
         busy = [report.open for report in self.member.reports] or [0] * ranks
