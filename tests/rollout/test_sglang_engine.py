@@ -902,9 +902,7 @@ def test_running_samples_move_with_their_kv_cache(engines: dict[str, SGLangEngin
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize(
-    "before", [k(3), pytest.param(SpecSchedule.fixed(OFF), marks=pytest.mark.slow)], ids=["k3", "off"]
-)
+@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
 def test_rounds_after_a_move_accept_as_after_recomputation(
     engines: dict[str, SGLangEngine], before: SpecSchedule
 ) -> None:
