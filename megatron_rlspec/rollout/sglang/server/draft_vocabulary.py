@@ -65,7 +65,8 @@ def _drafter(worker: Any) -> Any:
 
 def _copy_rows(drafter: Any) -> None:
     _, head = drafter._resolve_shared_embed_and_head()
-    drafter.draft_runner.model.lm_head.weight.data.copy_(head.data[drafter.hot_token_id])
+    with torch.no_grad():  # not through `.data`, so that a packed copy of the rows is seen to be old
+        drafter.draft_runner.model.lm_head.weight.copy_(head[drafter.hot_token_id])
 
 
 def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:

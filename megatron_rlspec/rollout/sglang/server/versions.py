@@ -159,6 +159,8 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
     | {
         "sglang.srt.arg_groups.attention_hook._attention_backend_platform_fallbacks": (),
         "sglang.srt.runtime_context.get_spec": (),
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply": ("layer", "x", "bias"),
+        "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": ("hidden_states", "lm_head"),
         _SAMPLING: (*_EVERY[_SAMPLING], "max_top_k"),
         f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.parallel_layout": (),
         f"{_MANAGERS}.scheduler.Scheduler.send_control_output": ("output", "recv_req"),
@@ -193,8 +195,12 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}": ("recv_req",)
             for name in (
                 "begin_weight_update",
+                "check_weights",
                 "end_weight_update",
+                "resume_memory_occupation",
+                "update_weights_from_disk",
                 "update_weights_from_distributed",
+                "update_weights_from_ipc",
                 "update_weights_from_tensor",
             )
         },
@@ -374,6 +380,7 @@ class Sglang0523:
         """Return the hooks of this version beyond those of `control` and `verifier`."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
+        from megatron_rlspec.rollout.sglang.cpu import products, stand_ins
         from megatron_rlspec.rollout.sglang.server import bucket_file, draft_vocabulary, protect
         from megatron_rlspec.rollout.sglang.server.push_session import PushSession, cost_hooks
 
@@ -383,6 +390,8 @@ class Sglang0523:
         yield from cost_hooks()
         yield bucket_file.WORKER, bucket_file.read, "AROUND"
         yield from protect.scheduler_hooks()
+        if stand_ins.standing_in("sgl_kernel"):
+            yield from products.hooks()
 
 
 class Sglang0515(Sglang0523):

@@ -1,0 +1,54 @@
+"""Let SGLang's CPU engine multiply by packed weights, where `sgl_kernel`, which packs them itself, is not installed.
+
+Copies are dropped after everything that writes into weights, since SGLang's loaders write through `.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.operators.packed import PackedWeights
+
+LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WRITERS = (
+    "check_weights",
+    "end_weight_update",
+    "resume_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+
+_weights = PackedWeights()
+
+
+def hooks() -> Iterator[tuple[str, Callable, str]]:
+    yield LINEAR, _apply, "REPLACE"
+    yield HEAD, _head, "AROUND"
+    for writer in WRITERS:
+        yield f"{UPDATER}.{writer}", _forget, "AFTER"
+
+
+def _apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _weights.linear(x, layer.weight, bias)
+
+
+def _head(
+    original: Callable, processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor | None = None, **more: Any
+) -> torch.Tensor:
+    """Multiply by an output layer that is a plain matrix, of the hidden states' dtype; leave others to SGLang."""
+    weight = getattr(head, "weight", None)
+    plain = type(getattr(head, "quant_method", None)).__name__ in ("NoneType", "UnquantizedEmbeddingMethod")
+    if plain and weight is not None and weight.dtype == hidden.dtype and not processor.use_fp32_lm_head:
+        return _weights.linear(hidden, weight)
+    return original(processor, hidden, head, bias, **more)
+
+
+def _forget(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _weights.forget()
