@@ -25,7 +25,8 @@ READERS = {
     "save_remote_model",
     "save_sharded_model",
 }
-SERVE = "--device cpu --dtype float32 --max-total-tokens 4096 --max-running-requests 8 --spec fixed --num-steps 2"
+SERVE = "--device cpu --dtype float32 --max-total-tokens 4096 --max-running-requests 8 "
+SERVE += "--spec adaptive --candidate-steps 0,2 --num-steps 2"
 
 
 def test_all_commands_of_sglang_that_write_weights_are_known():
