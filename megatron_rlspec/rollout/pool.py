@@ -60,6 +60,7 @@ class EnginePool:
         self.stolen = 0  # requests that moved before they had begun
         self.continued = 0  # tokens of lost engines' samples that other engines went on from
         self.failures: dict[int, str] = {}
+        self._dropping = threading.Lock()
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
@@ -80,8 +81,7 @@ class EnginePool:
 
         Raises EngineError if no engine is left, and ValueError if two requests have one id.
         """
-        if not self._engines:
-            raise EngineError("no engine is left")
+        self.check()
         if len({r.id for r in requests}) != len(requests):
             raise ValueError("two requests have the same id")
         run = _Run(self, requests, sampling, on_sample, lengths)
@@ -132,14 +132,21 @@ class EnginePool:
 
     def drop(self, engine: RolloutEngine, error: EngineError) -> None:
         """Close a failed engine and leave it out from now on. Raises EngineError if none is left."""
-        if engine in self._engines:
-            self._engines.remove(engine)
-            self.failures[id(engine)] = str(error)
+        with self._dropping:
+            known = engine in self._engines
+            if known:
+                self._engines.remove(engine)
+                self.failures[id(engine)] = str(error)
+        if known:
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
             self._lost(engine)
+        self.check()
+
+    def check(self) -> None:
+        """Raise EngineError if no engine is left."""
         if not self._engines:
-            raise EngineError(f"no engine is left; the last one failed with: {error}")
+            raise EngineError(f"no engine is left; the last one failed with: {[*self.failures.values()][-1]}")
 
     def add(self, engine: RolloutEngine) -> None:
         """Add an engine that holds the same weights as the others. Not during `generate`."""
@@ -199,7 +206,8 @@ class _Run:
         self.stays: list[Stay] = []
         self.lent: dict[str, Returned] = {}
         self.coming: deque[tuple[RolloutEngine, list[Request]]] = deque()  # continued by `resume`
-        self.freed = False  # whether a sample has ended since the last look at stealing
+        self.freed = False  # whether a sample has ended, or an abort has come, since the last look at stealing
+        self.ran_dry = False  # whether an engine has taken over requests; then they go where the fewest are
         self.changed = threading.Condition()
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
@@ -241,9 +249,13 @@ class _Run:
     def _least_loaded(self) -> RolloutEngine | None:
         limit = self.pool._in_flight
         free = [e for e in self.pool.engines if not limit or self.load[id(e)] < limit]
+        if self.ran_dry:
+            return min(free, key=lambda e: self.load[id(e)], default=None)
         return min(free, key=lambda e: (self.tokens[id(e)], self.load[id(e)]), default=None)
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
+        if self.waiting and not self.running:
+            self.pool.check()
         parts: dict[int, list[Request]] = {}
         with self.changed:
             while self.waiting and (engine := self._least_loaded()) is not None:
@@ -322,6 +334,7 @@ class _Run:
                     self.queueing.discard(id(engine))
                     continue
                 names = names[-surplus:]
+                self.ran_dry = True
                 engine.abort(self.lend(engine, names, self._stolen))
             except EngineError as error:  # its `generate` fails, too
                 logger.warning("no requests taken from %s: %s", engine, error)
@@ -340,6 +353,8 @@ class _Run:
             names = {r.id for r in self.requests if request_ids is None or r.id in request_ids}
             self.aborted |= names - self.samples.keys()
             self.abort_at = time.monotonic() + ABORT_AGAIN
+            self.freed = True
+            self.changed.notify()  # `finish` repeats the abort for requests that have not reached their engine yet
             groups = list(self.waiting)
             self.waiting = deque(left for group in groups if (left := [r for r in group if r.id not in names]))
         self._end([request for group in groups for request in group if request.id in names])

@@ -163,6 +163,52 @@ def test_aborted_requests_end_wherever_they_are() -> None:
     assert sum(status == "aborted" for status in ended.values()) >= 15
 
 
+def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
+    """By predicted tokens, the engine with one long request has more to do than that with twenty short ones."""
+    pool = EnginePool([Slots("a", slots=2, pace=0.2), Slots("b", slots=2, pace=0.02)])
+    asked = requests(6)[3:]
+    seen: Counter[str] = Counter()
+    lengths = {0: 1000.0} | dict.fromkeys(range(1, 6), 10.0)
+    samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]), lengths)
+    assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
+    assert 0 < pool.stolen <= len(asked)
+
+
+def test_an_abort_reaches_requests_that_are_on_their_way() -> None:
+    aborted = threading.Event()
+
+    class Late(Slots):
+        """Receives its requests after the abort."""
+
+        def generate(self, *args: object) -> list[Sample]:
+            assert aborted.wait(20)
+            return super().generate(*args)
+
+        def abort(self, request_ids: Sequence[str] | None = None) -> None:
+            super().abort([request.id for request in self.queue])
+            aborted.set()
+
+    pool = EnginePool([Late("a", slots=1, pace=1.0)])
+    abort = threading.Timer(0.1, pool.abort)
+    abort.start()
+    [sample] = pool.generate(requests(1, per_prompt=1), SAMPLING)
+    assert sample.status == "aborted"
+
+
+def test_requests_that_wait_fail_when_the_last_engine_is_left_out() -> None:
+    """A push finds that the engine is lost, while the pool holds requests that it has not sent."""
+    engine = Engine("a")
+    pool = EnginePool([engine], in_flight=4)
+
+    def lost(sample: Sample) -> None:
+        if len(engine.drawn) == 4:
+            with pytest.raises(EngineError, match="no engine is left"):
+                pool.drop(engine, EngineError("the push failed"))
+
+    with pytest.raises(EngineError, match="no engine is left"):
+        pool.generate(requests(3), SAMPLING, lost)
+
+
 def requests(prompts: int, per_prompt: int = 4) -> list[Request]:
     return [
         Request(f"{p:03d}-{i}.", Prompt(p, np.array([p, p])), seed=100 * p + i)

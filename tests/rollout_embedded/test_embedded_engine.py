@@ -433,6 +433,49 @@ def test_abort_returns_what_there_is(model):
     assert engine.cache.left == engine.cache.total
 
 
+def test_a_paused_engine_ends_aborted_samples_at_once(model):
+    engine = oracle.engine_of(*model)
+    [asked] = oracle.requests(PROMPTS[:1])
+    engine.pause()
+    began = time.perf_counter()
+    for _ in range(6):
+        thread = threading.Thread(target=engine.generate, args=([asked], FREE), daemon=True)
+        thread.start()
+        while not engine.waiting:
+            time.sleep(0.001)
+        engine.abort()
+        thread.join(20)
+    assert time.perf_counter() - began < 4, "a paused engine looks for work once per second"
+
+
+def test_a_closed_engine_returns_no_aborted_samples(model):
+    """The caller of `generate` asked for no abort: it learns that the engine is gone, and what its samples had."""
+    engine = oracle.engine_of(*model)
+    failed = []
+
+    def draw():
+        try:
+            engine.generate(oracle.requests(PROMPTS), Sampling(max_new_tokens=200, ignore_eos=True))
+        except EngineError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=draw, daemon=True)
+    abort = engine.abort
+
+    def ends(*ids):
+        abort(*ids)
+        thread.join(20)
+
+    engine.abort = ends  # the rounds go on while `close` runs
+    thread.start()
+    while not any(len(run.response) > 5 for run in engine.running):
+        time.sleep(0.001)
+    engine.close()
+    thread.join(20)
+    assert [str(error) for error in failed] == ["embedded engine: closed"]
+    assert set(failed[0].begun) == {request.id for request in oracle.requests(PROMPTS)}
+
+
 def test_callers_share_rounds(model):
     engine = oracle.engine_of(*model, SpecConfig(2))
     alone = [texts(engine.generate(oracle.requests(PROMPTS, seed=s), FREE)) for s in range(4)]

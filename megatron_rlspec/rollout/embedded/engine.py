@@ -149,7 +149,8 @@ class EmbeddedEngine:
                 if not open_runs:
                     break
                 with self._lock:
-                    self._serve()
+                    if all(run.sample is None for run in open_runs):  # no other caller's step has ended one
+                        self._serve()
                 time.sleep(0)  # locks are not fair: let another thread take this one between two rounds
         except EngineError as error:
             with self._lock:
@@ -314,9 +315,9 @@ class EmbeddedEngine:
             return {name: fingerprint(tensor) for name, tensor in self.model.full_tensors()}
 
     def close(self) -> None:
-        self.abort()
         with self._lock:
             self._broken = _CLOSED
+            self._lock.notify_all()
 
     # -- step by step, for a fleet of engines -------------------------------------------------------------------------
 
@@ -430,10 +431,12 @@ class EmbeddedEngine:
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
         self._agree()
-        for run in [run for run in (*self.running, *self.waiting) if run.abort]:
+        aborted = [run for run in (*self.running, *self.waiting) if run.abort]
+        for run in aborted:
             self._end(run, "aborted")
         if self._paused:
-            self._lock.wait(timeout=1.0)
+            if not aborted:
+                self._lock.wait(timeout=1.0)
             return
         self._broken = "an earlier round failed"
         with torch.inference_mode():

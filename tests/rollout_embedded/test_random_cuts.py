@@ -1,0 +1,136 @@
+"""Random cuts, lost engines, pauses and pushes, while a pool of engines draws and steals: every sample comes whole."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import replace
+from functools import partial
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.types import OFF, Partial, Sample, Sampling, SpecConfig
+
+SAMPLING = Sampling(max_new_tokens=16, ignore_eos=True)
+PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 4]
+SPECS = (OFF, SpecConfig(2), SpecConfig(3), SpecConfig(2, 2))
+STALL = 60.0  # seconds of a `generate` that take a crowded machine into account
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(drafter="close", sharpness=2.0)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    wanted = oracle.requests(PROMPTS, group=3)
+    return {s.request_id: s.tokens.tolist() for s in oracle.engine_of(*model).generate(wanted, SAMPLING)}
+
+
+def begun(call: Callable[[], list[Sample]]) -> futures.Future:
+    """Make the call in a thread that does not keep the test from ending."""
+    future: futures.Future = futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def count(seen: Counter[str], sample: Sample) -> None:
+    seen[sample.request_id] += 1
+
+
+def wait(future: futures.Future, seconds: float) -> bool:
+    """Return whether the call ended in this time."""
+    return bool(futures.wait([future], seconds).done)
+
+
+def stalled(pool: EnginePool) -> str:
+    """End the engines, and return where every thread is."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        found = file.read().decode()
+    for engine in pool.engines:
+        engine.close()
+    return found
+
+
+def loses(engine, after: int) -> None:
+    """Let `engine` fail after so many rounds."""
+    serve = engine._serve
+    left = iter(range(after))
+
+    def fails() -> None:
+        if next(left, None) is None:
+            raise EngineError("gone")
+        serve()
+
+    engine._serve = fails
+
+
+def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
+    kind = rng.choice(["cut", "some", "pause", "one", "stats", "wait"])
+    if kind == "cut":
+        pool.abort()
+    elif kind == "some":
+        pool.abort(list(rng.choice(ids, len(ids) // 3 + 1, replace=False)))
+    elif kind == "stats":
+        pool.stats()
+    elif kind in ("pause", "one"):
+        engines = pool if kind == "pause" else pool.engines[0]
+        engines.pause()
+        if rng.random() < 0.5:
+            pool.abort()
+        engines.resume()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 60 else []) for s in range(300)])
+def test_every_sample_comes_whole_and_once(model, texts, seed):
+    rng = np.random.default_rng(seed)
+    engines = [
+        oracle.engine_of(
+            *model, SPECS[rng.integers(4)], dtype=torch.float64, max_running_requests=int(rng.integers(1, 6))
+        )
+        for _ in range(rng.integers(2, 4))
+    ]
+    for engine in engines[: rng.integers(len(engines))]:
+        loses(engine, int(rng.integers(25)))
+    pool = EnginePool(engines, in_flight=int(rng.choice([0, 5])))
+    left = {r.id: r for r in oracle.requests(PROMPTS[: rng.integers(1, 5)], group=3)}
+    lengths = {p: float(rng.integers(1, 16)) for p in range(4)} if rng.random() < 0.5 else {}
+    version = 0
+    while left:
+        seen: Counter[str] = Counter()
+        asked = [left[name] for name in rng.permutation(list(left))]
+        pending = begun(partial(pool.generate, asked, SAMPLING, partial(count, seen), lengths))
+        for _ in range(rng.integers(4)):
+            wait(pending, rng.random() * 0.01)
+            disturb(rng, pool, list(left))
+        assert wait(pending, STALL), stalled(pool)
+        assert seen == Counter(list(left))
+        for request, sample in zip(asked, pending.result(), strict=True):
+            assert request.id == sample.request_id
+            if sample.status != "aborted":
+                assert sample.tokens.tolist() == texts[left.pop(request.id).id]
+            elif len(sample.response):
+                left[request.id] = replace(request, partial=Partial.of(sample))
+        if rng.random() < 0.5:
+            version += 1
+            pool.update_weights(version, model[1].items())
+    assert not any(engine.running or engine.waiting for engine in pool.engines)
