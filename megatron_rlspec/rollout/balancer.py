@@ -25,6 +25,7 @@ from megatron_rlspec.types import Held, Load, Move, Request
 
 logger = logging.getLogger(__name__)
 PERIOD = 0.05  # seconds between two looks at the engines, at least
+SHARE = 0.01  # of the time that looking and deciding may take, about
 
 
 class Balancer:
@@ -34,7 +35,7 @@ class Balancer:
     engines  by name
     planner  decides
     lengths  of samples that have ended; `cap` is the most tokens that a response may have
-    every    decode rounds between two decisions
+    every    decode rounds between two decisions, or more where a decision takes long (`SHARE`)
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Balancer:
         self._cap = cap
         self._every = every
         self._pace = Pace()
+        self._last = 0.0  # seconds that the last plan took
+        self._acted = False  # whether any move was tried
         self._counted: set[str] = set()
         self._refused = ""  # why the last move was refused, if it was
         self._began = time.perf_counter()
@@ -68,11 +71,11 @@ class Balancer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End after the move that runs; what engines keep for samples that never came is given up."""
+        """End after the move that runs; engines give up what they keep for samples that never came, and their files."""
         self._ended.set()
         self._thread.join()
         self._learn()
-        if self.moves:
+        if self._acted:
             for engine in self._engines.values():
                 with suppress(EngineError):
                     engine.withdraw()
@@ -88,13 +91,15 @@ class Balancer:
         return {"stays": stays, "moves": moves, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
-        while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds)):
+        while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds, self._last / SHARE)):
             began = time.perf_counter()
             self._learn()
             loads = self._loads()
             ready = len(loads) > 1 and self._pace.seconds > 0  # from the second look on
             moves = self._planner.plan(loads, self._lengths, self._cap) if ready else []
-            self.seconds += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.seconds += spent
+            self._last = spent if ready else self._last
             for move in moves:
                 self._move(move, loads)
 
@@ -131,6 +136,7 @@ class Balancer:
         apart = self._named[move.source].node != self._named[move.target].node
         if apart and "recompute" in self._planner.modes:
             move = replace(move, how="recompute")
+        self._acted = True
         moved = self._mover.move(move, by_name[move.source].version, why)
         news = moved.refused and moved.refused != self._refused
         self._refused = moved.refused

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,3 +276,37 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     assert {(name, engine) for name, engine, _, _ in record["stays"]} >= {(name, "e1") for name in moved}
     assert all(0 <= began <= ended for _, _, began, ended in record["stays"])
     assert lengths.remaining(0, 300) == pytest.approx(np.mean([length(i) for i in range(12)]))
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 0.1])
+def test_plans_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A round takes 20 ms in virtual time, and a plan is due every 8 rounds unless it takes long."""
+    now = 0.0
+    plans = 0
+
+    def wait(period: float) -> bool:
+        nonlocal now
+        now += period
+        return now > 100
+
+    def plan(*_: object) -> list[Move]:
+        nonlocal now, plans
+        now += seconds
+        plans += 1
+        return []
+
+    asked = requests(2, 0)
+    engines = [
+        SimpleNamespace(progress=lambda name=r.id: Load("", (Held(name, 3, 3 + int(now / 0.02), 1.0),), 0, 1000, 0))
+        for r in asked
+    ]
+    drawn = {id(engine): {r.id: r} for engine, r in zip(engines, asked, strict=True)}
+    owner = SimpleNamespace(samples={}, stays=[], drawn_by=lambda engine: drawn[id(engine)])
+    named = dict(zip("ab", engines, strict=True))
+    balancer = Balancer(owner, named, SimpleNamespace(plan=plan), Lengths(), 300, every=8)  # type: ignore[arg-type]
+    monkeypatch.setattr("megatron_rlspec.rollout.balancer.time", SimpleNamespace(perf_counter=lambda: now))
+    balancer._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    balancer._run()
+    expected = 100 / max(8 * 0.02, 100 * seconds)
+    assert plans == pytest.approx(expected, rel=0.1)
+    assert balancer.seconds <= 1.05 * now / 100

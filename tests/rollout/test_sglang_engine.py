@@ -924,7 +924,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
                 (answer,) = engine.accept([Cargo(piece.id, f"{piece.path}.{tag}")])
                 assert not answer.refused, answer
         found = engine.generate(rest(asked, begun), sampling)
-        engine.withdraw()
+        engine.withdraw([piece.id for piece in delta])
         return found
 
     try:
@@ -950,8 +950,12 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
             assert max(len(s.accepted_spans) for s in again) > 5
     finally:
         engine.update_weights(0, WEIGHTS.items())
-        for piece in delta:
-            Path(f"{piece.path}.0").unlink()
+        engine.withdraw()
+    assert not files_of(engine)
+
+
+def files_of(engine: SGLangEngine) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{Path(engine.describe()['columns']).name}*"))
 
 
 def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
@@ -979,9 +983,16 @@ def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
     (late,) = source.export([Grant(asked[0].id, 40)])
     (answer,) = target.accept([late])
     assert answer.refused.startswith("columns below 40 are needed, and ")
+    assert not files_of(source)
+    source.export([Grant(asked[1].id)])  # no target reads it
+    assert len(files_of(source)) == 1
+    target.withdraw()
+    source.withdraw([asked[1].id])
+    assert len(files_of(source)) == 1
+    source.withdraw()
+    assert not files_of(source)
     source.abort()
     ended()
-    target.withdraw()
     assert balanced(source, target)
 
 
@@ -996,18 +1007,17 @@ def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLan
     samples: list[Sample] = []
     thread.start()
     left: set[str] = set()
-    files: list[Cargo] = []
     while thread.is_alive():
         here = [held.id for held in engine.progress().running if held.id not in left]
         if here:
-            files += engine.detach([Grant(here[0])])
+            engine.detach([Grant(here[0])])
             left.add(here[0])
     assert {sample.status for sample in samples} == {"finished", "aborted"}
     for sample in samples:
         stopped = np.flatnonzero(np.isin(sample.response, stops)).tolist()
         assert stopped == ([len(sample.response) - 1] if sample.status == "finished" else []), sample
-    for piece in files:
-        Path(f"{piece.path}.0").unlink(missing_ok=True)
+    engine.withdraw()
+    assert not files_of(engine)
 
 
 def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:

@@ -1,7 +1,8 @@
-"""The temporary directory of one engine, and its removal together with SGLang's shared memory, however it ends."""
+"""The temporary directory of one engine, and its removal together with its shared memory, however it ends."""
 
 from __future__ import annotations
 
+import glob
 import os
 import select
 import shutil
@@ -24,11 +25,22 @@ def current() -> Path | None:
     return directory if directory.name.startswith(PREFIX) else None
 
 
+def columns(directory: Path | None) -> str:
+    """Return how the paths of the files begin into which an engine writes the KV caches of samples that leave it."""
+    return f"{_SHARED_MEMORY}/rlspec-kv-" + (f"{directory.name}-" if directory else "")
+
+
 def remove(directory: Path) -> None:
     """Remove the directory and the shared memory that bears its name. Safe to repeat."""
-    for file in _SHARED_MEMORY.glob(f"sglang_loads_{directory.name}_*.shm"):
-        file.unlink(missing_ok=True)
+    for begins in (f"{_SHARED_MEMORY}/sglang_loads_{directory.name}_", columns(directory)):
+        remove_files(begins)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_files(begins: str, ends: str = "") -> None:
+    """Remove the files whose paths begin and end so."""
+    for name in glob.glob(f"{glob.escape(begins)}*{ends}"):
+        Path(name).unlink(missing_ok=True)
 
 
 def remove_at_end(directory: Path) -> None:

@@ -58,7 +58,6 @@ class SGLangEngine:
     process    the server's process, if this client started it and must end it
     timeout    longest time in seconds without an answer or a finished sample
     transport  of weights
-    columns    a directory of the engine's machine, for the KV caches of samples that leave it
     """
 
     def __init__(
@@ -69,10 +68,9 @@ class SGLangEngine:
         process: EngineProcess | None = None,
         timeout: float = 1800.0,
         transport: Transport | None = None,
-        columns: str = "/dev/shm",
     ) -> None:
         self.url = url.rstrip("/")
-        self._columns = columns
+        self._columns = ""  # how the paths begin of its files of KV caches
         api_key = known_key(api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
@@ -256,7 +254,9 @@ class SGLangEngine:
         return self._send_off("control/kv_detach", grants, columns)
 
     def _send_off(self, path: str, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
-        new = (f"{self._columns}/rlspec-kv-{uuid.uuid4().hex}" if columns else "" for _ in grants)
+        if columns and not self._columns:
+            self._columns = self._field("control/describe", "columns", str)
+        new = (f"{self._columns}{uuid.uuid4().hex}" if columns else "" for _ in grants)
         files = {grant.id: file for grant, file in zip(grants, new, strict=True)}
         rows = [{"id": grant.id, "first": grant.first, "path": files[grant.id]} for grant in grants]
         return [

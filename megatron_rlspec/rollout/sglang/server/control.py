@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rlspec.environment import SHARED
+from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.server import (
     decisions,
     draft_vocabulary,
@@ -130,6 +131,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "held": _held.get("reason", ""),
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
+        "columns": scratch.columns(scratch.current()),
     }
 
 

@@ -9,7 +9,7 @@ travel: SGLang computes them anew from the last two columns.
     export    the source writes the columns that are final, between two rounds, and goes on
     detach    the source ends the sample after the next round, and writes the columns since `export` in the same step
     accept    the target writes the columns into slots, and puts them into its tree, protected until the sample arrives
-    withdraw  the target gives up what it keeps for a sample
+    withdraw  the target gives up what it keeps for a sample; without ids an engine also removes files that it wrote
 
 All ranks execute each command. What they decide depends on nothing but the state that they share; only the reading of
 their files may differ, so `accept` agrees on that before it changes anything.
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.server import kv_file, versions
 from megatron_rlspec.rollout.sglang.settings import Settings
 
@@ -94,7 +95,9 @@ def offer(settings: Settings, scheduler: Any, version: str, notes: Sequence[Answ
 
 def export(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
     """Write the final columns of running samples from `first` on. notes: {"id", "first", "path"}."""
-    return {"answers": [_each(_export, scheduler, **note) for note in notes]}
+    answers = [_each(_export, scheduler, **note) for note in notes]
+    _wait_for_all_ranks()
+    return {"answers": answers}
 
 
 def detach(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
@@ -114,7 +117,10 @@ def accept(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answe
 
 
 def withdraw(settings: Settings, scheduler: Any, ids: Sequence[str] | None = None) -> Answer:
-    """Give up what is kept for these samples, or for all."""
+    """Give up what is kept for these samples. Without ids give up all, and remove what this rank wrote."""
+    directory = scratch.current()
+    if ids is None and directory is not None:
+        scratch.remove_files(scratch.columns(directory), _own(""))
     for rid in list(_reserved.keys() | _protected.keys()) if ids is None else ids:
         _release(scheduler.tree_cache, rid)
     return {}
@@ -220,6 +226,13 @@ def _write(scheduler: Any, request: Any, first: int, path: str) -> Answer:
     return {"last": last, "bytes": size * versions.installed().tensor_group().world_size}
 
 
+def _wait_for_all_ranks() -> None:
+    """Wait until every tensor-parallel rank has written: the answer of one of them sends the target to all files."""
+    group = versions.installed().tensor_group()
+    if group.world_size > 1:
+        dist.barrier(group=group.cpu_group)
+
+
 def _export(scheduler: Any, rid: str, first: int, path: str) -> Answer:
     return _write(scheduler, _running(scheduler, rid), first, path)
 
@@ -262,6 +275,7 @@ def _leave(processor: Any, request: Any) -> None:
         _write(departure.scheduler, request, departure.first, departure.path)
     except (ValueError, OSError) as error:  # the target misses the file, and computes the columns itself
         logger.warning("rlspec: %s leaves without its KV cache: %s", request.rid, error)
+    _wait_for_all_ranks()
 
 
 def _reserve(scheduler: Any, rid: str, tokens: list[int], upto: int) -> Answer:
