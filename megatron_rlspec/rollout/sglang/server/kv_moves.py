@@ -111,8 +111,7 @@ def detach(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answe
 def accept(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
     """Put columns into the tree, all of a file or none, and protect them. notes: {"id", "path"}."""
     layout = _layout(scheduler)
-    found = [_each(_read, scheduler, layout=layout, **note) for note in notes]
-    _agree(found)
+    found = _agree([_each(_read, scheduler, layout=layout, **note) for note in notes])
     return {"answers": [answer if "refused" in answer else _each(_insert, scheduler, **answer) for answer in found]}
 
 
@@ -315,19 +314,21 @@ def _read(scheduler: Any, rid: str, path: str, layout: kv_file.Layout) -> Answer
     return {"header": header, "columns": columns}
 
 
-def _agree(found: list[Answer]) -> None:
+def _agree(found: list[Answer]) -> list[Answer]:
     """Refuse, on every tensor-parallel rank, what one of them has to refuse, or reads otherwise than the others."""
     group = versions.installed().tensor_group()
     if group.world_size == 1:
-        return
+        return found
     marks = [zlib.crc32(repr(answer["header"].place).encode()) if "header" in answer else -1 for answer in found]
     least = torch.tensor(marks)
     most = least.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group.cpu_group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group.cpu_group)
-    for answer, low, high in zip(found, least.tolist(), most.tolist(), strict=True):
-        if low != high:
-            answer.setdefault("refused", "the tensor-parallel ranks read different columns")
+    different = "the tensor-parallel ranks read different columns"
+    return [
+        answer if low == high else {"id": answer["id"], "refused": answer.get("refused", different)}
+        for answer, low, high in zip(found, least.tolist(), most.tolist(), strict=True)
+    ]
 
 
 def _insert(scheduler: Any, rid: str, header: kv_file.Header, columns: Tensor) -> Answer:
