@@ -250,11 +250,9 @@ def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, w
     assert dying.dead and pool.engines == tuple(others)
 
 
-def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
-    """All samples are of one prompt, so one engine gets them. The plan spreads them; the record says where."""
-    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
+def balanced(engines: Sequence[Engine], lengths: Lengths) -> Balancer:
+    """Draw 12 samples of one prompt, which one engine gets, and return what balanced the engines."""
     cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
-    lengths = Lengths()
     found: list[Balancer] = []
 
     def balance(owner: Owner) -> Balancer:
@@ -267,7 +265,29 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
-    (balancer,) = found
+    return found[0]
+
+
+def test_what_a_broken_move_may_have_written_is_given_up() -> None:
+    """An order to leave whose answer is lost: the engine may write files that only it knows."""
+    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
+    withdrawn: list[tuple[str, Sequence[str] | None]] = []
+
+    def detach(*_: object, **__: object) -> list[Cargo]:
+        raise EngineError("no answer")
+
+    for engine in engines:
+        engine.detach = detach  # type: ignore[method-assign]
+        engine.withdraw = lambda ids=None, name=engine.name: withdrawn.append((name, ids))  # type: ignore[method-assign]
+    assert not balanced(engines, Lengths()).moves
+    assert withdrawn[-2:] == [("e0", None), ("e1", None)]
+
+
+def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
+    """The plan spreads what one engine holds; the record says where."""
+    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
+    lengths = Lengths()
+    balancer = balanced(engines, lengths)
     moved = [name for move in balancer.moves for name in move.ids]
     assert 3 <= len(set(moved)) <= 9 and len(moved) == len(set(moved))  # nothing moves back and forth
     assert balancer.moves[0].why == "12 samples on e0, 0 on e1" and balancer.moves[0].rounds > 0
