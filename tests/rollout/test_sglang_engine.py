@@ -931,7 +931,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
         for weights in (WEIGHTS, attentive_drafter()):
             engine.update_weights(3, weights.items())
             engine.set_schedule(before)
-            cut = fresh(6, "rounds", 9100)
+            cut = fresh(12, "rounds", 9100)
             ended = started(engine, cut, sampling, 20)
             delta = engine.detach([Grant(r.id) for r in cut])
             begun = ended()
