@@ -4,7 +4,6 @@ With BACK in the environment, the run restarts that engine as if it had launched
 """
 
 import os
-import threading
 
 from megatron_rlspec import cli, rollouts
 from megatron_rlspec.engine import EngineError
@@ -18,8 +17,22 @@ losses = []
 def draw_and_lose(self, step):
     if step == 2 and not losses:
         losses.append(step)
-        threading.Timer(0.02, self.engines.engines[0].close).start()
+        lose(self.engines.engines[0])
     return draw(self, step)
+
+
+def lose(engine):
+    """Let the engine end when its second round, or a fleet's second tick, is about to begin."""
+    serve = engine._serve
+    rounds = []
+
+    def ends(*arguments):
+        rounds.append(arguments)
+        if len(rounds) == 2:
+            engine.close()
+        serve(*arguments)
+
+    engine._serve = ends
 
 
 class Own(opening.StartingEngines):

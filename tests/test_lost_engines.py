@@ -14,6 +14,7 @@ from megatron_rlspec.metrics import read_records
 LOSING = Path(__file__).parent / "losing_run.py"
 WATCHED = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
 SGLANG = {"rollout__max_new_tokens": 96, "rollout__timeout_seconds": 10, "train__steps": 4, "train__eval_prompts": 1}
+EMBEDDED = {"rollout__engine": "embedded", "tail__every": 4, "train__steps": 4}
 NO_RESTARTS = {"rollout__restarts": 0}
 
 
@@ -32,7 +33,7 @@ def stopped(process: subprocess.Popen) -> str:
 
 @pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ranks, staleness):
-    options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
+    options = EMBEDDED | {"rollout__staleness": staleness, "ranks": ranks}
     run(start, tmp_path / "whole", **options)
     line = stopped(train(start, tmp_path / "lost", program=LOSING, train__save_every=0, **options))
     # Ahead of training, the third step's samples are drawn beside the second step, which is finished before the stop.
@@ -54,7 +55,7 @@ def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ran
 @pytest.mark.parametrize(("ranks", "staleness"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_the_only_engine_is_restarted_and_the_run_continues(start, tmp_path, monkeypatch, ranks, staleness):
     """A restarted engine has the weights of model.path, so its samples show that it received a push before."""
-    options = {"rollout__engine": "embedded", "rollout__staleness": staleness, "train__steps": 4, "ranks": ranks}
+    options = EMBEDDED | {"rollout__staleness": staleness, "ranks": ranks}
     run(start, tmp_path / "whole", **options)
     monkeypatch.setenv("BACK", "1")
     finish(train(start, tmp_path / "lost", program=LOSING, **options))
