@@ -817,6 +817,12 @@ def started(engine: SGLangEngine, asked: list[Request], sampling: Sampling, leas
     return end
 
 
+def first_version(*engines: SGLangEngine) -> None:
+    """Give engines the same weights and version, whatever other tests have pushed."""
+    for engine in engines:
+        engine.update_weights(0, WEIGHTS.items())
+
+
 def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
     return [replace(request, partial=Partial.of(sample)) for request, sample in zip(asked, begun, strict=True)]
 
@@ -882,6 +888,7 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 def test_running_samples_move_with_their_kv_cache(engines: dict[str, SGLangEngine], temperature: float) -> None:
     """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed."""
     source, target = engines["unkeyed"], engines["adaptive"]
+    first_version(source, target, engines["plain"])
     target.set_schedule(k(3))
     asked = fresh(4, f"move{temperature:.0f}", 9000)
     sampling = Sampling(temperature=temperature, max_new_tokens=200, ignore_eos=True)
@@ -960,6 +967,7 @@ def files_of(engine: SGLangEngine) -> list[Path]:
 
 def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
     source, target = engines["unkeyed"], engines["adaptive"]
+    first_version(source, target)
     asked = fresh(2, "refused", 9200)
     notes = [Note(r.id, np.asarray(r.prompt.tokens), 100) for r in asked]
     with pytest.raises(EngineError, match="the sample has weights of version 7, this engine of version 0"):

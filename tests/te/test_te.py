@@ -17,7 +17,7 @@ SLOW = {
     "one rank": ["train/test_model_parity.py", "train/test_loading.py", "train/test_attention.py"],
     "isolation": ["train/test_isolation.py", "te/inside"],
     "experts": ["train/test_experts.py", "train/test_expert_parallel.py"],
-    "EAGLE-3": ["train/test_eagle3.py"],
+    "EAGLE-3": ["train/test_eagle3_training.py"],
     "layouts": ["train/test_parallel_equality.py::test_every_pair_of_settings"],
     # The other tests of warm starts have a control that depends on the drafter's initialisation, which differs here.
     "resume": [
