@@ -166,6 +166,7 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SG
         engine.update_weights(9, WEIGHTS.items())
         engine.set_schedule(k(3))
     undisturbed = pair["a"].generate(asked, sampling)
+    columns = Path(pair["lost"].describe()["columns"])
     threading.Timer(0.5, pair["lost"].close).start()
     samples, fuzz = fuzzed(pair, asked, sampling, chance, 9)
     assert texts(samples) == texts(undisturbed)
@@ -175,6 +176,7 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SG
     for name in ("a", "b"):
         pair[name].withdraw()
     assert balanced(pair["a"], pair["b"])
+    assert not list(columns.parent.glob(f"{columns.name}*")) and not files_of(pair["a"]) and not files_of(pair["b"])
 
 
 @pytest.mark.lossless
