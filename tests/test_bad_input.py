@@ -90,7 +90,6 @@ OPTIONS = [  # command-line text of options, and what the line must hold
     ("spec.verifier=greedy", "spec.verifier", "'position_keyed'", "'greedy'"),
     ("spec.mode=fixed spec.topk=2", "spec.topk=2", "rollout.engine=sglang"),
     ("spec.mode=fixed spec.tree_budget=batch", "spec.tree_budget=batch", "rollout.engine=sglang"),
-    ("rollout.engine=embedded spec.mode=off tail.rebalance=kv", "tail.rebalance=kv", "engine=embedded"),
     ("spec.verifier=rejection tail.rebalance=auto", "tail.rebalance=auto", "spec.verifier=position_keyed"),
     ("rollout.function=a:b tail.rebalance=recompute", "tail.rebalance=recompute", "rollout.function"),
     ("rollout.engine=embedded spec.mode=fixed spec.topk=2 spec.verifier=rejection", "topk=2", "verifier=rejection"),

@@ -143,7 +143,7 @@ def install(audit: Audit) -> None:
 
 if __name__ == "__main__":
     serve.emulation.asked()
-    os.environ.update(serve._sglang().cpu_environment)
+    os.environ.update(serve.installed_sglang().cpu_environment)
     serve._install_stand_ins()
     audit = Audit(Path(sys.argv[1]))
     load = serve._fork_children

@@ -9,6 +9,7 @@ import pytest
 from test_faults import MTP, swap
 from weight_oracles import echo_checkpoint
 
+from megatron_rlspec.checkpoints import Drawn
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.metrics import Recorder, read_records
@@ -27,7 +28,7 @@ CHAIN = SpecConfig(3)
 def start(config, hf_config, run_dir, resumed=None):
     starting = StartingRollouts(config, hf_config, None, run_dir)
     prompts = SimpleNamespace(rows=PROMPTS)
-    return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, [])
+    return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, Drawn())
 
 
 class Run:

@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     options.api_key = known_key(options.api_key)
     serve.check(options)
+    serve.installed_sglang()
     descriptor, log = tempfile.mkstemp(prefix=f"rlspec-serve-{options.port}-", suffix=".log")
     with open(descriptor, "wb") as output:
         engine = subprocess.Popen(

@@ -134,7 +134,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     device = _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
         raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
-    _sglang()
+    installed_sglang()
     if options.spec != "off" and "--enable-mixed-chunk" in rest:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
     if options.spec != "off" and any(text.startswith("--disaggregation-mode") for text in rest):
@@ -154,7 +154,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
             del os.environ[name]
     os.environ.update(settings.to_environment())
     if device == "cpu":
-        os.environ.update(_sglang().cpu_environment)
+        os.environ.update(installed_sglang().cpu_environment)
         _check_emulation()
         _install_stand_ins()
     _launch(options, device, [*arguments, *rest])
@@ -192,7 +192,7 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
         raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
-    if problem := _sglang().without_eagle3(target):
+    if problem := installed_sglang().without_eagle3(target):
         raise ServeError(f"{given}: {problem}")
     try:
         drafter = check_drafter(options.draft_model, target, options.model)
@@ -231,7 +231,7 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     if total:
         arguments.append(f"--max-total-tokens={total}")
     if device == "cpu":
-        arguments += [*_CPU_ARGUMENTS, *_sglang().cpu_arguments]
+        arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
     if options.verifier == "position_keyed" or device == "cpu":
         arguments.append("--sampling-backend=pytorch")
     if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -401,7 +401,8 @@ def _install_stand_ins() -> None:
         print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
 
 
-def _sglang() -> versions.Sglang0523:
+def installed_sglang() -> versions.Sglang0523:
+    """Return the adapter to the installed SGLang. Raises ServeError if none is installed, or none fits."""
     try:
         return versions.installed()
     except ImportError as error:
@@ -420,7 +421,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
     if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
-        _sglang().prepare_cpu()
+        installed_sglang().prepare_cpu()
     if device == "cpu":
         emulation.install(emulation.asked())
         _fork_children()
