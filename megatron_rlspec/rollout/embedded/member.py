@@ -180,8 +180,6 @@ class Member:
             self.runs = regroup(self.engine, self.ranks, self.groups, wanted)
             took = (time.perf_counter() - began) * 1e3
             self.changes.append({"from": now, "to": wanted, "samples": len(self.runs), "ms": took})
-            self._moved.clear()
-            self._missed.clear()
 
     def _loads(self, order: Tick) -> list[Load]:
         """Return every rank's load, new requests included."""

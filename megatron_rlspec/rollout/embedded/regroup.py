@@ -71,7 +71,8 @@ def _luggage(engine: EmbeddedEngine, switch: retile.Switch, speaks: bool) -> Lug
             row = retile.Row.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
         partial = Partial.of(run.so_far("aborted")) if run.response else None
         travellers.append(Traveller(replace(run.request, partial=partial), run.sampling, row))
-    rule = engine.schedule.to_json() if isinstance(engine.schedule, SpecRule) else None
+    chosen = engine._schedule  # also while speculation is held off, so that all ranks agree after its release
+    rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
     return Luggage(travellers, rule)
 
 
