@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from short_run import finish, run, train
 
+from megatron_rlspec import metric_names
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.weights.checkpoint import read_hf
@@ -22,6 +23,7 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     records = read_records(whole / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     for record in records:
+        assert not [key for key in record if metric_names.find(key) is None]
         assert record["push/failed_engines"] == 0 and record["push/tensors"] == len(read_hf(start / "model")[1])
         assert record["policy/skipped"] == 0 and record["drafter/grad_norm"] > 0
         assert record["rollout/response_tokens"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
