@@ -11,7 +11,8 @@ SOURCES = sorted(Path(megatron_rlspec.__file__).parent.rglob("*.py"))
 GROUPS = "rollout|policy|drafter|spec|predict|drift|push|health|engine"
 WRITTEN = re.compile(rf"(?:{GROUPS})/\w+|seconds_\w+")
 # Parts of keys, and the axis of slime's plots.
-PARTS = {"drafter/ce", "drafter/covered", "drafter/tokens", "predict/next_tokens_k", "seconds_1", "rollout/step"}
+PARTS = {"drafter/ce", "drafter/covered", "drafter/tokens", "predict/next_tokens_k", "seconds_1"}
+PARTS |= {"drift/tokens", "rollout/step"}
 
 
 def keys_in_sources() -> dict[str, Path]:
