@@ -98,8 +98,8 @@ class WorkloadConfig(Section):
 class AcceptanceConfig(Section):
     easy: Rates = Field((0.85, 0.8, 0.75), description="acceptance rate by depth in easy stretches")
     hard: Rates = Field((0.55, 0.45, 0.4), description="the same in hard ones")
-    persistence: Annotated[float, Field(ge=0, lt=1)] = Field(0.6, description="how long stretches last; 0: one round")
-    share: Share = Field(0.6, description="of rounds in easy stretches, on average over samples")
+    persistence: Annotated[float, Field(ge=0, lt=1)] = Field(0.8, description="how long stretches last; 0: one token")
+    share: Share = Field(0.6, description="of tokens in easy stretches, on average over samples")
     spread: Share = Field(0.15, description="standard deviation of that share between samples")
 
     @model_validator(mode="after")

@@ -163,7 +163,7 @@ class SimEngine:
         regimes = np.array([s.regime for s in self.running])
         accepted = self.acceptance.accept(regimes, steps, self.rng) if steps else np.zeros(batch, np.int64)
         shares = np.array([s.share for s in self.running])
-        following = self.acceptance.advance(regimes, shares, self.rng).tolist()
+        following = self.acceptance.advance(regimes, shares, accepted + 1, self.rng).tolist()
         marks = accepted.tolist()
         observe = getattr(self.policy, "observe", None)
         if observe is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_rlspec.types import Sample
 
 STEPS = 60  # of the fit
+SHARES = np.linspace(0.05, 0.95, 10)  # of a sample's tokens in the easy regime
 EASY = 0  # the regime; the hard one is 1
 NORMAL = NormalDist()
 
@@ -24,12 +25,12 @@ NORMAL = NormalDist()
 def rounds_of(sample: Sample) -> list[int]:
     """Return the accepted drafts of every verify round of a sample, in order.
 
-    The pass that draws the first token is no round. The last round may have accepted drafts past the end; they are not
-    counted, so it is left out.
+    The pass that draws the first token is no round, even where it drafts, as in the embedded engine. The last round may
+    have accepted drafts past the end; they are not counted, so it is left out.
     """
     spans = dict(sample.accepted_spans)
     found = []
-    at = 1
+    at = spans.get(0, 0) + 1
     tokens = len(sample.response)
     while at < tokens:
         accepted = spans.get(at, at) - at
@@ -41,11 +42,13 @@ def rounds_of(sample: Sample) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class AcceptanceModel:
-    """Two regimes, between which a sample changes from round to round (a hidden Markov chain).
+    """Two regimes, between which a sample changes from token to token (a hidden Markov chain).
+
+    The chain runs over tokens, not over rounds: a model that was fitted to deep drafts predicts shallow ones, too.
 
     rates        [2, D] probability that draft d is accepted if those before it were, in the easy and the hard regime
-    persistence  0: each round's regime is independent; towards 1: stretches become long
-    shares       [N] a sample's share of rounds in the easy regime is one of these, at random: samples differ
+    persistence  probability that a token does not draw its regime anew; towards 1 stretches become long
+    shares       [N] a sample's share of tokens in the easy regime is one of these, at random: samples differ
     """
 
     rates: np.ndarray
@@ -67,19 +70,20 @@ class AcceptanceModel:
         rounds[there] = np.concatenate(rows)
         mean = _rates(rounds[there], np.ones(int(ends.sum())), num_steps)
         rates = np.stack([_shifted(mean, 0.8), _shifted(mean, -0.8)])
-        persistence = share = 0.5
+        persistence = 0.9
+        weights = np.full(len(SHARES), 1 / len(SHARES))  # of the samples' shares
         for _ in range(STEPS):
             likelihood = _likelihood(rates, rounds, num_steps)
             likelihood[~there] = 1.0  # rounds after the end say nothing
-            easy, kept = _smooth(likelihood, persistence, share)
-            weight = easy[there]
-            share = float(np.clip(weight.mean(), 0.02, 0.98))
+            easy, drawn, evidence = _smooth(likelihood, rounds + 1, persistence)
+            own = weights * np.exp(evidence - evidence.max(1, keepdims=True))
+            own /= own.sum(1, keepdims=True)  # [N, K] probability of each share
+            weights = own.mean(0)
+            weight = (own[..., None] * easy).sum(1)[there]
             rates = np.stack([_rates(rounds[there], w, num_steps) for w in (weight, 1 - weight)])
-            steps = there[:, 1:]
-            persistence = float(np.clip(kept[steps].sum() / max(int(steps.sum()), 1), 0.0, 0.99))
-        prior = 8.0  # rounds: a short sample says little about its own share
-        own = (easy * there).sum(1)
-        return cls(rates, persistence, (own + prior * share) / (ends + prior))
+            later = there[:, 1:]
+            persistence = _persistence((own[..., None] * drawn).sum(1)[later], rounds[:, :-1][later] + 1)
+        return cls(rates, persistence, own @ SHARES)
 
     @classmethod
     def independent(cls, rates: Sequence[float]) -> AcceptanceModel:
@@ -98,10 +102,12 @@ class AcceptanceModel:
         accepted: np.ndarray = np.logical_and.accumulate(hits, 1).sum(1)
         return accepted
 
-    def advance(self, regimes: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Return the regimes [B] of the next round."""
+    def advance(
+        self, regimes: np.ndarray, shares: np.ndarray, tokens: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Return the regimes [B] after so many `tokens` [B]."""
         fresh = rng.random(len(regimes)) >= shares
-        kept = rng.random(len(regimes)) < self.persistence
+        kept = rng.random(len(regimes)) < self.persistence**tokens
         return np.where(kept, regimes, fresh.astype(np.int64))
 
 
@@ -126,27 +132,50 @@ def _likelihood(rates: np.ndarray, rounds: np.ndarray, num_steps: int) -> np.nda
     return found
 
 
-def _smooth(likelihood: np.ndarray, persistence: float, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return P(easy) of each round [N, T], and P(the regime was kept) of each transition [N, T - 1]."""
-    start = np.array([share, 1 - share])
-    move = persistence * np.eye(2) + (1 - persistence) * start
-    forward = np.zeros_like(likelihood)
-    backward = np.ones_like(likelihood)
-    kept = np.zeros((len(likelihood), likelihood.shape[1] - 1))
-    forward[:, 0] = start * likelihood[:, 0]
-    forward[:, 0] /= forward[:, 0].sum(1, keepdims=True)
-    for t in range(1, likelihood.shape[1]):
-        forward[:, t] = forward[:, t - 1] @ move * likelihood[:, t]
-        forward[:, t] /= forward[:, t].sum(1, keepdims=True)
-    for t in range(likelihood.shape[1] - 2, -1, -1):
+def _smooth(
+    likelihood: np.ndarray, tokens: np.ndarray, persistence: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run forward and backward over the rounds [N, T] of every sample, once for each of the K `SHARES`.
+
+    Returns P(easy) [N, K, T], P(the regime was drawn anew since the round before) [N, K, T - 1], and the logarithm of
+    the rounds' probability [N, K]. `tokens` [N, T] are those of each round.
+    """
+    start = np.stack([SHARES, 1 - SHARES], 1)  # [K, 2]
+    keep = persistence ** tokens[:, :-1, None, None]  # [N, T - 1, 1, 1]
+    likelihood = likelihood[:, :, None]  # [N, T, 1, 2]
+    shape = (len(likelihood), likelihood.shape[1], len(SHARES))
+    forward = np.zeros((*shape, 2))
+    backward = np.ones((*shape, 2))
+    drawn = np.zeros((*shape[:1], shape[1] - 1, *shape[2:]))
+    evidence = np.zeros((shape[0], shape[2]))
+    for t in range(shape[1]):
+        before = keep[:, t - 1] * forward[:, t - 1] + (1 - keep[:, t - 1]) * start if t else start
+        forward[:, t] = before * likelihood[:, t]
+        total = forward[:, t].sum(-1, keepdims=True)
+        forward[:, t] /= total
+        evidence += np.log(total[..., 0])
+    for t in range(shape[1] - 2, -1, -1):
         ahead = likelihood[:, t + 1] * backward[:, t + 1]
-        both = ((forward[:, t] @ move) * ahead).sum(1)
-        kept[:, t] = (forward[:, t] * persistence * ahead).sum(1) / both
-        backward[:, t] = ahead @ move.T
-        backward[:, t] /= backward[:, t].sum(1, keepdims=True)
+        anew = ((1 - keep[:, t]) * start * ahead).sum(-1)
+        drawn[:, t] = anew / ((keep[:, t] * forward[:, t] * ahead).sum(-1) + anew)
+        backward[:, t] = keep[:, t] * ahead + (1 - keep[:, t]) * (start * ahead).sum(-1, keepdims=True)
+        backward[:, t] /= backward[:, t].sum(-1, keepdims=True)
     posterior = forward * backward
-    easy: np.ndarray = posterior[..., EASY] / posterior.sum(-1)
-    return easy, kept
+    easy = posterior[..., EASY] / posterior.sum(-1)
+    return easy.swapaxes(1, 2), drawn.swapaxes(1, 2), evidence
+
+
+def _persistence(drawn: np.ndarray, tokens: np.ndarray) -> float:
+    """Return the likeliest persistence of one token, given P(drawn anew) [M] over so many tokens [M]."""
+    sizes, which = np.unique(tokens, return_inverse=True)
+    draws = np.bincount(which, drawn, len(sizes))
+    keeps = np.bincount(which, 1 - drawn, len(sizes))
+    low, high = 0.0, 0.998
+    for _ in range(30):  # the slope of the logarithm of the likelihood falls from left to right
+        middle = (low + high) / 2
+        slope = (sizes * (keeps - draws * middle**sizes / (1 - middle**sizes))).sum()
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)
