@@ -3,20 +3,87 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import difflib
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
+
+WIDTH = 80  # columns of the first help text
+HELP = {"-h", "--help", "--help-all"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints one line for a mistake, without the usage, and takes no abbreviations."""
+    """An ArgumentParser with two help texts, one line for a mistake, and no abbreviations.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})
+    example   command lines that `--help` shows
+    first     options that `--help` shows beside positional arguments and required options; empty: all.
+              `--help-all` shows every option, and the epilog
+    """
+
+    def __init__(self, *, example: str = "", first: Sequence[str] = (), add_help: bool = True, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
+        self.example = example
+        self.first = first
+        if add_help:
+            self.add_argument("-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need")
+            self.add_argument("--help-all", action="help", help="every option")
+
+    def first_help(self) -> str:
+        """Return the help text with the options of `first` and the example, `WIDTH` columns wide."""
+        options = [a for a in self._actions if a.help != argparse.SUPPRESS and not {*a.option_strings} & HELP]
+        shown = [copy.copy(action) for action in options if not self.first or self._is_first(action)]
+        for action in shown:
+            action.help = textwrap.shorten(action.help or "", 120, placeholder=" ...")
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=28, width=WIDTH)
+        formatter.add_usage(self.usage or f"{self.prog} {' '.join(self._words())}".rstrip(), [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("most used" if self.first else "options")
+        formatter.add_arguments(shown)
+        formatter.end_section()
+        text = formatter.format_help()
+        if self.example:
+            text += "\n" + "".join(f"  {line}\n" for line in self.example.splitlines())
+        rest = len(options) - len(shown)
+        return text + (f"\n{rest} more options: {self.prog} --help-all\n" if rest else "")
+
+    def _is_first(self, action: argparse.Action) -> bool:
+        return not action.option_strings or action.required or bool(set(action.option_strings) & set(self.first))
+
+    def _words(self) -> Iterator[str]:
+        """Yield the words of a short usage line: positional arguments, required options, and [options]."""
+        for action in self._actions:
+            name = str(action.metavar or action.dest).upper()
+            if not action.option_strings:
+                yield f"[{name} ...]" if action.nargs == "*" else f"{name} ..." if action.nargs == "+" else name
+            elif action.required:
+                yield f"{action.option_strings[0]} {name}"
+        yield "[options]"
 
     def error(self, message: str) -> NoReturn:
         """Print `message` and exit with status 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        message = " ".join(message.split())
+        if message.startswith("unrecognized arguments: "):
+            word = message.split()[2].partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(word, known, n=1)
+            message += f"; did you mean {near[0]}?" if near else f"; `{self.prog} --help-all` lists the options"
+        elif message.startswith("the following arguments are required"):
+            message += f"; `{self.prog} --help` shows an example"
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class _FirstHelp(argparse.Action):
+    """Print the first help text, and exit."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.first_help(), end="")
+        parser.exit()
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:

@@ -1,33 +1,27 @@
-"""`rlspec COMMAND`: the list of commands, and `train` and `sft`. Other commands have modules of their own."""
+"""`rlspec COMMAND`: the list of commands, the module of each, and errors as one line. It imports little."""
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import errno
 import importlib
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NoReturn
+from collections.abc import Callable, Sequence
 
-from megatron_rlspec import data, doctor, environment, memory
-from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
-from megatron_rlspec.config.load import unknown_option
-from megatron_rlspec.inputs import check_inputs, with_drafter
-from megatron_rlspec.interruption import Interrupted, Interruption
-from megatron_rlspec.weights.model_config import DRAFTER
-from megatron_rlspec.weights.model_directory import check_model
+from megatron_rlspec import __version__, memory
+from megatron_rlspec.interruption import Interrupted
 
 COMMANDS = {
-    "train": ("megatron_rlspec.cli:train", "GRPO with a co-trained drafter (start it under torchrun)"),
-    "sft": ("megatron_rlspec.cli:sft", "supervised warm start of policy and drafter (under torchrun)"),
-    "answer": ("megatron_rlspec.cli:answer", "let a model write answers to prompts: what a drafter is warmed up on"),
-    "replay": ("megatron_rlspec.cli:replay", "train a drafter again along a recorded run (under torchrun)"),
+    "train": ("megatron_rlspec.training:train", "GRPO with a co-trained drafter (start it under torchrun)"),
+    "sft": ("megatron_rlspec.training:sft", "supervised warm start of policy and drafter (under torchrun)"),
+    "answer": ("megatron_rlspec.training:answer", "let a model write answers, for the warm start of a drafter"),
+    "replay": ("megatron_rlspec.training:replay", "train a drafter again along a recorded run (under torchrun)"),
     "serve": (
         "megatron_rlspec.rollout.sglang.server.foreground:main",
-        "one SGLang engine with lossless verification, weight pushes and adaptive drafting",
+        "one SGLang engine: lossless drafts, weight pushes, adaptive",
     ),
     "profile": (
         "megatron_rlspec.rollout.profile:main",
@@ -40,9 +34,21 @@ COMMANDS = {
     "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
     "slime": (
         "megatron_rlspec.integrations.slime.launch:main",
-        "run a slime command line with a trained drafter and adaptive speculation",
+        "run a slime command line with a drafter that is trained",
     ),
-    "doctor": ("megatron_rlspec.doctor:main", "which known defects the installed packages have"),
+    "doctor": ("megatron_rlspec.doctor:main", "known defects of what is installed; what a GPU machine lacks"),
+    "completion": ("megatron_rlspec.completion:main", "completion of commands and options by the Tab key"),
+}
+# What `rlspec --help` shows of them: the commands of a first day, each with an example.
+FIRST = {
+    "doctor": "rlspec doctor",
+    "convert": "rlspec convert MODEL DIR --add-mtp --to hf",
+    "answer": "rlspec answer --config a.toml --answer.path answers.jsonl",
+    "train": "torchrun -m megatron_rlspec.cli train --config a.toml",
+    "report": "rlspec report runs/mine",
+    "serve": "rlspec serve --model DIR",
+    "plan": "rlspec plan cost.json --acceptance 0.8,0.7,0.6",
+    "slime": "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
 }
 # Errors that are printed as one line -> exit code: 2 for a mistake of the user, 1 for a failure of the run. The modules
 # are not imported for this: an error of a module can only occur after its import.
@@ -77,44 +83,24 @@ MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. 
 MEGATRON_OWN_DEFAULT = "full scope is deprecated"  # megatron-core's warning about its own default of cuda_graph_scope
 COMPUTING = ("train", "sft", "replay", "answer")  # commands that compute with the model in their own process
 GPU_DEVICE = "/dev/nvidiactl"
-MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 # The disk is full or read-only, or a path is of no use: no bug of ours.
 MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.EEXIST}
 MACHINE |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY, errno.EMFILE}
-TRAIN_NOTES = """\
-With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
-more than --gpu-gib G, it refuses the layout.
-
-Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
-
-  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\
-      --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
-
-The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
-engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
-hf_drafter/. Ctrl-C and SIGTERM end a run after its present step, with a checkpoint; --train.resume true continues it.
-
-Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
-
-REPLAY_NOTES = """\
-The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
-
-  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay runs/recorded \\
-      --drafter.loss tv --train.run_dir runs/tv
-
-With as many ranks as the run, and the same options, the drafter is bit for bit the one that the run trained.
-docs/replay.md has the variants."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command, and exit with its code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: rlspec COMMAND [options]      rlspec COMMAND --help shows its options\n")
-        for name, (_, text) in COMMANDS.items():
-            print(f"  {name:9} {text}")
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
+        print(overview(every=argv[:1] == ["--help-all"]))
         sys.exit(0 if argv else 2)
+    if argv[0] == "--version":
+        print(__version__)
+        sys.exit(0)
     if argv[0] not in COMMANDS:
-        sys.exit(_complain(f"unknown command {argv[0]!r}; one of: {', '.join(COMMANDS)}", 2))
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean `rlspec {near[0]}`?" if near else f"one of: {', '.join(COMMANDS)}"
+        sys.exit(_complain(f"unknown command {argv[0]!r}; {hint} `rlspec --help` shows examples", 2))
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
         if argv[0] in COMPUTING:
@@ -122,6 +108,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", MEGATRON_OWN_DEFAULT, UserWarning)
     module, _, function = COMMANDS[argv[0]][0].partition(":")
     sys.exit(run(lambda: getattr(importlib.import_module(module), function)(argv[1:])))
+
+
+def overview(every: bool = False) -> str:
+    """Return the list of commands: those of `FIRST` with examples, or every one in a line. At most 80 columns wide."""
+    lines = [f"rlspec {__version__}: RL post-training with speculative decoding", ""]
+    if every:
+        lines += [f"  {name:11} {text}" for name, (_, text) in COMMANDS.items()]
+        return "\n".join(
+            [*lines, "", "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`."]
+        )
+    for name, example in FIRST.items():
+        lines += [f"  {name:10} {COMMANDS[name][1]}", f"      {example}"]
+    others = ", ".join(name for name in COMMANDS if name not in FIRST)
+    lines += ["", f"Others: {others}."]
+    lines.append("Most used options: `rlspec COMMAND --help`. Every command: `rlspec --help-all`.")
+    return "\n".join(lines)
 
 
 def run(act: Callable[[], object]) -> int:
@@ -169,143 +171,6 @@ def _message(error: Exception) -> str:
     if _lost_rank(error):
         return f"another rank ended or cannot be reached ({str(error)[:200]})"
     return str(error)
-
-
-def train(argv: list[str]) -> None:
-    """Run `rlspec train`. Mistakes in options and files are found before the heavy imports."""
-    if "--dry-run" in argv:
-        return dry_run(argv)
-    environment.prepare(os.environ)
-    config = parse("train", argv)
-    check_inputs(config, "train")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=True)
-        from megatron_rlspec import loop
-
-        loop.train(config, interruption)
-
-
-def sft(argv: list[str]) -> None:
-    """Run `rlspec sft`."""
-    environment.prepare(os.environ)
-    config = parse("sft", argv)
-    check_inputs(config, "sft")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0 and bool(config.data.eval_path))
-        from megatron_rlspec import loop
-
-        loop.warm_start(config, interruption)
-
-
-def answer(argv: list[str]) -> None:
-    """Run `rlspec answer`. Prints at its end what the file holds."""
-    config = parse("answer", argv)
-    hf_config = check_model(config.model.path, "serve", drafter=False, longest=config.model.max_length)
-    data.check_prompts(config.data.path, config.data)
-    hf_config = with_drafter(config, hf_config)
-    if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
-        config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
-    with Interruption().install().translating():
-        from megatron_rlspec import answer
-
-        print(answer.answer(config, hf_config))
-
-
-def replay(argv: list[str]) -> None:
-    """Run `rlspec replay`."""
-    environment.prepare(os.environ)
-    config = parse("replay", argv)
-    draws = config.replay.policy_step >= 0
-    check_inputs(config, "replay")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=draws)
-        from megatron_rlspec import loop
-
-        loop.replay(config, interruption)
-
-
-def dry_run(argv: list[str]) -> None:
-    """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
-    parser.add_argument("--gpu-gib", type=float)
-    options, rest = parser.parse_known_args(argv)
-    if not 1 <= options.ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
-    if options.gpu_gib is not None and not options.gpu_gib > 0:
-        raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
-    config = parse("train", rest, options.ranks)
-    longest = config.model.max_length
-    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
-    hf_config = with_drafter(config, hf_config, weights=False)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
-    from megatron_rlspec.train import dry_run
-
-    for line in dry_run.report(config, hf_config, options.ranks, options.gpu_gib):
-        print(line)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | None = None) -> Config:
-    """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
-    parser = _Parser(
-        prog=f"rlspec {command}",
-        usage=f"rlspec {command} {'RUN ' if command == 'replay' else ''}[--config FILE] [--section.key value ...]",
-        description=COMMANDS[command][1],
-        epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    if command == "replay":
-        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
-    parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in options():
-        section = option.name.partition(".")[0]
-        group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        text = f"{option.help} (default {option.shown})" if option.shown else option.help
-        group.add_argument(
-            f"--{option.name}", metavar=option.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
-        )
-    known, unknown = parser.parse_known_args(list(_joined(argv)))
-    overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
-    if unknown:
-        raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
-    config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
-    if command == "answer":
-        config.check_answer()
-    elif ranks:
-        config.check_run(command, ranks, f"--ranks is {ranks}")
-    elif started := environment.ranks_started(os.environ):
-        config.check_run(command, started, f"torchrun started {started}")
-    else:
-        config.check_run(command, 1, "this is one process, which torchrun did not start")
-    return config
-
-
-def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """Write `--name -1e-4` as `--name=-1e-4`, because argparse takes a word with a minus sign for an option."""
-    waiting = ""
-    for part in argv:
-        if waiting and part.startswith("-") and not part.startswith("--"):
-            yield f"{waiting}={part}"
-            waiting = ""
-            continue
-        if waiting:
-            yield waiting
-        waiting = part if part.startswith("--") and "=" not in part else ""
-        if not waiting:
-            yield part
-    if waiting:
-        yield waiting
 
 
 def _complain(message: str, code: int, every_rank: bool = False) -> int:

@@ -190,28 +190,38 @@ def held_out_rewards(run_dir: Path) -> dict[str, Estimate]:
     return found
 
 
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
+        prog="rlspec compare",
+        description=__doc__.splitlines()[0],
+        example="rlspec compare POLICY new=runs/mine/hf old=warm/hf --prompts held-out.jsonl",
+        first=("--count", "--steps", "--url", "--out"),
+    )
+    p.add_argument("policy", type=Path, help="Hugging Face directory of the policy")
+    p.add_argument("drafters", nargs="+", metavar="NAME=DIR", help="Hugging Face directory with a drafter")
+    p.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
+    p.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
+    p.add_argument("--steps", type=arguments.distinct_integers(1, 63), default=list(STEPS), help="default: 1,3,5")
+    p.add_argument("--temperature", type=arguments.number(0, 100), default=1.0)
+    most = "default: 1024, or half of the model's context if that is less"
+    p.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)
+    p.add_argument("--max-running-requests", type=arguments.integer(1, 2**20), default=256)
+    p.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), default=131072)
+    p.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
+    p.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
+    p.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
+    return p
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `rlspec compare`."""
-    parser = arguments.Parser(prog="rlspec compare", description=__doc__.splitlines()[0])
-    parser.add_argument("policy", type=Path, help="Hugging Face directory of the policy")
-    parser.add_argument("drafters", nargs="+", metavar="NAME=DIR", help="Hugging Face directory with a drafter")
-    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
-    parser.add_argument("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
-    parser.add_argument("--steps", type=arguments.distinct_integers(1, 63), default=list(STEPS), help="default: 1,3,5")
-    parser.add_argument("--temperature", type=arguments.number(0, 100), default=1.0)
-    most = "default: 1024, or half of the model's context if that is less"
-    parser.add_argument("--max-new-tokens", type=arguments.integer(1, 2**24), help=most)
-    parser.add_argument("--max-running-requests", type=arguments.integer(1, 2**20), default=256)
-    parser.add_argument("--max-total-tokens", type=arguments.integer(1, 2**31 - 1), default=131072)
-    parser.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
-    parser.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
-    options = parser.parse_args(argv)
+    own = parser()
+    options = own.parse_args(argv)
     places = {}
     for text in options.drafters:
         name, _, place = text.partition("=")
         if not name or not place or name in places:
-            parser.error(f"{text}: expected NAME=DIR, each name once")
+            own.error(f"{text}: expected NAME=DIR, each name once")
         places[name] = place
     if options.out is not None:
         files.check_output(options.out)

@@ -344,32 +344,39 @@ def versions() -> dict[str, str]:
     return found
 
 
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
+        prog="rlspec doctor",
+        description="Run the known defects of the installed megatron-core, SGLang and slime, and say which are there.",
+        example="rlspec doctor --gpu",
+        first=("--config", "--gpu"),
+        epilog="Exit status: 0; 1 if the configuration given by --config would run into a defect, or if --gpu finds "
+        "that training or serving on GPUs cannot start; 2 for a mistake.",
+    )
+    p.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
+    p.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
+    p.add_argument(
+        "--gpu", action="store_true", help="check the packages for GPUs also where none is visible (image builds)"
+    )
+    p.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
+    p.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    p.add_argument("--worker", choices=MODULES, help=argparse.SUPPRESS)
+    p.add_argument("--answer", help=argparse.SUPPRESS)
+    return p
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report.
 
     Exit status: 1 if the given configuration is affected, or if `--gpu` finds a lack that stops training or serving;
     2 for a mistake; else 0.
     """
-    parser = arguments.Parser(
-        prog="rlspec doctor",
-        description="Run the known defects of the installed megatron-core, SGLang and slime, and say which are there.",
-        epilog="Exit status: 0; 1 if the configuration given by --config would run into a defect, or if --gpu finds "
-        "that training or serving on GPUs cannot start; 2 for a mistake.",
-    )
-    parser.add_argument("names", nargs="*", metavar="DEFECT", help="only these; all by default")
-    parser.add_argument("--config", metavar="FILE", help="say whether this configuration of our own loop is affected")
-    parser.add_argument(
-        "--gpu", action="store_true", help="check the packages for GPUs also where none is visible (image builds)"
-    )
-    parser.add_argument("--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)")
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
-    parser.add_argument("--worker", choices=MODULES, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    own = parser()
+    options = own.parse_args(argv)
     if unknown := set(options.names) - {d.name for d in DEFECTS}:
         near = difflib.get_close_matches(min(unknown), [d.name for d in DEFECTS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        parser.error(f"no defect is called {min(unknown)[:60]!r}; {hint}known: {', '.join(d.name for d in DEFECTS)}")
+        own.error(f"no defect is called {min(unknown)[:60]!r}; {hint}known: {', '.join(d.name for d in DEFECTS)}")
     if options.worker:
         _work(options.worker, options.names, options.answer)
         return 0

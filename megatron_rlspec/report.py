@@ -101,18 +101,25 @@ class ComparisonTable(BaseModel):
     differences: list[ComparisonRow]
 
 
+def parser() -> arguments.Parser:
+    p = arguments.Parser(prog="rlspec report", description=__doc__, example="rlspec report runs/mine")
+    p.add_argument("run_dir", type=Path)
+    p.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    return p
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write the page and print its path. Raises RecordError and FileError."""
-    parser = arguments.Parser(prog="rlspec report", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
-    options = parser.parse_args(argv)
+    own = parser()
+    options = own.parse_args(argv)
     out = options.out or options.run_dir / "report.html"
     records = read(options.run_dir / "metrics.jsonl", StepRow)
     if not records:
-        parser.error(f"{options.run_dir}: no metrics.jsonl with at least one step; expected a run directory")
+        own.error(
+            f"{options.run_dir}: no metrics.jsonl with at least one step; expected a run directory of `rlspec train`"
+        )
     if out.resolve() in {path.resolve() for path in options.run_dir.glob("*.json*")}:
-        parser.error(f"--out {out}: this file is a record of the run; name another one")
+        own.error(f"--out {out}: this file is a record of the run; name another one")
     files.check_output(out)
     page = render(options.run_dir, [record.model_dump() for record in records])
     files.write_output(out, page.encode("utf-8", "replace"))  # half a surrogate pair in a text becomes "?"

@@ -119,7 +119,7 @@ class SimulationConfig(Section):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     if args.json:
         files.check_output(args.json)
     policies = [Policy.of(name) for name in args.policies.split(",")]
@@ -305,14 +305,16 @@ def summary(config: SimulationConfig, traces: Mapping[str, Sequence[Trace]]) -> 
     return {"simulated": True, "config": config.model_dump(), "policies": runs}
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
         prog="rlspec simulate",
         description=__doc__.partition(": ")[2],
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="rlspec simulate examples/simulate/h100.toml --policies off,k3,adaptive",
+        first=("--policies", "--seeds"),
     )
-    add = parser.add_argument
+    add = p.add_argument
     add("config", type=Path, help="TOML file: [cluster], [workload], [acceptance]")
     add(
         "--policies",
@@ -321,7 +323,7 @@ def _parser() -> arguments.Parser:
     )
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
     add("--json", type=Path, metavar="FILE", help="write the result here")
-    return parser
+    return p
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pytest
 import tiny_mimo
 import torch
 
-from megatron_rlspec import cli, data, metrics
+from megatron_rlspec import cli, data, metrics, training
 from megatron_rlspec.config import Config, ConfigError, DataConfig, RewardConfig, load
 from megatron_rlspec.data import DataError
 from megatron_rlspec.rl.rewards import Scorer
@@ -156,7 +156,7 @@ ROWS += [
         ("pipeline=2 x context=2", "multiple of 4 ranks, but 2"),
     ),
     ("run over a file", ConfigError, over_a_file, ("train.run_dir=", "expected a directory")),
-    ("misspelt flag", ConfigError, lambda p: cli.parse("sft", ["--sft.step=3"]), ("sft.step", "sft.steps?")),
+    ("misspelt flag", ConfigError, lambda p: training.parse("sft", ["--sft.step=3"]), ("sft.step", "sft.steps?")),
 ]
 
 # ---- rows of data ---------------------------------------------------------------------------------------------------

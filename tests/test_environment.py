@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from megatron_rlspec import cli, environment
+from megatron_rlspec import environment, training
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 
 
-@pytest.mark.parametrize("command", [cli.train, cli.sft])
+@pytest.mark.parametrize("command", [training.train, training.sft])
 def test_a_rank_sets_what_megatron_and_nccl_need_before_anything_else(command, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")

@@ -207,4 +207,4 @@ def unknown_option(dotted: str, value: Any = None) -> str:
         if leaf in ours:
             return f"unknown option {short(name)}; here it is {ours[leaf]}"
     near = difflib.get_close_matches(dotted, [*names, *Config.model_fields], n=1, cutoff=0.5)
-    return f"unknown option {short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; see --help for all")
+    return f"unknown option {short(dotted)}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all")

@@ -143,12 +143,20 @@ class Config(Section):
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
         run_dir = Path(self.train.run_dir)
         problems = (
-            (not self.model.path, "model.path is empty; expected a Hugging Face directory of policy and MTP tensors"),
+            (
+                not self.model.path,
+                "model.path is empty; expected a Hugging Face directory of policy and MTP tensors; "
+                f"`rlspec {command} --help` shows an example",
+            ),
             (
                 command != "replay" and self.replay.run,
                 f"replay.run={self.replay.run} is not an option of this command; expected rlspec replay RUN",
             ),
-            (not what, f"{source} is empty; expected a .jsonl or .parquet file to train on"),
+            (
+                not what,
+                f"{source} is empty; expected a .jsonl or .parquet file to train on"
+                + ("; `rlspec answer` writes one" if command == "sft" else ""),
+            ),
             (
                 evaluates and not measurable,
                 f"{'train' if command == 'train' else 'sft'}.eval_every={evaluates}, but data.eval_path is empty"
@@ -193,7 +201,10 @@ class Config(Section):
         """Raise ConfigError if `rlspec answer` cannot be started so."""
         longest = self.model.max_length
         for wrong, message in (
-            (not self.model.path, "model.path is empty; expected a Hugging Face directory"),
+            (
+                not self.model.path,
+                "model.path is empty; expected a Hugging Face directory; `rlspec answer --help` shows one",
+            ),
             (not self.data.path, "data.path is empty; expected a .jsonl or .parquet file of prompts"),
             (
                 not self.answer.path.endswith(".jsonl"),

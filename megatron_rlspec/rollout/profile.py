@@ -61,9 +61,9 @@ PICTURES = ("png", "pdf", "svg")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure or draw. Returns 0, or 2 after one line about a mistake or an engine that cannot be measured."""
-    parser = _parser()
-    args, serve = parser.parse_known_args(argv)
-    _refuse_typos(parser, args, serve)
+    own = parser()
+    args, serve = own.parse_known_args(argv)
+    _refuse_typos(own, args, serve)
     try:
         if args.plot_only:
             _check_picture(args.plot_only)
@@ -405,17 +405,19 @@ def _progress() -> Progress:
     return Progress(*columns, transient=True)
 
 
-def _parser() -> arguments.Parser:
+def parser() -> arguments.Parser:
     integer = arguments.integer
     number = arguments.number
     integers = arguments.distinct_integers
-    parser = arguments.Parser(
+    p = arguments.Parser(
         prog="rlspec profile",
         description=__doc__.partition(": ")[2],
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="rlspec profile cost.json --model DIR --plot cost.png",
+        first=("--model", "--engine", "--tp", "--batches", "--seconds", "--plot"),
     )
-    add = parser.add_argument
+    add = p.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
     add("--model", default="", metavar="DIR", help="Hugging Face directory; starts an engine")
     add("--engine", choices=("sglang", "embedded"), default="sglang", help="engine to measure (default sglang)")
@@ -457,7 +459,7 @@ def _parser() -> arguments.Parser:
     add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
     add("--note", default="", help="free text recorded in the table")
     add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
-    return parser
+    return p
 
 
 if __name__ == "__main__":

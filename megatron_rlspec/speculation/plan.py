@@ -20,13 +20,14 @@ from megatron_rlspec.speculation.solver import (
 )
 from megatron_rlspec.types import SpecConfig, SpecSchedule
 
+EXAMPLE = "rlspec plan examples/cost_tables/h100-simulated.json --acceptance 0.8,0.7,0.6"
 MOST_BATCH = 1 << 14
 MOST_LENGTH = 1 << 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the schedule and write the requested files. Returns 0, or 2 after one line about a mistake."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         _plan(args)
     except ValueError as error:  # CostTableError and FileError among them
@@ -128,9 +129,14 @@ def _only_tp(table: CostTable) -> int:
     return table.tps[0]
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(prog="rlspec plan", description=__doc__.partition(": ")[2])
-    add = parser.add_argument
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
+        prog="rlspec plan",
+        description=__doc__.partition(": ")[2],
+        example=EXAMPLE,
+        first=("--acceptance", "--max-batch", "--tp", "--why", "--sglang"),
+    )
+    add = p.add_argument
     add("table", type=Path, help="cost table written by `rlspec profile`")
     add("--tp", type=arguments.integer(1, 4096), help="tensor parallel size, if the table holds several")
     add(
@@ -166,7 +172,7 @@ def _parser() -> arguments.Parser:
     add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
     add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
     add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
-    return parser
+    return p
 
 
 if __name__ == "__main__":

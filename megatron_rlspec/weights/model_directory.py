@@ -58,7 +58,9 @@ def check_model(
     directory = Path(path)
     if not directory.is_dir():
         what = "not a directory" if directory.exists() else "no such directory"
-        raise ModelConfigError(f"{directory}: {what}; expected a Hugging Face checkpoint")
+        raise ModelConfigError(
+            f"{directory}: {what}; expected a Hugging Face checkpoint, as `rlspec convert` writes one"
+        )
     config = read_object(directory / "config.json")
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package

@@ -78,7 +78,7 @@ def test_recipe_accepts_a_cost_table_and_explains_how_to_measure_one(recipe, che
         assert "no TABLE" in recipe.read_text()
         return
     told = re.search(r"^#.*(rlspec profile .*)", recipe.read_text(), re.M)[1]
-    options, _ = profile._parser().parse_known_args(shlex.split(told)[2:])
+    options, _ = profile.parser().parse_known_args(shlex.split(told)[2:])
     assert options.steps == [int(step) for step in steps.split(",")]
     added = command(recipe, tmp_path, checkout, TABLE=str(table)).splitlines()[0]
     assert f'"table": "{table}"' in added

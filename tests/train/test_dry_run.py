@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
-from megatron_rlspec import cli
+from megatron_rlspec import training
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.train import dry_run
 from megatron_rlspec.train.step import Trainer
@@ -96,9 +96,9 @@ def arguments(recipe, folder, *extra):
 def printed(*argv):
     """Return what `rlspec train` prints, or the error's message."""
     lines: list[str] = []
-    cli.print = lambda line: lines.append(line)
+    training.print = lambda line: lines.append(line)
     try:
-        cli.train(list(argv))
+        training.train(list(argv))
     except ConfigError as error:
         return str(error)
     return lines
@@ -111,7 +111,7 @@ def test_recipe_launches_and_its_dry_run_is_plausible(recipe, tmp_path):
     assert launched[0] == "torchrun" and launched[launched.index("--rollout.urls") + 1].startswith("http://")
     nodes, gpus = (int(launched[launched.index(flag) + 1]) for flag in ("--nnodes", "--nproc-per-node"))
     assert nodes * gpus == ranks
-    assert cli.parse("train", launched[launched.index("train") + 1 :], ranks).train.steps == 2
+    assert training.parse("train", launched[launched.index("train") + 1 :], ranks).train.steps == 2
     program, command, *asked = arguments(recipe, tmp_path, "--dry-run")
     assert (program, command) == ("rlspec", "train")
     (lines,) = on_ranks(1, printed, *asked)

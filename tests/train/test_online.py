@@ -10,7 +10,7 @@ import torch
 from test_parallel_equality import PLAIN, build
 from train_ranks import digest, on_ranks, samples
 
-from megatron_rlspec import cli, loop
+from megatron_rlspec import loop, training
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl.weights import drafter_weights
@@ -50,7 +50,7 @@ def trained(start, folder, variants):
     for name, options in variants.items():
         shutil.rmtree(folder / name.strip() / "hf", ignore_errors=True)  # a run to resume has not finished
         words = short_run.words(start, folder / name.strip(), "train", COMMON | options)
-        loop.train(cli.parse("train", words[1:]))
+        loop.train(training.parse("train", words[1:]))
 
 
 @pytest.fixture(scope="module")

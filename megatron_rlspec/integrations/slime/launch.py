@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rlspec import environment
+from megatron_rlspec import arguments, environment
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -316,46 +316,49 @@ def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> d
     return {RAY_JOB: json.dumps({**job, "runtime_env": runtime})}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is added, then replace this process by the completed command; with --dry-run or --yaml only print."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    split = argv.index("--") if "--" in argv else len(argv)
-    ours = argv[:split]
-    command = argv[split + 1 :]
-    parser = argparse.ArgumentParser(
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
         prog="rlspec slime",
-        usage="rlspec slime [options] -- python train.py …   or   -- ray job submit … -- python3 train.py …",
-        description=__doc__,
+        usage="rlspec slime [options] -- python train.py …, or ray job submit …",
+        description=__doc__.partition(" This file imports")[0].partition(": ")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        example="rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN ...",
+        first=("--num-steps", "--cost-table", "--folder", "--dry-run"),
     )
     defaults = DrafterConfig()
     spec = SpecSection()
     for name in DRAFTER:
         default = getattr(defaults, name)
         text = DrafterConfig.model_fields[name].description or "weight decay of the drafter"
-        parser.add_argument(f"--drafter.{name}", dest=name, type=type(default), help=f"{text} ({default})")
-    parser.add_argument(
+        p.add_argument(f"--drafter.{name}", dest=name, type=type(default), help=f"{text} ({default})")
+    p.add_argument(
         "--candidate-steps",
         help=f"steps the engines may choose from ({','.join(map(str, spec.candidate_steps))}; where SGLang does not "
         "adapt them, the number at the start)",
     )
-    parser.add_argument(
+    p.add_argument(
         "--num-steps",
         type=int,
         help=f"steps at the start (--sglang-speculative-num-steps of the command, or {spec.num_steps})",
     )
-    parser.add_argument(
+    p.add_argument(
         "--cost-table",
         default="",
         help="file written by `rlspec profile`: engines choose by its times; without it, by the number of passes",
     )
-    parser.add_argument(
-        "--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it"
-    )
-    parser.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
-    parser.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
-    options = parser.parse_args(ours)
+    p.add_argument("--folder", default="rlspec-slime", help="for the files the command names; all nodes must see it")
+    p.add_argument("--yaml", action="store_true", help="print a YAML for --custom-config-path instead of running")
+    p.add_argument("--dry-run", action="store_true", help="print the completed command and stop")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is added, then replace this process by the completed command; with --dry-run or --yaml only print."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    ours = argv[:split]
+    command = argv[split + 1 :]
+    options = parser().parse_args(ours)
     asked = {name: getattr(options, name) for name in DRAFTER if getattr(options, name) is not None}
     drafter = load(None, {f"drafter.{name}": str(value) for name, value in asked.items()}).drafter.model_dump()
     drafter["depth"] = asked.get("depth")

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rlspec.arguments import Parser
 from megatron_rlspec.config import RolloutConfig, SpecSection
 from megatron_rlspec.loopback import is_loopback
 from megatron_rlspec.rollout.sglang import scratch
@@ -69,12 +70,13 @@ class ServeError(ValueError):
     """A user's mistake; the message is one line."""
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="rlspec serve",
         description=__doc__.split("\n")[0],
         epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
-        allow_abbrev=False,
+        example="rlspec serve --model DIR --port 30000 --cost-table cost.json",
+        first=("--port", "--host", "--spec", "--cost-table", "--draft-model"),
     )
     spec = SpecSection()  # has the defaults of these options
     p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
@@ -164,7 +166,10 @@ def check(options: argparse.Namespace) -> None:
     """Check what needs no import of SGLang or torch. Raises ServeError."""
     _check_address(options)
     if not (Path(options.model) / "config.json").is_file():
-        raise ServeError(f"--model {options.model}: no config.json there")
+        raise ServeError(
+            f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
+            "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
+        )
 
 
 @cache
