@@ -1,7 +1,8 @@
-"""`rlspec simulate`: what a rollout would take on a cluster that is not at hand, under several policies.
+"""Simulate a cluster: what a rollout on it would take, under several policies. It needs no GPU and no model.
 
-The engines' rounds and the lengths of responses are simulated. The decisions are those of the live objects: the rule of
-speculation, and the rebalancer. Every result says that it is simulated, and how much of its costs was extrapolated.
+Lengths and acceptance come from the file, durations of rounds from a cost table or from a GPU's data sheet. What
+decides are the live objects: the speculation rule of the engines, the rebalancer and the planner of tensor-parallel
+sizes. All results are simulated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,15 +24,12 @@ from rich.progress import track
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
-from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.sim.rollout import MoveCost, Trace, rollout
+from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
+from megatron_rlspec.sim.hardware import Model, hardware_table
+from megatron_rlspec.sim.rollout import Trace
 from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.tail.tp_planner import SwitchCosts
 
 EXAMPLE = """\
 example, cluster.toml:
@@ -54,23 +52,31 @@ example, cluster.toml:
 """
 Share = Annotated[float, Field(ge=0, le=1)]
 Rates = Annotated[tuple[Share, ...], Field(min_length=1, max_length=64)]
-How = Literal["kv", "recompute"]
-DOWNTIME = 3  # rounds that a moved sample misses
-PAST = 2000  # responses of earlier rollouts that the rebalancer has seen
+RESAMPLES = 2000  # of the bootstrap
 
 
 class ClusterConfig(Section):
     engines: Annotated[int, Field(gt=0, le=4096)] = Field(8, description="engines, each with its own copy of the model")
     table: Text = Field("", description="cost table of one engine, written by `rlspec profile`")
-    tp: Positive = Field(1, description="tensor parallel size of an engine: the rows of the table that count")
+    tp: Positive = Field(1, description="tensor-parallel size of an engine")
+    sizes: tuple[Positive, ...] = Field((), description="sizes that +tp may change to; empty: all of the table")
     hardware: Literal["", "A40", "L40S", "A100", "H100", "H20", "H200"] = Field(
         "", description="without a table: a GPU whose data sheet gives a roofline"
     )
     parameters: float = Field(7.6e9, gt=1e3, le=1e13, description="of the model, for the roofline")
-    context_bytes: float = Field(147_456.0, gt=0, le=1e9, description="of one token in the KV cache")
+    layers: Positive = Field(32, description="of the model: two all-reduces each, for engines of several GPUs")
+    hidden: Positive = Field(4096, description="its hidden size")
+    drafter: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.1, description="duration of a drafter pass, as a share of a target pass, for the roofline"
+    )
+    context_bytes: float = Field(131_072.0, gt=0, le=1e9, description="of one token in the KV cache")
     max_running: Positive = Field(256, description="samples that one engine decodes at once")
     max_tokens: Count = Field(0, description="room of one engine's KV cache; 0: any number")
-    link: float = Field(25.0, ge=0, le=1e5, description="GB/s between two engines, for moves; 0: not charged")
+    chunk: Positive = Field(8192, description="tokens of a prefill pass, at most")
+    link: float = Field(25.0, ge=0, le=1e5, description="GB/s out of an engine, and into one; 0: not charged")
+    switch: float = Field(
+        1.0, ge=0, le=1e5, description="seconds of a change of the tensor-parallel size, caches aside"
+    )
 
     @model_validator(mode="after")
     def _one_cost(self) -> ClusterConfig:
@@ -120,22 +126,28 @@ class SimulationConfig(Section):
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
     args = parser().parse_args(argv)
-    if args.json:
-        files.check_output(args.json)
-    policies = [Policy.of(name) for name in args.policies.split(",")]
+    for path in (args.json, args.plot):
+        if path:
+            files.check_output(path)
+    policies = {name: policy(name) for name in args.policies.split(",")}
     config = read(args.config)
-    cost = _cost(config.cluster)
-    bar = Console(stderr=True)
-    traces: dict[str, list[Trace]] = {policy.name: [] for policy in policies}
-    for policy, seed in track(
-        list(itertools.product(policies, range(args.seeds))), "simulate", console=bar, transient=True
-    ):
-        traces[policy.name].append(one(config, cost, policy, seed))
-    print(table(config, traces))
+    found = {label: compare(changed, policies, args.seeds) for label, changed in sweep(config, args.sweep).items()}
+    print(report(config, found))
     if args.json:
-        files.write_output(args.json, json.dumps(summary(config, traces), indent=1) + "\n")
+        files.write_output(args.json, json.dumps(summary(config, found), indent=1) + "\n")
         print(f"wrote {args.json}")
+    if args.plot:
+        plot(args.plot, next(iter(found.values())))
+        print(f"wrote {args.plot}")
     return 0
+
+
+def policy(name: str) -> Policies:
+    """Read the name of a policy. Raises ConfigError."""
+    try:
+        return Policies.of(name)
+    except ValueError as error:
+        raise ConfigError(f"--policies {error}") from None
 
 
 def read(path: Path) -> SimulationConfig:
@@ -144,165 +156,184 @@ def read(path: Path) -> SimulationConfig:
         tree = tomllib.loads(files.read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
+    return validated(tree, str(path))
+
+
+def validated(tree: Mapping[str, Any], source: str) -> SimulationConfig:
+    """Check options. Raises ConfigError."""
     try:
         return SimulationConfig.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How a rollout is drawn: `speculation` is off, k<n> or adaptive; `ways` in which samples may move, if they do."""
-
-    name: str
-    speculation: str
-    in_flight: bool
-    ways: tuple[How, ...]
-
-    @classmethod
-    def of(cls, name: str) -> Policy:
-        """Read a name such as adaptive+in_flight+kv. Raises ConfigError."""
-        ways: dict[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
-        speculation, *extras = name.split("+")
-        known = speculation in ("off", "adaptive") or (speculation[:1] == "k" and speculation[1:].isdigit())
-        moves = [extra for extra in extras if extra in ways]
-        if not known or len(moves) > 1 or set(extras) - {*moves, "in_flight"}:
-            raise ConfigError(
-                f"--policies {name}: expected off, k3 or adaptive, perhaps with +in_flight and with one of "
-                "+kv, +recompute, +auto"
-            )
-        return cls(name, speculation, "in_flight" in extras, ways[moves[0]] if moves else ())
+def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
+    """Return the configurations of `--sweep cluster.engines=4,8,16` by what changes. Raises ConfigError."""
+    if not change:
+        return {"": config}
+    where, _, values = change.partition("=")
+    section, _, key = where.partition(".")
+    if section not in SimulationConfig.model_fields or not values:
+        raise ConfigError(f"--sweep {change}: expected SECTION.OPTION=VALUE,VALUE such as cluster.engines=4,8")
+    found = {}
+    for value in values.split(","):
+        tree = config.model_dump()
+        try:
+            tree[section][key] = tomllib.loads(f"x = {value}")["x"]
+        except tomllib.TOMLDecodeError:
+            tree[section][key] = value
+        found[f"{where}={value}"] = validated(tree, f"--sweep {change}")
+    return found
 
 
-def _cost(cluster: ClusterConfig) -> CostTable | Roofline:
-    if cluster.table:
-        return CostTable.load(cluster.table).at(cluster.tp)
-    bandwidth, tflops = HARDWARE[cluster.hardware]
-    return Roofline.of_hardware(bandwidth, tflops, parameters=cluster.parameters, context_bytes=cluster.context_bytes)
-
-
-def one(config: SimulationConfig, cost: CostTable | Roofline, policy: Policy, seed: int) -> Trace:
-    """Simulate one rollout under one policy. Equal seeds give equal lengths under all policies."""
-    work = config.workload
-    cluster = config.cluster
+def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[Cluster, Workload]:
+    """Return what the file describes, without the seed's part of acceptance. Raises ConfigError, CostTableError."""
+    given, work, accept = config.cluster, config.workload, config.acceptance
+    if given.table:
+        cost = CostTable.load(given.table).check(tp=given.tp)
+        cost = cost.of_sizes({*given.sizes, given.tp}) if given.sizes else cost
+    else:
+        ranks = given.engines * given.tp
+        sizes = {*(given.sizes or [tp for tp in (1, 2, 4, 8) if ranks % tp == 0]), given.tp}
+        steps = {1, 2, 3, 5, 7} | {int(p.speculation[1:]) for p in policies.values() if p.speculation[0] == "k"}
+        model = Model(given.parameters, given.context_bytes, given.layers, given.hidden, given.drafter)
+        cost = hardware_table(given.hardware, model, sorted(sizes), sorted(steps - {0}))
+    cluster = Cluster(
+        cost,
+        given.engines,
+        given.tp,
+        max_running=given.max_running,
+        max_tokens=given.max_tokens,
+        token_bytes=int(given.context_bytes),
+        link=given.link,
+        chunk=given.chunk,
+        switch=SwitchCosts(1e3 * given.switch, 0.0, int(given.context_bytes), given.link),
+    )
     lengths = LengthModel.of_quantiles((0.5, work.median), (0.95, work.p95), work.group)
-    acceptance = _acceptance(config.acceptance, seed)
-    candidates = _candidates(cost, policy, len(config.acceptance.easy))
-    engines = [_engine(i, cluster, cost, policy, candidates, acceptance, seed) for i in range(cluster.engines)]
-    drawn = lengths.draw(work.prompts, work.samples, work.cap, np.random.default_rng([seed, 0])).ravel()
-    shares, regimes = acceptance.begin(len(drawn), np.random.default_rng([seed, 2]))
-    samples = [
-        SimSample(f"s{i:06d}", work.prompt_tokens, int(n), i // work.samples, float(shares[i]), int(regimes[i]))
-        for i, n in enumerate(drawn)
-    ]
-    rebalancer = None
-    past = Lengths()
-    if policy.ways:
-        rebalancer = Rebalancer(
-            cost, candidates, Transport(cluster.link, int(cluster.context_bytes)), modes=list(policy.ways)
-        )
-        earlier = lengths.draw(PAST, 1, work.cap, np.random.default_rng([seed, 4])).ravel()
-        past.observe(earlier.tolist(), (earlier >= work.cap).tolist())
-    held = len(drawn) // cluster.engines // 2  # half of an even share: the rest goes where samples end early
-    room = min(cluster.max_running, max(work.samples, held)) if policy.in_flight else 0
-    downtime = DOWNTIME * engines[0].durations.ms(candidates[-1], 1, work.prompt_tokens)
-    move = MoveCost(int(cluster.context_bytes), cluster.link, downtime)
-    return rollout(samples, engines, work.cap, in_flight=room, rebalancer=rebalancer, cost=move, lengths=past)
+    acceptance = AcceptanceModel(np.array([accept.easy, accept.hard]), accept.persistence, np.array([accept.share]))
+    return cluster, Workload(lengths, acceptance, work.prompts, work.samples, work.prompt_tokens, work.cap)
 
 
-def _acceptance(given: AcceptanceConfig, seed: int) -> AcceptanceModel:
-    shares = np.random.default_rng([seed, 1]).normal(given.share, given.spread, 256)
-    return AcceptanceModel(np.array([given.easy, given.hard]), given.persistence, np.clip(shares, 0.02, 0.98))
+def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: int) -> dict[str, list[Trace]]:
+    """Simulate rollouts under every policy. Equal seeds give equal lengths and samples under all of them."""
+    cluster, workload = build(config, policies)
+    traces: dict[str, list[Trace]] = {name: [] for name in policies}
+    runs = list(itertools.product(range(seeds), policies))
+    for seed, name in track(runs, "simulate", console=Console(stderr=True), transient=True):
+        drawn = replace(workload, acceptance=_spread(workload.acceptance, config.acceptance.spread, seed))
+        traces[name].append(draw(cluster, drawn, policies[name], seed))
+    return traces
 
 
-def _engine(
-    number: int,
-    cluster: ClusterConfig,
-    cost: CostTable | Roofline,
-    policy: Policy,
-    candidates: Sequence[SpecConfig],
-    acceptance: AcceptanceModel,
-    seed: int,
-) -> SimEngine:
-    adaptive = policy.speculation == "adaptive"
-    return SimEngine(
-        f"e{number:04d}",
-        Durations(cost, candidates),
-        SpecRule(candidates, cost) if adaptive else SpecSchedule.fixed(candidates[-1]),
-        acceptance,
-        np.random.default_rng([seed, 3, number]),
-        prefill_ms=_prefill_ms(cost),
-        max_running=cluster.max_running,
-        max_tokens=cluster.max_tokens or 1 << 50,
-    )
+def _spread(mean: AcceptanceModel, spread: float, seed: int) -> AcceptanceModel:
+    shares = np.random.default_rng([seed, 1]).normal(mean.shares.mean(), spread, 256)
+    return replace(mean, shares=np.clip(shares, 0.02, 0.98))
 
 
-def _candidates(cost: CostTable | Roofline, policy: Policy, depth: int) -> list[SpecConfig]:
-    """Return the configurations of a policy. Raises ConfigError for one that the table lacks."""
-    if policy.speculation == "off":
-        return [OFF]
-    known = list(cost.configs()) if isinstance(cost, CostTable) else [OFF, *(SpecConfig(k) for k in (1, 2, 3, 5, 7))]
-    if policy.speculation != "adaptive":
-        wanted = SpecConfig(int(policy.speculation[1:]))
-        if isinstance(cost, CostTable) and wanted not in known:
-            raise ConfigError(f"--policies {policy.name}: the cost table holds {', '.join(map(str, known))}")
-        return [wanted]
-    return [config for config in known if config.num_steps <= max(depth, 1) or config.off]
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean, and the bounds of its 95 % bootstrap interval over seeds."""
+    values = np.asarray(ratios)
+    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values))).mean(1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
 
 
-def _prefill_ms(cost: CostTable | Roofline) -> float:
-    """Return the ms that one more prompt token takes."""
-    if isinstance(cost, Roofline):
-        return cost.token_ms
-    return cost.prefill_ms(1024) / 1024 if cost.prefill else 0.0
-
-
-def table(config: SimulationConfig, traces: Mapping[str, Sequence[Trace]]) -> str:
-    """Format the comparison: medians over seeds, and the range of the ratio to the first policy."""
-    cluster = config.cluster
-    work = config.workload
+def report(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Trace]]]) -> str:
+    """Format the comparison: means over seeds, and the ratio to the first policy with its 95 % interval."""
+    cluster, work = config.cluster, config.workload
     source = (
-        cluster.table or f"roofline of {cluster.hardware} (data sheet), {cluster.parameters / 1e9:.3g} B parameters"
+        cluster.table or f"roofline of {cluster.hardware}'s data sheet, {cluster.parameters / 1e9:.3g} B parameters"
     )
-    first = next(iter(traces.values()))
     lines = [
-        f"simulated: {cluster.engines} engines, {work.prompts} x {work.samples} samples, cap {work.cap}",
+        f"simulated: {cluster.engines} engines of tp={cluster.tp}, {work.prompts} x {work.samples} samples, "
+        f"cap {work.cap}",
         f"costs: {source}",
-        f"{'policy':>24} {'seconds':>9} {'tokens/s':>10} {'ratio, worst and best seed':>28} {'busy':>6} {'moves':>6}",
     ]
-    for name, runs in traces.items():
-        ratios = [base.makespan_ms / run.makespan_ms for base, run in zip(first, runs, strict=True)]
-        busy = float(np.median([np.mean(list(run.utilisation.values())) for run in runs]))
-        ratio = f"{np.median(ratios):.2f} x [{min(ratios):.2f}, {max(ratios):.2f}]"
-        seconds = float(np.median([run.makespan_ms for run in runs])) / 1e3
-        rate = float(np.median([run.tokens_per_second for run in runs]))
-        moves = float(np.median([len(run.moves) for run in runs]))
-        lines.append(f"{name:>24} {seconds:9.1f} {rate:10.0f} {ratio:>28} {busy:6.0%} {moves:6.0f}")
-    doubtful = max(run.extrapolated for runs in traces.values() for run in runs)
-    if cluster.table:
-        lines.append(f"{doubtful:.0%} of the cost lookups lie outside the table's measurements")
+    for label, traces in found.items():
+        lines += [
+            f"{label:<24} {'seconds':>9} {'tokens/s':>10} {'ratio, 95 % interval':>22} {'busy':>6} {'moves':>6} tp"
+        ]
+        lines += table(traces)
+    doubtful = max(run.extrapolated for traces in found.values() for runs in traces.values() for run in runs)
+    measured = "measurements" if cluster.table else "computed points"
+    lines.append(f"{doubtful:.0%} of the cost lookups lie outside the table's {measured}")
     return "\n".join(lines)
 
 
-def summary(config: SimulationConfig, traces: Mapping[str, Sequence[Trace]]) -> dict[str, Any]:
+def table(traces: Mapping[str, Sequence[Trace]]) -> list[str]:
+    """Format one line for each policy."""
+    first = next(iter(traces.values()))
+    lines = []
+    for name, runs in traces.items():
+        mean, low, high = interval([base.makespan_ms / run.makespan_ms for base, run in zip(first, runs, strict=True)])
+        seconds = float(np.mean([run.makespan_ms for run in runs])) / 1e3
+        rate = float(np.mean([run.tokens_per_second for run in runs]))
+        busy = float(np.mean([run.busy for run in runs]))
+        moves = float(np.mean([len(run.moves) for run in runs]))
+        sizes = sorted({change.tp for run in runs for _, change, _ in run.changes})
+        ratio = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+        lines.append(
+            f"{name:<24} {seconds:9.1f} {rate:10.0f} {ratio:>22} {busy:6.0%} {moves:6.1f} {','.join(map(str, sizes))}"
+        )
+    return lines
+
+
+def plot(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
+    """Draw the first seed's rollout of each policy: samples in a round by engine, moves, and changes of the size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    firsts = {name: runs[0] for name, runs in traces.items()}
+    end = max(run.makespan_ms for run in firsts.values()) / 1e3
+    most = max(batch for run in firsts.values() for spans in run.batches.values() for _, batch in spans)
+    figure, rows = plt.subplots(
+        len(firsts), 1, figsize=(10, 2.4 * len(firsts)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, (name, run) in zip(rows[:, 0], firsts.items(), strict=True):
+        engines = list(run.batches)
+        for row, spans in enumerate(run.batches.values()):
+            ends = [since for since, _ in spans[1:]] + [run.ends_ms.get(engines[row], 0.0)]
+            for (since, batch), until in zip(spans, ends, strict=True):
+                shade = plt.get_cmap("viridis")(batch / most)
+                axes.barh(row, (until - since) / 1e3, left=since / 1e3, height=0.9, color=shade)
+        for at, move in run.moves:
+            ends_ = (engines.index(move.source), engines.index(move.target))
+            axes.annotate("", (at / 1e3, ends_[1]), (at / 1e3, ends_[0]), arrowprops={"arrowstyle": "->", "lw": 0.7})
+        for at, change, _ in run.changes:
+            axes.axvline(at / 1e3, color="red")
+            axes.text(at / 1e3, len(engines) - 0.4, f" tp={change.tp}", color="red", va="bottom", fontsize="small")
+        axes.set(title=f"{name}: {run.makespan_ms / 1e3:.1f} s, simulated", ylabel="engine", xlim=(0, end))
+        axes.invert_yaxis()
+    rows[-1, 0].set_xlabel("seconds")
+    shades = plt.cm.ScalarMappable(plt.Normalize(0, most), "viridis")
+    figure.colorbar(shades, ax=rows[:, 0].tolist(), label="samples in a round")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Trace]]]) -> dict[str, Any]:
     """Return the result as JSON."""
-    runs = {
-        name: [
-            {
-                "makespan_ms": run.makespan_ms,
-                "tokens": run.tokens,
-                "rounds": run.rounds,
-                "moves": len(run.moves),
-                "utilisation": run.utilisation,
-                "extrapolated": run.extrapolated,
-            }
-            for run in found
-        ]
-        for name, found in traces.items()
+    sweeps = {label: {name: [_run(run) for run in runs] for name, runs in t.items()} for label, t in found.items()}
+    return {"simulated": True, "config": config.model_dump(), "sweep": sweeps}
+
+
+def _run(run: Trace) -> dict[str, Any]:
+    return {
+        "makespan_ms": run.makespan_ms,
+        "tokens": run.tokens,
+        "rounds": run.rounds,
+        "configs": {str(config): count for config, count in sorted(run.configs.items())},
+        "moves": len(run.moves),
+        "refused": run.refused,
+        "retracted": run.retracted,
+        "tp_changes": [{"ms": at, "tp": change.tp, "took_ms": took} for at, change, took in run.changes],
+        "utilisation": run.utilisation,
+        "extrapolated": run.extrapolated,
     }
-    return {"simulated": True, "config": config.model_dump(), "policies": runs}
 
 
 def parser() -> arguments.Parser:
@@ -312,7 +343,7 @@ def parser() -> arguments.Parser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="rlspec simulate examples/simulate/h100.toml --policies off,k3,adaptive",
-        first=("--policies", "--seeds"),
+        first=("--policies", "--seeds", "--sweep"),
     )
     add = p.add_argument
     add("config", type=Path, help="TOML file: [cluster], [workload], [acceptance]")
@@ -322,6 +353,8 @@ def parser() -> arguments.Parser:
         help="what to compare; the first one is the base of the ratios (default %(default)s)",
     )
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
+    add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
+    add("--plot", type=Path, metavar="FILE", help="write a picture of the first seed's rollouts: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     return p
 

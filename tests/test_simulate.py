@@ -35,12 +35,12 @@ def test_policies_are_compared_on_equal_lengths(cluster, tmp_path, capsys):
     command = [str(cluster), "--seeds", "2", "--json", str(out)]
     assert simulate.main(command) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("simulated: 3 engines, 6 x 4 samples") and "1.00 x [1.00, 1.00]" in printed
+    assert printed.startswith("simulated: 3 engines of tp=1, 6 x 4 samples") and "1.00 [1.00, 1.00]" in printed
     found = json.loads(out.read_text())
-    assert found["simulated"] is True and list(found["policies"]) == names
-    tokens = [[run["tokens"] for run in runs] for runs in found["policies"].values()]
+    assert found["simulated"] is True and list(found["sweep"][""]) == names
+    tokens = [[run["tokens"] for run in runs] for runs in found["sweep"][""].values()]
     assert all(row == tokens[0] for row in tokens) and tokens[0][0] != tokens[0][1]
-    medians = {name: sorted(run["makespan_ms"] for run in runs)[0] for name, runs in found["policies"].items()}
+    medians = {name: sorted(run["makespan_ms"] for run in runs)[0] for name, runs in found["sweep"][""].items()}
     assert medians["k3"] < medians["off"] and medians["adaptive"] < medians["off"]
     first = out.read_text()
     assert simulate.main(command) == 0
@@ -67,7 +67,7 @@ def test_a_mistake_in_the_file_is_one_line(cluster, capsys, change, message):
 @pytest.mark.parametrize("name", ["k", "fast", "off+kv+auto", "adaptive+teleport", ""])
 def test_an_unknown_policy_is_refused(name):
     with pytest.raises(ConfigError, match="expected off, k3 or adaptive"):
-        simulate.Policy.of(name)
+        simulate.policy(name)
 
 
 def test_the_example_is_valid():

@@ -1,27 +1,24 @@
-"""A simulated engine: it admits, prefills and decodes in virtual time, and asks the live policy before every round."""
+"""A simulated engine: it admits, prefills and decodes in virtual time, and asks the live rule before every round."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
 
 import numpy as np
 
 from megatron_rlspec.sim.samples import AcceptanceModel
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import Held, Load, SpecConfig
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.types import Held, Load, RoundStats, SpecConfig, SpecSchedule
 
 OCTAVES = tuple(2**i for i in range(4, 18))  # mean contexts at which costs are tabulated
-
-
-class Policy(Protocol):
-    """What chooses the configuration of a round: a `SpecSchedule`, or a live `SpecRule`."""
-
-    def choose(self, batch: int, context: int) -> SpecConfig: ...
+DRAWS = 4096  # random numbers drawn at a time
+CHUNK = 8192  # tokens of a prefill pass: SGLang's `chunked_prefill_size` on large GPUs
 
 
 @dataclass(eq=False)
@@ -36,6 +33,8 @@ class SimSample:
     regime: int = 0
     drawn: int = 0
     rounds: int = 0
+    missed: int = 0  # tokens that the drafter has not read
+    unread: int = 0  # tokens that the target has not read
     ended_ms: float = -1.0
     places: list[tuple[str, float]] = field(default_factory=list)  # engine, and since when
 
@@ -45,92 +44,136 @@ class SimSample:
 
 
 class Durations:
-    """Durations of rounds, tabulated from a cost by batch and mean context. Counts the lookups that extrapolate."""
+    """Durations of rounds, tabulated from a cost by batch and mean context. Engines may share one."""
 
     def __init__(self, cost: CostTable | Roofline, configs: Sequence[SpecConfig]) -> None:
         self.cost = cost
-        self.looked_up = 0
-        self.extrapolated = 0
         self._configs = list(configs)
         self._index = {config: i for i, config in enumerate(self._configs)}
         self._rows: dict[int, list[list[float]]] = {}  # batch -> [contexts][configs]
-        self._doubtful: dict[tuple[SpecConfig, int, int], bool] = {}
+        self._doubtful: dict[tuple[int, int, int], bool] = {}
 
-    def ms(self, config: SpecConfig, batch: int, context: int) -> float:
-        """Return the duration of a round at a batch and its total context."""
+    def ms(self, config: SpecConfig, batch: int, context: int) -> tuple[float, bool]:
+        """Return the duration of a round at a batch and its total context, and whether no measurement is near."""
         row = self._rows.get(batch)
         if row is None:
             lengths = np.array(OCTAVES, float)
             row = self._rows[batch] = self.cost.grid(self._configs, np.array(batch), batch * lengths).T.tolist()
         length = context / batch
         column = min(max(bisect_right(OCTAVES, length) - 1, 0), len(OCTAVES) - 2)
-        self.looked_up += 1
-        self.extrapolated += self._extrapolates(config, batch, column)
         i = self._index[config]
+        key = (i, batch, column)
+        doubtful = self._doubtful.get(key)
+        if doubtful is None:
+            doubtful = self._doubtful[key] = self.cost.extrapolates(config, batch, batch * OCTAVES[column])
         low = row[column][i]
         high = row[column + 1][i]
         share = (length - OCTAVES[column]) / (OCTAVES[column + 1] - OCTAVES[column])
-        ms: float = low + max(share, 0.0) * (high - low)
-        return ms
+        return low + max(share, 0.0) * (high - low), doubtful
 
-    def _extrapolates(self, config: SpecConfig, batch: int, column: int) -> bool:
-        key = (config, batch, column)
-        if key not in self._doubtful:
-            self._doubtful[key] = self.cost.extrapolates(config, batch, batch * OCTAVES[column])
-        return self._doubtful[key]
+
+@dataclass
+class _Rounds:
+    """Rounds under one configuration at one batch size."""
+
+    count: int = 0
+    context: int = 0
+    ms: float = 0.0
+    accepted: list[int] = field(default_factory=list)
 
 
 class SimEngine:
-    """One engine. `step` runs one round and returns its duration; times are virtual ms.
+    """One engine. `step` runs one pass and sets `now` to its end; times are virtual ms.
 
-    durations       of rounds. The table that scores may differ from the one by which the policy decides
-    prefill_ms      per prompt token
-    policy          the live decision object; an engine of its own each
-    max_running     samples that run at once; max_tokens: room in the KV cache
+    durations    of rounds. The cost that scores may differ from the one by which the policy decides
+    policy       the live decision object: a `SpecRule`, an engine of its own each, or a `SpecSchedule`
+    prefill      tokens of a pass -> ms
+    chunk        most tokens of a prefill pass
+    max_running  samples that run at once; max_tokens: room in the KV cache
+    ranks        GPUs of the engine
+    embedded     False: as SGLang, which prefills before it decodes on; the prefill draws the first token, and the
+                 drafter reads the prompt in it. True: as the embedded engine, which runs a chunk and a round in one
+                 step; the first round draws the first token, and the drafter reads a prompt when it first drafts
+    apart        whether the drafter can catch up on a part of the samples, as in SGLang
     """
 
     def __init__(
         self,
         name: str,
         durations: Durations,
-        policy: Policy,
+        policy: SpecRule | SpecSchedule,
         acceptance: AcceptanceModel,
         rng: np.random.Generator,
         *,
-        prefill_ms: float = 0.0,
+        prefill: Callable[[int], float] = lambda tokens: 0.0,
+        chunk: int = CHUNK,
         max_running: int = 256,
         max_tokens: int = 1 << 40,
         version: int = 0,
+        ranks: int = 1,
+        embedded: bool = False,
+        apart: bool = True,
     ) -> None:
         self.name = name
         self.durations = durations
         self.policy = policy
         self.acceptance = acceptance
         self.rng = rng
-        self.prefill_ms = prefill_ms
+        self.prefill = cache(prefill)
+        self.chunk = chunk
         self.max_running = max_running
         self.max_tokens = max_tokens
         self.version = version
+        self.ranks = ranks
+        self.embedded = embedded
+        self.apart = apart
         self.running: list[SimSample] = []
+        self.filling: list[SimSample] = []  # admitted, and not read to the end
         self.waiting: deque[SimSample] = deque()
         self.now = 0.0
         self.busy_ms = 0.0
         self.tokens = 0
-        self.rounds: dict[SpecConfig, int] = {}
-        self._missed = 0  # tokens that the drafter has not read, of all running samples
+        self.retracted = 0
+        self.looked_up = 0
+        self.extrapolated = 0
+        self.asleep = False
+        self.batches: list[tuple[float, int]] = []  # (since when, samples in a round), for pictures
+        self._rounds: dict[tuple[SpecConfig, int], _Rounds] = {}
+        self._prompts: set[int] = set()  # groups whose prompt is in the cache
+        self._used = 0  # tokens in the cache
+        self._full = False  # since a retraction: nothing is admitted before a sample has ended
         self._last: SpecConfig | None = None
+        self._draws: list[float] = []
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not (self.running or self.filling or self.waiting)
+
+    @property
+    def rounds(self) -> dict[SpecConfig, int]:
+        """Return the number of rounds by configuration."""
+        found: dict[SpecConfig, int] = {}
+        for (config, _), rounds in self._rounds.items():
+            found[config] = found.get(config, 0) + rounds.count
+        return found
+
+    def stats(self) -> list[RoundStats]:
+        """Return what the live learning reads of a real engine."""
+        return [
+            RoundStats(config, batch, r.context // r.count, r.count, r.ms, tuple(r.accepted))
+            for (config, batch), r in self._rounds.items()
+        ]
 
     def load(self) -> Load:
         """Return what the live planners read of a real engine."""
-        held = tuple(
-            Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group) for s in self.running if s.drawn
-        )
-        used = sum(s.context for s in self.running)
-        return Load(self.name, held, len(self.waiting), max(self.max_tokens - used, 0), self.version)
+        held = [Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group) for s in self.running if s.drawn]
+        waiting = len(self.waiting) + len(self.filling) + len(self.running) - len(held)
+        return Load(self.name, tuple(held), waiting, self.free, self.version)
+
+    @property
+    def free(self) -> int:
+        """Return the tokens for which the KV cache has room."""
+        return max(self.max_tokens - self._used, 0)
 
     def give(self, samples: Sequence[SimSample]) -> None:
         """Add samples to the queue; those that have begun are computed again."""
@@ -138,78 +181,184 @@ class SimEngine:
             sample.places.append((self.name, self.now))
             self.waiting.append(sample)
 
-    def take(self, ids: Sequence[str]) -> list[SimSample]:
-        """Remove running samples."""
+    def take(self, ids: Collection[str]) -> list[SimSample]:
+        """Remove running samples, with their place in the cache."""
         chosen = [s for s in self.running if s.id in ids]
         self.running = [s for s in self.running if s.id not in ids]
+        self._used -= sum(s.context for s in chosen)
         return chosen
 
     def land(self, samples: Sequence[SimSample]) -> None:
         """Add samples whose KV cache is here."""
         for sample in samples:
             sample.places.append((self.name, self.now))
+            self._used += sample.context
         self.running += samples
 
+    def sleep(self) -> list[SimSample]:
+        """Give the memory back. Returns the samples that had not ended; their caches are gone."""
+        left = [*self.running, *self.filling, *self.waiting]
+        self.running, self.filling = [], []
+        self.waiting.clear()
+        self._prompts.clear()
+        self._used = 0
+        self.asleep = True
+        return left
+
+    def wake(self, now: float) -> None:
+        """Decode again, from `now` on."""
+        self.asleep = False
+        self.now = max(self.now, now)
+
     def step(self) -> list[SimSample]:
-        """Admit, prefill, and run one round. Returns the samples that have ended; `now` is then the round's end."""
+        """Run one pass: a chunk of prefill, or else a decode round; an embedded engine runs both.
+
+        Returns the samples that have ended; `now` is then the end of the pass. Raises RuntimeError if it sleeps.
+        """
+        if self.asleep:
+            raise RuntimeError(f"{self.name} sleeps, expected `wake` before `step`")
         self._admit()
-        if not self.running:
-            return []
-        batch = len(self.running)
-        context = sum(s.context for s in self.running)
-        config = self.policy.choose(batch, context)
-        ms = self.durations.ms(config, batch, context) + self._change(config, batch)
-        steps = config.num_steps
-        regimes = np.array([s.regime for s in self.running])
-        accepted = self.acceptance.accept(regimes, steps, self.rng) if steps else np.zeros(batch, np.int64)
-        shares = np.array([s.share for s in self.running])
-        following = self.acceptance.advance(regimes, shares, accepted + 1, self.rng).tolist()
-        marks = accepted.tolist()
-        observe = getattr(self.policy, "observe", None)
-        if observe is not None:
-            observe(config, marks)
-        self.now += ms
-        self.busy_ms += ms
-        self.rounds[config] = self.rounds.get(config, 0) + 1
-        if config.off:
-            self._missed += batch
-        ended = []
-        for sample, count, regime in zip(self.running, marks, following, strict=True):
-            new = min(count + 1, sample.length - sample.drawn)
-            sample.drawn += new
-            sample.rounds += 1
-            sample.regime = regime
-            self.tokens += new
-            if sample.drawn >= sample.length:
-                sample.ended_ms = self.now
-                ended.append(sample)
-        if ended:
-            self.running = [s for s in self.running if s.drawn < s.length]
+        ended = self._prefill() if self.filling else []
+        if self.running and (self.embedded or not self.filling):
+            ended += self._round()
         return ended
 
     def _admit(self) -> None:
-        used = sum(s.context for s in self.running)
-        fresh = 0
-        while self.waiting and len(self.running) < self.max_running:
+        while self.waiting and not self._full and len(self.running) + len(self.filling) < self.max_running:
             sample = self.waiting[0]
-            if self.running and used + sample.context > self.max_tokens:
+            if (self.running or self.filling) and sample.context > self.free:
                 break
             self.waiting.popleft()
-            used += sample.context
-            fresh += sample.context
-            self.running.append(sample)
-        ms = fresh * self.prefill_ms
+            known = sample.group >= 0 and sample.group in self._prompts
+            sample.unread = sample.drawn + (0 if known else sample.prompt)
+            sample.missed = sample.context if self.embedded else 0
+            self._prompts.add(sample.group)
+            self._used += sample.context
+            self.filling.append(sample)
+
+    def _prefill(self) -> list[SimSample]:
+        """Read a chunk, of the earliest samples first. Returns those that ended with their first token."""
+        left = self.chunk
+        ended = []
+        for sample in self.filling:
+            read = min(sample.unread, left)
+            sample.unread -= read
+            left -= read
+            if sample.unread:
+                break
+        ms = self.prefill(self.chunk - left) if left < self.chunk else 0.0
         self.now += ms
         self.busy_ms += ms
+        done = [sample for sample in self.filling if not sample.unread]
+        self.filling = [sample for sample in self.filling if sample.unread]
+        for sample in done:
+            if not self.embedded:
+                self._draw(sample, 1)
+            if sample.drawn < sample.length:
+                self.running.append(sample)
+            else:
+                ended.append(sample)
+        return ended
 
-    def _change(self, config: SpecConfig, batch: int) -> float:
-        """Return the ms of a change of configuration, with the tokens that the drafter must read first."""
+    def _round(self) -> list[SimSample]:
+        self._retract()
+        running = self.running
+        batch = len(running)
+        context = sum([s.prompt + s.drawn for s in running])
+        config = self._choose(batch, context)
+        ms, doubtful = self.durations.ms(config, batch, context)
+        self.looked_up += 1
+        self.extrapolated += doubtful
+        steps = config.num_steps
+        drafting = self._drafting(config, batch)
+        ms += self._change(config) + self._catch_up(config, drafting)
+        self.now += ms
+        self.busy_ms += ms
+        if not self.batches or self.batches[-1][1] != batch:
+            self.batches.append((self.now - ms, batch))
+        if len(self._draws) < 2 * batch:
+            self._draws = self.rng.random(max(DRAWS, 2 * batch)).tolist()
+        draw = self._draws.pop
+        marks = []
+        ended = []
+        for i, sample in enumerate(running):
+            first, second = draw(), draw()
+            accepted = 0
+            if steps and i < drafting:
+                accepted = self.acceptance.accept(sample.regime, steps, first)
+                marks.append(accepted)
+            sample.regime = self.acceptance.advance(sample.regime, sample.share, accepted + 1, second)
+            sample.rounds += 1
+            self._draw(sample, accepted + 1)
+            if sample.drawn >= sample.length:
+                ended.append(sample)
+        self._note(config, batch, context, ms, marks)
+        if isinstance(self.policy, SpecRule):
+            self.policy.observe(config, marks, batch - len(marks))
+        if ended:
+            self._full = False
+            self.running = [s for s in running if s.drawn < s.length]
+        return ended
+
+    def _draw(self, sample: SimSample, tokens: int) -> None:
+        new = min(tokens, sample.length - sample.drawn)
+        sample.drawn += new
+        self.tokens += new
+        self._used += new
+        if sample.drawn >= sample.length:
+            sample.ended_ms = self.now
+            self._used -= sample.context
+
+    def _retract(self) -> None:
+        """Put samples back into the queue until a round has room: as SGLang, those with the fewest tokens first."""
+        if self._used + len(self.running) <= self.max_tokens:
+            return
+        order = sorted(self.running, key=lambda s: (s.drawn, -s.prompt))
+        while len(self.running) > 1 and self._used + len(self.running) > self.max_tokens:
+            self.waiting.extendleft(self.take([order.pop(0).id]))
+            self.retracted += 1
+            self._full = True
+
+    def _choose(self, batch: int, context: int) -> SpecConfig:
+        if isinstance(self.policy, SpecRule):
+            return self.policy.choose(batch, context, self._missed, apart=self.apart)
+        return self.policy.choose(batch, context)
+
+    def _missed(self, count: int) -> int:
+        """Return the tokens that the drafter has not read, of the `count` samples that missed least."""
+        return sum(sorted([s.missed for s in self.running])[:count])
+
+    def _drafting(self, config: SpecConfig, batch: int) -> int:
+        """Return how many samples draft: the first ones of `running`, which is sorted for it if not all do."""
+        if config.off:
+            return 0
+        count = self.policy.catch_up if isinstance(self.policy, SpecRule) else batch
+        if count < batch:
+            self.running.sort(key=lambda s: s.missed)
+        return min(count, batch)
+
+    def _catch_up(self, config: SpecConfig, drafting: int) -> float:
+        """Return the ms in which the drafter reads what the drafting samples missed; the others miss one token more."""
+        read = 0
+        for i, sample in enumerate(self.running):
+            if i < drafting:
+                read += sample.missed
+                sample.missed = 0
+            else:
+                sample.missed += 1
+        return read * self.durations.cost.catch_up_ms
+
+    def _change(self, config: SpecConfig) -> float:
         before = self._last
         self._last = config
-        if before is None or before == config:
-            return 0.0
-        ms = self.durations.cost.switch_ms
-        if before.off and not config.off:
-            ms += self._missed * self.durations.cost.catch_up_ms
-            self._missed = 0
-        return ms
+        return 0.0 if before is None or before == config else self.durations.cost.switch_ms
+
+    def _note(self, config: SpecConfig, batch: int, context: int, ms: float, marks: Sequence[int]) -> None:
+        found = self._rounds.get((config, batch))
+        if found is None:
+            found = self._rounds[config, batch] = _Rounds(accepted=[0] * (config.num_steps + 1))
+        found.count += 1
+        found.context += context
+        found.ms += ms
+        for mark in marks:
+            found.accepted[mark] += 1

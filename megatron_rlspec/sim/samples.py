@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_rlspec.types import Sample
 STEPS = 60  # of the fit
 SHARES = np.linspace(0.05, 0.95, 10)  # of a sample's tokens in the easy regime
 EASY = 0  # the regime; the hard one is 1
+DEEPEST = 64  # drafts of a round, at most
 NORMAL = NormalDist()
 
 
@@ -95,20 +97,36 @@ class AcceptanceModel:
         shares = rng.choice(self.shares, count)
         return shares, (rng.random(count) >= shares).astype(np.int64)
 
-    def accept(self, regimes: np.ndarray, num_steps: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the accepted drafts [B] of one round of `num_steps` drafts."""
-        depth = np.minimum(np.arange(num_steps), self.rates.shape[1] - 1)
-        hits = rng.random((len(regimes), num_steps)) < self.rates[regimes][:, depth]
-        accepted: np.ndarray = np.logical_and.accumulate(hits, 1).sum(1)
+    def accept(self, regime: int, num_steps: int, draw: float) -> int:
+        """Return how many of `num_steps` drafts a round accepts; `draw` is uniform in [0, 1)."""
+        reach = self._reach[regime]
+        accepted = 0
+        while accepted < num_steps and draw < reach[accepted]:
+            accepted += 1
         return accepted
 
-    def advance(
-        self, regimes: np.ndarray, shares: np.ndarray, tokens: np.ndarray, rng: np.random.Generator
-    ) -> np.ndarray:
-        """Return the regimes [B] after so many `tokens` [B]."""
-        fresh = rng.random(len(regimes)) >= shares
-        kept = rng.random(len(regimes)) < self.persistence**tokens
-        return np.where(kept, regimes, fresh.astype(np.int64))
+    def advance(self, regime: int, share: float, tokens: int, draw: float) -> int:
+        """Return the regime after so many `tokens`; `draw` is uniform in [0, 1)."""
+        kept = self._kept[tokens]
+        if draw < kept:
+            return regime
+        return EASY if draw - kept < share * (1 - kept) else 1 - EASY
+
+    def shifted(self, by: float) -> AcceptanceModel:
+        """Return the model with `by` added to the log-odds of every rate: a drafter that drifts, or learns."""
+        return replace(self, rates=_shifted(np.clip(self.rates, 1e-4, 1 - 1e-4), by)) if by else self
+
+    @cached_property
+    def _kept(self) -> list[float]:
+        """Return P(the regime was not drawn anew) by tokens."""
+        return [self.persistence**tokens for tokens in range(DEEPEST + 2)]
+
+    @cached_property
+    def _reach(self) -> list[list[float]]:
+        """Return P(draft d and those before it are accepted) by regime and depth."""
+        depth = np.minimum(np.arange(DEEPEST), self.rates.shape[1] - 1)
+        reach: list[list[float]] = np.cumprod(self.rates[:, depth], 1).tolist()
+        return reach
 
 
 def _rates(rounds: np.ndarray, weight: np.ndarray, num_steps: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,20 @@ class _RoundCosts:
             row[np.asarray(batches) > (most or np.inf)] *= BEYOND
         for i, b in enumerate(batches):
             self.rows[b] = ms[:, i, :].T.tolist()
+
+
+def _round_costs(candidates: tuple[SpecConfig, ...], cost: Cost, most: Mapping[SpecConfig, int]) -> _RoundCosts:
+    """Return the tabulated costs. Rules in one process share those of a cost that does not change."""
+    if isinstance(cost, LearntCost):
+        return _RoundCosts(candidates, cost, most)
+    return _shared_costs(candidates, cost, tuple(sorted(most.items())))
+
+
+@lru_cache(maxsize=8)
+def _shared_costs(
+    candidates: tuple[SpecConfig, ...], cost: CostTable | Roofline, most: tuple[tuple[SpecConfig, int], ...]
+) -> _RoundCosts:
+    return _RoundCosts(candidates, cost, dict(most))
 
 
 @dataclass
@@ -177,7 +192,7 @@ class SpecRule:
             self.cost = cost
             self.schedule = None
             self.probe_budget.set_unit("ms" if isinstance(cost, CostTable) else "passes")
-            self._costs = _RoundCosts(self.candidates, cost, self._most_batch)
+            self._costs = _round_costs(self.candidates, cost, self._most_batch)
             self._count_plain()
         elif schedule is not None:
             self.cost = None
@@ -192,7 +207,7 @@ class SpecRule:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
         self._most_batch = most_batch
         if self.cost is not None:
-            self._costs = _RoundCosts(self.candidates, self.cost, most_batch)
+            self._costs = _round_costs(self.candidates, self.cost, most_batch)
 
     @property
     def probe_share(self) -> float:
@@ -214,7 +229,7 @@ class SpecRule:
             self._rounds = former._rounds
             self._timings = former._timings
             self._next_fit = former._next_fit
-            self._costs = _RoundCosts(self.candidates, self.cost, self._most_batch)
+            self._costs = _round_costs(self.candidates, self.cost, self._most_batch)
 
     def timed(self, config: SpecConfig, batch: int, context_tokens: int, ms: float) -> None:
         """Learn the duration of a round, if the cost is a `LearntCost`. All tensor-parallel ranks must pass the same.
@@ -233,7 +248,7 @@ class SpecRule:
         if first or self._timings >= self._next_fit:
             self._next_fit = self._timings + min(max(self._timings // 4, 2), 64)
             self.cost.fit()
-            self._costs = _RoundCosts(self.candidates, self.cost, self._most_batch)
+            self._costs = _round_costs(self.candidates, self.cost, self._most_batch)
 
     def choose(
         self,

@@ -26,6 +26,7 @@ GOOD = AcceptanceModel(np.array([[0.9, 0.85, 0.8], [0.4, 0.3, 0.2]]), 0.8, np.ar
 def engine(name="e0", cost=FLAT, policy=None, acceptance=PLAIN, seed=0, **options) -> SimEngine:
     configs = [OFF, SpecConfig(1), SpecConfig(3)]
     policy = policy or SpecSchedule.fixed(OFF)
+    options = {"embedded": True} | options  # one round a token, the first one included
     return SimEngine(name, Durations(cost, configs), policy, acceptance, np.random.default_rng(seed), **options)
 
 
@@ -64,7 +65,9 @@ def test_two_engines_run_at_once_and_a_full_one_makes_samples_wait():
 
 def test_a_prompt_takes_its_prefill():
     without = rollout(samples([5]), [engine()], 100).makespan_ms
-    assert rollout(samples([5]), [engine(prefill_ms=0.5)], 100).makespan_ms == pytest.approx(without + 8.0)
+    assert rollout(samples([5]), [engine(prefill=lambda tokens: 0.5 * tokens)], 100).makespan_ms == pytest.approx(
+        without + 8.0
+    )
 
 
 def test_requests_are_taken_as_engines_run_dry():
@@ -117,12 +120,11 @@ def test_an_acceptance_model_is_recovered_from_its_own_rounds():
     rng = np.random.default_rng(0)
     recorded = []
     for _ in range(60):
-        shares, regimes = GOOD.begin(1, rng)
+        (share,), (regime,) = GOOD.begin(1, rng)
         rounds = []
         for _ in range(80):
-            accepted = GOOD.accept(regimes, 3, rng)
-            rounds.append(int(accepted[0]))
-            regimes = GOOD.advance(regimes, shares, accepted + 1, rng)
+            rounds.append(GOOD.accept(regime, 3, rng.random()))
+            regime = GOOD.advance(regime, share, rounds[-1] + 1, rng.random())
         recorded.append(rounds)
     fitted = AcceptanceModel.fit(recorded, 3)
     assert np.abs(fitted.rates - GOOD.rates).max() < 0.08
@@ -156,7 +158,14 @@ def test_lengths_pass_through_published_quantiles_and_cuts_are_no_ends():
 def test_a_large_rollout_is_fast():
     """The aim is 20,000 engine rounds a second on an idle core; a busy one must not fail this test."""
     engines = [
-        engine(f"e{i}", REAL, SpecRule([OFF, SpecConfig(1), SpecConfig(3)], REAL), GOOD, i, prefill_ms=0.01)
+        engine(
+            f"e{i}",
+            REAL,
+            SpecRule([OFF, SpecConfig(1), SpecConfig(3)], REAL),
+            GOOD,
+            i,
+            prefill=lambda tokens: 0.01 * tokens,
+        )
         for i in range(8)
     ]
     drawn = LengthModel.of_quantiles((0.5, 378), (0.95, 1373)).draw(16, 8, 2048, np.random.default_rng(0)).ravel()

@@ -1,0 +1,258 @@
+"""A cluster, a workload and policies, and one simulated rollout of them:
+
+    trace = draw(Cluster(hardware_table("H100", Model(), (1, 2, 4))), Workload(lengths, acceptance), Policies(), seed)
+
+Policies are made of the live decision objects, which engines and runs use, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from megatron_rlspec.sim.engine import CHUNK, Durations, SimEngine, SimSample
+from megatron_rlspec.sim.rollout import MoveCost, Resizing, Trace, rollout
+from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.speculation.acceptance import Acceptance
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.tail.lengths import Lengths
+from megatron_rlspec.tail.rebalance import Rebalancer, Transport
+from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+How = Literal["kv", "recompute"]
+Made = TypeVar("Made")
+WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
+DOWNTIME = 2  # rounds that a moved sample misses
+PAST = 2000  # responses of earlier rollouts that the planners have seen
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Engines of one kind.
+
+    cost            of rounds and prefills at every tensor-parallel size in question: what happens
+    belief          the cost by which policies decide; None: `cost`
+    engines, tp     at the start of a rollout; `engines` x `tp` ranks in all
+    max_running     samples that an engine decodes at once
+    max_tokens      room in the KV cache of an engine of size `tp`; 0: any number
+    token_bytes     of one token in the KV caches, over all ranks of an engine
+    link            GB/s out of an engine, and into one; 0: moves take no time
+    switch          what a change of the tensor-parallel size costs
+    pause_ms        between two decisions of planners, at least
+    """
+
+    cost: CostTable
+    engines: int = 8
+    tp: int = 1
+    max_running: int = 256
+    max_tokens: int = 0
+    token_bytes: int = 131_072
+    link: float = 25.0
+    chunk: int = CHUNK
+    switch: SwitchCosts = SwitchCosts(1000.0)
+    pause_ms: float = 1000.0
+    belief: CostTable | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        return self.engines * self.tp
+
+    def durations(self, tp: int, configs: Sequence[SpecConfig]) -> Durations:
+        """Return the durations of rounds at a size, tabulated once."""
+        return self._once((tp, tuple(configs)), lambda: Durations(self.cost.at(tp), configs))
+
+    def believed(self, tp: int) -> CostTable:
+        """Return the cost at a size by which policies decide."""
+        return self._once(tp, lambda: (self.belief or self.cost).at(tp))
+
+    def _once(self, key: Any, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
+
+    def prefill_ms(self, tp: int, tokens: int) -> float:
+        """Return the ms of a prefill pass; 0 if none was measured."""
+        measured = any(row.tp == tp for row in self.cost.prefill)
+        return self.cost.prefill_ms(tokens, 1, tp) if measured else 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The samples of one rollout: `prompts` x `samples` responses of at most `cap` tokens."""
+
+    lengths: LengthModel
+    acceptance: AcceptanceModel
+    prompts: int = 32
+    samples: int = 8
+    prompt_tokens: int = 256
+    cap: int = 8192
+
+
+@dataclass(frozen=True)
+class Policies:
+    """How a rollout is drawn.
+
+    speculation  "off", "k3" (or another chain) or "adaptive", the live `SpecRule`
+    in_flight    engines take requests as samples end, instead of an even deal at the start
+    ways         in which the live `Rebalancer` may move samples; empty: none moves
+    resize       whether the live `TPPlanner` may change the tensor-parallel size
+    every        rounds of an engine between two decisions of these planners
+    """
+
+    speculation: str = "adaptive"
+    in_flight: bool = False
+    ways: tuple[How, ...] = ()
+    resize: bool = False
+    every: int = 32
+
+    @classmethod
+    def of(cls, name: str) -> Policies:
+        """Read a name such as adaptive+in_flight+kv+tp. Raises ValueError."""
+        speculation, *extras = name.split("+")
+        known = speculation in ("off", "adaptive") or (speculation[:1] == "k" and speculation[1:].isdecimal())
+        moves = [extra for extra in extras if extra in WAYS]
+        if not known or len(moves) > 1 or set(extras) - {*moves, "in_flight", "tp"} or len(set(extras)) < len(extras):
+            raise ValueError(
+                f"{name}: expected off, k3 or adaptive, perhaps with +in_flight, with one of +kv, +recompute, +auto, "
+                "and with +tp"
+            )
+        return cls(speculation, "in_flight" in extras, WAYS[moves[0]] if moves else (), "tp" in extras)
+
+    def candidates(self, cost: CostTable, depth: int) -> tuple[SpecConfig, ...]:
+        """Return the chains that this policy may run, by the table at hand. Raises CostTableError if it lacks one.
+
+        depth  drafts for which acceptance is known; deeper ones do not count for the adaptive policy
+        """
+        if self.speculation == "off":
+            return (OFF,)
+        known = [config for config in cost.configs() if config.topk <= 1]  # acceptance of trees is not simulated
+        if self.speculation == "adaptive":
+            return tuple(config for config in known if config.num_steps <= depth)
+        wanted = SpecConfig(int(self.speculation[1:]))
+        if wanted not in known:
+            raise CostTableError(f"{self.speculation}: the cost table holds {', '.join(map(str, known))}")
+        return (wanted,)
+
+
+def draw(
+    cluster: Cluster,
+    workload: Workload,
+    policies: Policies,
+    seed: int,
+    *,
+    rule: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Simulate one rollout. Equal seeds give equal lengths under all policies. Raises CostTableError.
+
+    rule  of `speculation.learning.Learning.rule`: what an adaptive policy has learned; None: nothing yet
+    """
+    return Draw(cluster, workload, policies, seed, rule).run()
+
+
+class Draw:
+    """The parts of one `draw`. The engines, `trace` aside, tell what a real run would learn from."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        policies: Policies,
+        seed: int,
+        rule: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.workload = workload
+        self.policies = policies
+        self.seed = seed
+        self.learned = rule
+        self.candidates = policies.candidates(cluster.believed(cluster.tp), workload.acceptance.rates.shape[1])
+        self.engines: list[SimEngine] = []
+
+    def run(self) -> Trace:
+        """Draw the rollout."""
+        cluster, work, policies = self.cluster, self.workload, self.policies
+        samples = self._samples()
+        engines = self._fleet(cluster.tp)
+        held = len(samples) // cluster.engines // 2  # half of an even share: the rest goes where samples end early
+        downtime = DOWNTIME * engines[0].durations.ms(self.candidates[-1], 1, work.prompt_tokens)[0]
+        return rollout(
+            samples,
+            engines,
+            work.cap,
+            in_flight=min(cluster.max_running, max(work.samples, held)) if policies.in_flight else 0,
+            rebalancer=self._rebalancer() if policies.ways else None,
+            resizing=self._resizing() if policies.resize else None,
+            every=policies.every,
+            pause_ms=cluster.pause_ms,
+            cost=MoveCost(cluster.token_bytes, cluster.link, downtime),
+            lengths=self._past(),
+        )
+
+    def _rng(self, *part: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *part])
+
+    def _samples(self) -> list[SimSample]:
+        work = self.workload
+        lengths = work.lengths.draw(work.prompts, work.samples, work.cap, self._rng(0)).ravel().tolist()
+        shares, regimes = work.acceptance.begin(len(lengths), self._rng(2))
+        return [
+            SimSample(f"s{i:06d}", work.prompt_tokens, n, i // work.samples, float(shares[i]), int(regimes[i]))
+            for i, n in enumerate(lengths)
+        ]
+
+    def _past(self) -> Lengths:
+        work = self.workload
+        earlier = work.lengths.draw(PAST, 1, work.cap, self._rng(4)).ravel()
+        past = Lengths()
+        past.observe(earlier.tolist(), (earlier >= work.cap).tolist())
+        return past
+
+    def _fleet(self, tp: int) -> list[SimEngine]:
+        """Make the engines of a size, on all ranks."""
+        cluster = self.cluster
+        room = cluster.max_tokens * tp // cluster.tp or 1 << 50
+        names = [f"tp{tp}-e{i:04d}" for i in range(cluster.ranks // tp)]
+        engines = [
+            SimEngine(
+                name,
+                cluster.durations(tp, self.candidates),
+                self._policy(tp),
+                self.workload.acceptance,
+                self._rng(3, tp, i),
+                prefill=partial(cluster.prefill_ms, tp),
+                chunk=cluster.chunk,
+                max_running=cluster.max_running,
+                max_tokens=room,
+                ranks=tp,
+            )
+            for i, name in enumerate(names)
+        ]
+        self.engines += engines
+        return engines
+
+    def _policy(self, tp: int) -> SpecRule | SpecSchedule:
+        if self.policies.speculation != "adaptive":
+            return SpecSchedule.fixed(self.candidates[-1])
+        if self.learned is None:
+            return SpecRule(self.candidates, self.cluster.believed(tp))
+        triples = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
+        return SpecRule.from_json({**self.learned, "candidates": triples})
+
+    def _rebalancer(self) -> Rebalancer:
+        cluster = self.cluster
+        transport = Transport(cluster.link, cluster.token_bytes)
+        return Rebalancer(cluster.believed(cluster.tp), self.candidates, transport, modes=self.policies.ways)
+
+    def _resizing(self) -> Resizing:
+        cluster = self.cluster
+        rates = Acceptance(max(1, *(config.num_steps for config in self.candidates))).rates
+        planner = TPPlanner(cluster.belief or cluster.cost, self.candidates, rates, cluster.switch, cluster.ranks)
+        return Resizing(planner, cluster.tp, self._fleet, cluster.switch)
