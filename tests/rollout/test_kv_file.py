@@ -1,8 +1,10 @@
 """A sample's keys and values as a file: what is read is what was written, or one sentence."""
 
 import os
+import shutil
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,34 +36,83 @@ class MHATokenToKVPool:
         )
 
 
+HEADS = 4  # of the model; a pool of SOURCE holds two of them
 SOURCE = [MHATokenToKVPool(3, seed=0), MHATokenToKVPool(1, seed=1)]
-LAYOUT = kv_file.layout_of(SOURCE, rank=1, pairs=True)
+LAYOUT = kv_file.layout_of(SOURCE, [HEADS, HEADS], rank=1, ranks=2, pairs=True)
 HEADER = kv_file.Header("a", list(range(8)), 2, 7, "3", LAYOUT)
 SLOTS = torch.tensor([9, 3, 30, 4, 11])  # of columns 2 to 7
+WHOLE = [MHATokenToKVPool(3, seed=0, head_num=HEADS), MHATokenToKVPool(1, seed=1, head_num=HEADS)]
+
+
+def of_rank(rank: int, ranks: int, pools: list[MHATokenToKVPool] = WHOLE) -> list[MHATokenToKVPool]:
+    """Cut the heads of one rank out of pools that hold all of them."""
+    found = []
+    for pool in pools:
+        first, count, _ = kv_file.held_by(rank, ranks, HEADS)
+        part = MHATokenToKVPool(pool.layer_num, pool.seed, head_num=count)
+        for name in ("k_buffer", "v_buffer"):
+            setattr(part, name, [buffer[:, first : first + count].clone() for buffer in getattr(pool, name)])
+        found.append(part)
+    return found
+
+
+def written_by(path: str, ranks: int, **change) -> str:
+    """Write the files of all ranks."""
+    for rank in range(ranks):
+        pools = of_rank(rank, ranks)
+        layout = kv_file.layout_of(pools, [HEADS, HEADS], rank, ranks, pairs=True)
+        header = kv_file.Header(**{name: getattr(HEADER, name) for name in HEADER.__struct_fields__} | change)
+        size = kv_file.write(f"{path}.{rank}", msgspec.structs.replace(header, layout=layout), pools, SLOTS)
+        assert size == layout.column_bytes() * 5
+    return path
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("kv") / "rlspec-kv-a")
-    assert kv_file.write(path, HEADER, SOURCE, SLOTS) == LAYOUT.column_bytes() * 5 == 2 * 4 * 2 * 7 * 5
-    assert os.listdir(os.path.dirname(path)) == ["rlspec-kv-a"]
+    written_by(path, 2)
+    assert sorted(os.listdir(os.path.dirname(path))) == ["rlspec-kv-a.0", "rlspec-kv-a.1"]
     return path
 
 
-def test_columns_arrive_in_other_slots(written):
-    header, columns = kv_file.read(written, LAYOUT)
-    assert header == HEADER
-    target = [MHATokenToKVPool(3, seed=2), MHATokenToKVPool(1, seed=3)]
-    before = [[buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)] for pool in target]
+@pytest.mark.parametrize("source", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_rank_reads_its_heads_into_other_slots(tmp_path, source, ranks):
+    """Heads are cut and joined where the sizes differ; of 8 ranks, two hold the same head."""
+    path = written_by(str(tmp_path / "x"), source)
     here = torch.tensor([1, 20, 2])  # column 2 and 3 are there already
-    kv_file.scatter(columns, target, here)
     others = [slot for slot in range(32) if slot not in here.tolist()]
-    for mine, theirs, old in zip(target, SOURCE, before, strict=True):
-        for i, (to, sent) in enumerate(
-            zip((*mine.k_buffer, *mine.v_buffer), (*theirs.k_buffer, *theirs.v_buffer), strict=True)
-        ):
-            assert torch.equal(to[here], sent[SLOTS[2:]])
-            assert torch.equal(to[others], old[i][others])
+    for rank in range(ranks):
+        target = of_rank(rank, ranks, [MHATokenToKVPool(n, seed=2, head_num=HEADS) for n in (3, 1)])
+        before = [[buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)] for pool in target]
+        header, columns = kv_file.read(path, kv_file.layout_of(target, [HEADS, HEADS], rank, ranks, True))
+        assert header.place == HEADER.place and header.id == "a"
+        kv_file.scatter(columns, target, here)
+        for mine, theirs, old in zip(target, of_rank(rank, ranks), before, strict=True):
+            for i, (to, sent) in enumerate(
+                zip((*mine.k_buffer, *mine.v_buffer), (*theirs.k_buffer, *theirs.v_buffer), strict=True)
+            ):
+                assert torch.equal(to[here], sent[SLOTS[2:]])
+                assert torch.equal(to[others], old[i][others])
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="4 key and value heads do not divide among 3 tensor-parallel ranks"):
+        kv_file.layout_of(SOURCE, [HEADS, HEADS], 0, 3, True)
+    with pytest.raises(ValueError, match="this rank holds 2 key and value heads of 4, expected 4"):
+        kv_file.layout_of(SOURCE, [HEADS, HEADS], 0, 1, True)
+
+
+def test_files_of_two_moments_are_refused(tmp_path):
+    path = written_by(str(tmp_path / "x"), 2)
+    late = written_by(str(tmp_path / "y"), 2, version="4")
+    os.rename(f"{late}.1", f"{path}.1")
+    assert "rlspec" not in refused(path) and "another sample or moment than those of rank 0" in refused(path)
+    kv_file.read(path, kv_file.layout_of(SOURCE, [HEADS, HEADS], 0, 2, True))  # needs rank 0's heads only
+    shutil.copy(f"{path}.0", f"{path}.1")
+    assert "heads [(0, 2, 4), (0, 2, 4)], which rank 1 lacks" in refused(path)
+    os.unlink(f"{path}.1")
+    assert "x.1: No such file" in refused(path)
 
 
 def refused(path, layout=LAYOUT):
@@ -72,43 +123,46 @@ def refused(path, layout=LAYOUT):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 255), st.booleans())
-def test_a_damaged_file_is_refused(written, place, change, cut):
-    whole = bytearray(open(written, "rb").read())
-    place %= len(whole)
+@given(st.integers(0, 10_000), st.integers(1, 255), st.booleans(), st.sampled_from([0, 1]))
+def test_a_damaged_file_is_refused(written, place, change, cut, rank):
+    """Rank 1's reader uses the header of rank 0's file, and all of rank 1's."""
+    for other in (0, 1):
+        shutil.copy(f"{written}.{other}", f"{written}-damaged.{other}")
+    damaged = f"{written}-damaged.{rank}"
+    whole = bytearray(open(damaged, "rb").read())
+    place %= len(whole) if rank else 12 + int.from_bytes(whole[:8], "little")
     if cut:
         del whole[place:]
     else:
         whole[place] ^= change
-    damaged = f"{written}-damaged"
     with open(damaged, "wb") as file:
         file.write(whole)
-    refused(damaged)
+    refused(f"{written}-damaged")
 
 
-def test_other_files_are_refused(written, tmp_path):
+def test_other_files_are_refused(tmp_path):
     assert "No such file" in refused(tmp_path / "none")
-    assert "no regular file" in refused(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder.0").mkdir()
+    assert "no regular file" in refused(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe.0")
     assert "no regular file" in refused(tmp_path / "pipe")
-    (tmp_path / "short").write_bytes(b"rl")
+    (tmp_path / "short.0").write_bytes(b"rl")
     assert "not the columns of a sample" in refused(tmp_path / "short")
 
 
 def test_columns_of_another_engine_are_refused(written):
-    for pools, rank, pairs in ((SOURCE, 0, True), (SOURCE, 1, False), (SOURCE[:1], 1, True)):
-        assert "columns of another kind" in refused(written, kv_file.layout_of(pools, rank, pairs))
+    for pools, heads, pairs in ((SOURCE, 4, False), (SOURCE[:1], 4, True), (SOURCE, 2, True)):
+        other = kv_file.layout_of(pools, [heads] * len(pools), 0, heads // 2, pairs)
+        assert "columns of another kind: bfloat16, 3 layers of 4 heads of (4, 3)" in refused(written, other)
     with pytest.raises(ValueError, match="only plain keys and values move"):
-        kv_file.layout_of([MHATokenToKVPool(1, seed=0, kv_cache_layout="hnd")], 0, True)
+        kv_file.layout_of([MHATokenToKVPool(1, seed=0, kv_cache_layout="hnd")], [2], 0, 1, True)
 
 
 @pytest.mark.parametrize(
     "change", [{"first": 8}, {"first": -1}, {"last": 8}, {"tokens": [1]}, {"tokens": list(range(9))}], ids=str
 )
 def test_a_header_that_does_not_fit_its_columns_is_refused(tmp_path, change):
-    fields = {name: getattr(HEADER, name) for name in HEADER.__struct_fields__} | change
-    kv_file.write(str(tmp_path / "x"), kv_file.Header(**fields), SOURCE, SLOTS)
-    refused(tmp_path / "x")
+    refused(written_by(str(tmp_path / "x"), 2, **change))
 
 
 def test_a_full_device_leaves_no_part_of_a_file(tmp_path, monkeypatch):

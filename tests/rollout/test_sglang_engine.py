@@ -19,6 +19,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import requests as http
@@ -34,6 +35,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.server import kv_file
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -848,17 +850,25 @@ def balanced(*engines: SGLangEngine) -> bool:
 
 
 def wrong(path: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite a file of columns: `change` gets target's and drafter's columns [layer, key or value, column, ...]."""
+    """Rewrite a file of columns: `change` gets those of target and drafter [head, layer, key or value, column, ...]."""
     whole = bytearray(Path(path).read_bytes())
     size = int.from_bytes(whole[:8], "little")
-    columns = torch.frombuffer(whole, dtype=torch.uint8)[12 + size :].clone().view(torch.float32).view(9, 2, -1, 32)
-    change({"target": columns[:8], "drafter": columns[8:]})
-    content = bytes(whole[12 : 12 + size]) + columns.numpy().tobytes()
-    Path(path).write_bytes(whole[:8] + zlib.crc32(content).to_bytes(4, "little") + content)
+    columns = torch.frombuffer(whole, dtype=torch.uint8)[12 + size :].clone().view(torch.float32)
+    parts = columns[: len(columns) * 8 // 9], columns[len(columns) * 8 // 9 :]
+    header = msgspec.msgpack.decode(whole[12 : 12 + size], type=kv_file.Header)
+    heads = [model.heads[1] for model in header.layout.models]
+    target, drafter = (
+        part.view(n, -1, 2, header.last - header.first, 16) for n, part in zip(heads, parts, strict=True)
+    )
+    change({"target": target, "drafter": drafter})
+    marks = tuple(zlib.crc32(head.numpy().tobytes()) for head in (*target, *drafter))
+    head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
+    prefix = len(head).to_bytes(8, "little") + zlib.crc32(head).to_bytes(4, "little")
+    Path(path).write_bytes(prefix + head + columns.numpy().tobytes())
 
 
 def negate_target(columns: dict[str, torch.Tensor]) -> None:
-    columns["target"][0, 0] *= -1
+    columns["target"][:, 0, 0] *= -1
 
 
 def zero_drafter(columns: dict[str, torch.Tensor]) -> None:
@@ -867,7 +877,7 @@ def zero_drafter(columns: dict[str, torch.Tensor]) -> None:
 
 def shift_drafter(columns: dict[str, torch.Tensor]) -> None:
     """Give column p the pair of column p - 1. A permutation of the columns would change nothing."""
-    columns["drafter"][:, :, 1:] = columns["drafter"][:, :, :-1].clone()
+    columns["drafter"][:, :, :, 1:] = columns["drafter"][:, :, :, :-1].clone()
 
 
 def attentive_drafter() -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_mimo
+import torch
 from test_moves import Moving
 from test_sglang_engine import (
     CONFIG,
@@ -21,6 +23,7 @@ from test_sglang_engine import (
     SERVE,
     SWITCHING,
     WEIGHTS,
+    attentive_drafter,
     balanced,
     files_of,
     flush,
@@ -29,6 +32,7 @@ from test_sglang_engine import (
     rest,
     started,
     texts,
+    wrong,
 )
 
 from megatron_rlspec.engine import Cargo, EngineError, Grant
@@ -40,6 +44,7 @@ from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 MOVES = 300  # samples that moved, at least
+COLUMN = 2 * 9 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * 4  # bytes of one, over all ranks
 SCHEDULES = (k(3), k(1), SWITCHING, SpecSchedule.fixed(OFF))
 SAMPLINGS = (
     Sampling(max_new_tokens=150, stop_token_ids=tuple(range(3, 160, 40))),
@@ -156,6 +161,132 @@ def test_random_moves_and_pushes_change_no_text(pair: dict[str, SGLangEngine]) -
     )
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """An engine of two tensor-parallel ranks."""
+    checkpoint = tiny_mimo.write(tmp_path_factory.mktemp("wide") / "mimo", CONFIG, WEIGHTS)
+    arguments = [*SERVE, *LAUNCHES["adaptive"], "--tp", "2"]
+    cores = "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 2)
+    environment = ONE_THREAD | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
+    log = tmp_path_factory.mktemp("wide-log") / "log"
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("RLSPEC_API_KEY", "right-key")
+        with launch(checkpoint, log, arguments=arguments, environment=environment) as process:
+            yield SGLangEngine.of(process.wait(), timeout=200)
+
+
+def swap_heads(path: str, model: str) -> None:
+    """Exchange the two heads of a model in the files of all ranks."""
+    first, *second = sorted(str(name) for name in Path(path).parent.glob(f"{Path(path).name}.*"))
+    if not second:
+        wrong(first, lambda columns: columns[model].copy_(columns[model].flip(0)))
+        return
+    seen: list[torch.Tensor] = []
+    for name in (first, *second):
+        wrong(name, lambda columns: seen.append(columns[model].clone()))
+    for name, heads in zip((first, *second), reversed(seen), strict=True):
+        wrong(name, lambda columns, heads=heads: columns[model].copy_(heads))
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("sizes", ["1 to 2", "2 to 1"])
+def test_samples_move_between_tensor_parallel_sizes(
+    pair: dict[str, SGLangEngine], wide: SGLangEngine, sizes: str
+) -> None:
+    """Texts and rounds on the target are those after recomputation there. With heads exchanged they are not."""
+    source, target = (pair["b"], wide) if sizes == "1 to 2" else (wide, pair["b"])
+    sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
+
+    def continued(tag: str, model: str = "") -> list[Sample]:
+        flush(target)
+        asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
+        for piece in delta if tag != "recompute" else ():
+            for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
+                shutil.copy(name, f"{piece.path}-{tag}{name.suffix}")
+            if model:
+                swap_heads(f"{piece.path}-{tag}", model)
+            (answer,) = target.accept([Cargo(piece.id, f"{piece.path}-{tag}")])
+            assert not answer.refused and answer.last > 20, answer
+            kept[tag] = kept.get(tag, 0) + answer.bytes // COLUMN
+        found = target.generate(rest(asked, begun), sampling)
+        target.withdraw([piece.id for piece in delta])
+        return found
+
+    for version, weights in ((50, WEIGHTS), (51, attentive_drafter())):
+        for engine in (source, target):
+            engine.update_weights(version, weights.items())
+            engine.set_schedule(k(3))
+        cut = fresh(8, f"sizes{version}", 9600)
+        kept: dict[str, int] = {}
+        undisturbed = source.generate(cut, sampling)
+        flush(source)
+        ended = started(source, cut, sampling, 20)
+        delta = source.detach([Grant(r.id) for r in cut])
+        begun = ended()
+        again = continued("recompute")
+        moved = continued("moved")
+        assert texts(moved) == texts(again) == texts(undisturbed)
+        assert [s.accepted_spans for s in moved] == [s.accepted_spans for s in again]
+        assert kept["moved"] == sum(len(sample.tokens) - 2 for sample in begun)
+        if weights is WEIGHTS:
+            assert texts(continued("swapped", "target")) != texts(again)
+        else:
+            spoilt = continued("swapped", "drafter")
+            assert texts(spoilt) == texts(again)
+            assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
+    for engine in (source, target):
+        engine.update_weights(0, WEIGHTS.items())
+        engine.withdraw()
+    assert balanced(source, target) and not files_of(source) and not files_of(target)
+
+
+@pytest.mark.lossless
+def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
+    pair: dict[str, SGLangEngine], wide: SGLangEngine
+) -> None:
+    """Random moves between an engine of one rank and one of two, in both stages, change no text."""
+    engines = {"a": pair["b"], "wide": wide}
+    sampling = Sampling(temperature=1.0, max_new_tokens=150, ignore_eos=True)
+    asked = fresh(6, "lane", 9700)
+    for engine in engines.values():
+        engine.update_weights(0, WEIGHTS.items())
+        engine.set_schedule(k(3))
+    undisturbed = pair["b"].generate(asked, sampling)
+    pool = EnginePool(list(engines.values()))
+    found: list[Moving] = []
+    pool.balance = lambda owner: found.append(Moving(owner, engines, random.Random(5))) or found[0]
+    assert texts(pool.generate(asked, sampling)) == texts(undisturbed)
+    ways = {(m.source, m.target) for m in found[0].moved if m.kept}
+    assert ways == {("a", "wide"), ("wide", "a")}
+    for engine in engines.values():
+        engine.withdraw()
+    assert balanced(*engines.values()) and not files_of(wide)
+
+
+@pytest.mark.lossless
+def test_a_rank_without_its_file_stops_all(wide: SGLangEngine) -> None:
+    """Samples leave an engine of two ranks and come back after a flush."""
+    engine = wide
+    sampling = Sampling(temperature=1.0, max_new_tokens=60, ignore_eos=True)
+    engine.set_schedule(k(3))
+    asked = fresh(3, "tp", 9500)
+    undisturbed = engine.generate(asked, sampling)
+    flush(engine)
+    ended = started(engine, asked, sampling, 15)
+    delta = engine.detach([Grant(request.id) for request in asked])
+    begun = ended()
+    flush(engine)
+    assert all(Path(f"{piece.path}.{rank}").exists() for piece in delta for rank in (0, 1))
+    Path(f"{delta[0].path}.1").unlink()
+    answers = engine.accept(delta)
+    assert answers[0].refused and not answers[1].refused
+    assert answers[1].bytes == COLUMN * answers[1].last == COLUMN * (len(begun[1].tokens) - 2)
+    assert texts(engine.generate(rest(asked, begun), sampling)) == texts(undisturbed)
+    assert engine.export([Grant("unknown")])[0].refused  # the ranks wait for each other here, too
+    engine.withdraw()
+    assert not files_of(engine) and balanced(engine)
+
+
 @pytest.mark.lossless
 def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SGLangEngine]) -> None:
     """Runs last: it ends an engine."""
@@ -177,34 +308,3 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SG
         pair[name].withdraw()
     assert balanced(pair["a"], pair["b"])
     assert not list(columns.parent.glob(f"{columns.name}*")) and not files_of(pair["a"]) and not files_of(pair["b"])
-
-
-@pytest.mark.lossless
-def test_every_tensor_parallel_rank_moves_its_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples leave an engine of two ranks and come back after a flush. A rank without its file stops both."""
-    monkeypatch.setenv("RLSPEC_API_KEY", "right-key")
-    checkpoint = tiny_mimo.write(tmp_path / "mimo", CONFIG, WEIGHTS)
-    arguments = [*SERVE, *LAUNCHES["adaptive"], "--tp", "2"]
-    sampling = Sampling(temperature=1.0, max_new_tokens=60, ignore_eos=True)
-    cores = "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 2)
-    environment = ONE_THREAD | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
-    with launch(checkpoint, tmp_path / "log", arguments=arguments, environment=environment) as process:
-        engine = SGLangEngine.of(process.wait(), timeout=200)
-        engine.set_schedule(k(3))
-        asked = fresh(3, "tp", 9500)
-        undisturbed = engine.generate(asked, sampling)
-        flush(engine)
-        ended = started(engine, asked, sampling, 15)
-        delta = engine.detach([Grant(request.id) for request in asked])
-        begun = ended()
-        flush(engine)
-        assert all(Path(f"{piece.path}.{rank}").exists() for piece in delta for rank in (0, 1))
-        Path(f"{delta[0].path}.1").unlink()
-        answers = engine.accept(delta)
-        assert answers[0].refused and not answers[1].refused
-        size = 2 * 9 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * 4  # of a column, over both ranks
-        assert answers[1].bytes == size * answers[1].last == size * (len(begun[1].tokens) - 2)
-        assert texts(engine.generate(rest(asked, begun), sampling)) == texts(undisturbed)
-        assert engine.export([Grant("unknown")])[0].refused  # the ranks wait for each other here, too
-        engine.withdraw()
-        assert not files_of(engine) and balanced(engine)

@@ -9,7 +9,8 @@ import json
 import os
 import stat
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from io import FileIO
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def of_file(path: str, size: int, entries: Sequence[Entry]) -> bytes:
     return _MAGIC + json.dumps([path, size, places]).encode()
 
 
-def open_regular(path: str) -> BinaryIO:
+def open_regular(path: str) -> FileIO:
     """Open a regular file. A pipe or a device neither blocks nor is read. Raises OSError and NotRegularError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # `open` would refuse a directory, and not close it
@@ -65,7 +66,7 @@ def bytes_of(path: str, size: int) -> torch.Tensor:
     try:
         with open_regular(path) as opened:
             while at < size:
-                count = opened.readinto(view[at:])  # type: ignore[attr-defined]
+                count = opened.readinto(view[at:])
                 if not count:
                     raise RuntimeError(f"{path} became shorter while it was read")
                 at += count

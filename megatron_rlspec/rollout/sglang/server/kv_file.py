@@ -1,17 +1,19 @@
-"""The keys and values of one sample's tokens as a file, by which they go from one engine to another.
+"""The keys and values of one sample's tokens as files, by which they go from one engine to another.
 
-Every tensor-parallel rank writes and reads the file of its own heads. Layout: the size of the header (8 bytes), the
-CRC-32 of all that follows (4 bytes), both little-endian, the header as MessagePack, then the columns, ordered
-model -> layer -> keys, values -> column. A column is one slot of the KV cache. Nothing is unpickled, and no byte is
-used before header, size and checksum are checked.
+Every tensor-parallel rank writes its own heads into a file of its own, PATH.RANK. A reading rank takes its heads from
+the files that have them, so source and target may have different tensor-parallel sizes. Layout: the size of the header
+(8 bytes), its CRC-32 (4 bytes), both little-endian, the header as MessagePack, then the columns, ordered
+model -> head -> layer -> keys, values -> column, so that a head is one piece, whose CRC-32 the header has. A column is
+one slot of the KV cache. Nothing is unpickled, and no byte is used before header, size and checksum are checked.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,30 +28,65 @@ _PREFIX = struct.Struct("<QI")
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of one model's cache that a rank holds.
 
-    heads  the first key/value head, and how many
+    heads  the first key/value head, how many, and how many the model has
     sizes  numbers per head of a key and of a value
     """
 
     layers: int
-    heads: tuple[int, int]
+    heads: tuple[int, int, int]
     sizes: tuple[int, int]
+
+    @property
+    def whole(self) -> tuple[int, int, tuple[int, int]]:
+        """Return what does not depend on the rank."""
+        return self.layers, self.heads[2], self.sizes
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What source and target must have in common.
+    """The caches of a rank. Source and target must have `whole` in common.
 
+    ranks   of the engine
     pairs   whether column p holds the drafter's pair (h_p, x_p+1), beside the target's token x_p
     models  the target, then the drafter if there is one
     """
 
     dtype: str
+    ranks: int
     pairs: bool
     models: tuple[Model, ...]
 
+    @property
+    def whole(self) -> tuple[str, bool, tuple[Any, ...]]:
+        """Return what does not depend on the rank."""
+        return self.dtype, self.pairs, tuple(model.whole for model in self.models)
+
+    def __str__(self) -> str:
+        parts = [f"{model.layers} layers of {model.heads[2]} heads of {model.sizes}" for model in self.models]
+        return f"{self.dtype}, {' and '.join(parts)}{', in pairs' if self.pairs else ''}"
+
+    def head_bytes(self, model: int) -> int:
+        """Return the size of one column of one head of a model, of all its layers."""
+        return self.models[model].layers * sum(self.models[model].sizes) * getattr(torch, self.dtype).itemsize
+
     def column_bytes(self) -> int:
         """Return the size of one column of all models."""
-        numbers = sum(model.layers * model.heads[1] * sum(model.sizes) for model in self.models)
-        return numbers * getattr(torch, self.dtype).itemsize
+        return sum(model.heads[1] * self.head_bytes(i) for i, model in enumerate(self.models))
+
+    def heads(self) -> Iterator[tuple[int, int]]:
+        """Return all (model, head), in the order of a file."""
+        for i, model in enumerate(self.models):
+            for head in range(model.heads[0], model.heads[0] + model.heads[1]):
+                yield i, head
+
+
+def held_by(rank: int, ranks: int, total: int) -> tuple[int, int, int]:
+    """Return `Model.heads` of a rank. With fewer heads than ranks, neighbours hold the same one, as in SGLang.
+
+    Raises ValueError unless one of ranks and heads divides the other.
+    """
+    if total % ranks and ranks % total:
+        raise ValueError(f"{total} key and value heads do not divide among {ranks} tensor-parallel ranks")
+    return rank * total // ranks, max(1, total // ranks), total
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +94,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens   all its tokens that the columns below `last` depend on: `last` of them, one more if they are pairs
     version  of the weights that computed the columns
+    marks    CRC-32 of each head, in the order of `Layout.heads`
     """
 
     id: str
@@ -65,6 +103,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last: int
     version: str
     layout: Layout
+    marks: tuple[int, ...] = ()
 
     @property
     def place(self) -> tuple[list[int], int, int]:
@@ -72,44 +111,62 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.tokens, self.first, self.last
 
 
-def layout_of(pools: Sequence[Any], rank: int, pairs: bool) -> Layout:
-    """Describe SGLang's `MHATokenToKVPool`s of this rank. Raises ValueError for a cache of another kind."""
+def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int, pairs: bool) -> Layout:
+    """Describe SGLang's `MHATokenToKVPool`s of this rank, of models with so many key and value heads.
+
+    Raises ValueError for a cache of another kind.
+    """
     for pool in pools:
         if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd":
             raise ValueError(f"the KV cache is a {type(pool).__name__}; only plain keys and values move")
     if len({pool.store_dtype for pool in pools}) != 1:
         raise ValueError("target and drafter hold their KV caches in different types")
-    models = [
-        Model(pool.layer_num, (rank * pool.head_num, pool.head_num), (pool.head_dim, pool.v_head_dim)) for pool in pools
-    ]
-    return Layout(str(pools[0].store_dtype).removeprefix("torch."), pairs, tuple(models))
+    models = []
+    for pool, total in zip(pools, totals, strict=True):
+        heads = held_by(rank, ranks, total)
+        if heads[1] != pool.head_num:
+            raise ValueError(f"this rank holds {pool.head_num} key and value heads of {total}, expected {heads[1]}")
+        models.append(Model(pool.layer_num, heads, (pool.head_dim, pool.v_head_dim)))
+    return Layout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
 
 
-def _buffers(pools: Sequence[Any]) -> list[Tensor]:
-    """Return all keys and values [slots, heads, size], in the file's order."""
-    found: list[Tensor] = []
+def _parts(columns: Tensor, pools: Sequence[Any], count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return every buffer [slots, heads, size] of a rank with its bytes [heads, count * size of a row] in `columns`."""
+    at = 0
     for pool in pools:
+        keys = count * pool.k_buffer[0][0, 0].nbytes
+        row = keys + count * pool.v_buffer[0][0, 0].nbytes
+        size = pool.head_num * pool.layer_num * row
+        block = columns[at : at + size].view(pool.head_num, pool.layer_num, row)
         for layer in range(pool.layer_num):
-            found += [pool.k_buffer[layer], pool.v_buffer[layer]]
-    return found
+            yield pool.k_buffer[layer], block[:, layer, :keys]
+            yield pool.v_buffer[layer], block[:, layer, keys:]
+        at += size
+
+
+def _pieces(columns: Tensor, layout: Layout, count: int) -> Iterator[Tensor]:
+    """Return the bytes of each head, in the order of `Layout.heads`."""
+    at = 0
+    for model, _ in layout.heads():
+        size = layout.head_bytes(model) * count
+        yield columns[at : at + size]
+        at += size
 
 
 def write(path: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int:
     """Write the columns in these slots; the file appears whole. Returns its columns' bytes. Raises OSError."""
     data = torch.empty(header.layout.column_bytes() * len(slots), dtype=torch.uint8)
-    at = 0
-    for buffer in _buffers(pools):
-        part = buffer[slots].reshape(-1).view(torch.uint8)
-        data[at : at + len(part)].copy_(part)
-        at += len(part)
-    head = msgspec.msgpack.encode(header)
-    content = data.numpy().data
+    for buffer, part in _parts(data, pools, len(slots)):
+        rows = buffer[slots].transpose(0, 1)
+        part.copy_(rows.reshape(len(rows), -1).view(torch.uint8))
+    marks = tuple(zlib.crc32(piece.numpy().data) for piece in _pieces(data, header.layout, len(slots)))
+    head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
     unfinished = f"{path}.part"
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(_PREFIX.pack(len(head), zlib.crc32(content, zlib.crc32(head))) + head)
-            file.write(content)
+            file.write(_PREFIX.pack(len(head), zlib.crc32(head)) + head)
+            file.write(data.numpy().data)
         os.rename(unfinished, path)
     except OSError:
         os.unlink(unfinished)
@@ -118,41 +175,86 @@ def write(path: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int
 
 
 def read(path: str, expected: Layout) -> tuple[Header, Tensor]:
-    """Return the header and the columns' bytes. Raises ValueError, in one line, unless the file is whole and fits."""
+    """Return a header and the bytes of this rank's columns, from the files PATH.RANK that have its heads.
+
+    Raises ValueError, in one line, unless these files are whole, fit each other, and fit this engine.
+    """
+    first = _header(f"{path}.0", expected)
+    count = first.last - first.first
+    columns = torch.empty(expected.column_bytes() * count, dtype=torch.uint8)
+    headers = {0: first}
+    pieces = _pieces(columns, expected, count)
+    for (model, head), piece in zip(expected.heads(), pieces, strict=True):
+        # Of ranks that hold the same head, the first one's file is read.
+        total, ranks = expected.models[model].heads[2], first.layout.ranks
+        rank = head // max(1, total // ranks) * max(1, ranks // total)
+        name = f"{path}.{rank}"
+        if rank not in headers:
+            headers[rank] = _header(name, expected)
+            if _common(headers[rank]) != _common(first):
+                raise ValueError(f"{name}: columns of another sample or moment than those of rank 0")
+        _read_head(name, headers[rank], model, head, piece)
+    return first, columns
+
+
+def _common(header: Header) -> tuple[Any, ...]:
+    """Return what the files of all ranks have in common."""
+    return header.id, header.place, header.version, header.layout.ranks
+
+
+def _header(path: str, expected: Layout) -> Header:
     try:
-        with bucket_file.open_regular(path) as file:
-            whole = bytearray(file.read())
+        with io.BufferedReader(bucket_file.open_regular(path)) as file:
+            prefix = file.read(_PREFIX.size)
+            if len(prefix) < _PREFIX.size:
+                raise ValueError(f"{path}: not the columns of a sample")
+            size, checksum = _PREFIX.unpack(prefix)
+            whole = os.fstat(file.fileno()).st_size
+            content = file.read(size) if size <= whole else b""
     except (OSError, bucket_file.NotRegularError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no regular file'}") from None
-    if len(whole) < _PREFIX.size:
-        raise ValueError(f"{path}: not the columns of a sample")
-    size, checksum = _PREFIX.unpack_from(whole)
-    content = memoryview(whole)[_PREFIX.size :]
-    if size > len(content) or zlib.crc32(content) != checksum:
-        raise ValueError(f"{path}: its checksum does not fit what it holds")
+    if len(content) < size or zlib.crc32(content) != checksum:
+        raise ValueError(f"{path}: the checksum of its header does not fit")
     try:
-        header = msgspec.msgpack.decode(content[:size], type=Header)
+        header = msgspec.msgpack.decode(content, type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not the columns of a sample: {error}") from None
-    if header.layout != expected:
+    if header.layout.whole != expected.whole:
         raise ValueError(f"{path}: columns of another kind: {header.layout}; this engine's are {expected}")
+    rank = int(path.rpartition(".")[2])
+    total = [model.heads[2] for model in expected.models]
+    if not 0 <= rank < header.layout.ranks:
+        raise ValueError(f"{path}: rank {rank} of {header.layout.ranks}")
+    if [model.heads for model in header.layout.models] != [held_by(rank, header.layout.ranks, n) for n in total]:
+        raise ValueError(f"{path}: heads {[model.heads for model in header.layout.models]}, which rank {rank} lacks")
     if not 0 <= header.first <= header.last or len(header.tokens) != header.last + expected.pairs:
         raise ValueError(f"{path}: columns {header.first} to {header.last} of {len(header.tokens)} tokens")
-    columns = torch.frombuffer(whole, dtype=torch.uint8)[_PREFIX.size + size :]
-    if len(columns) != expected.column_bytes() * (header.last - header.first):
-        raise ValueError(f"{path}: {len(columns)} bytes for columns {header.first} to {header.last}")
-    return header, columns
+    columns = whole - size - _PREFIX.size
+    if columns != header.layout.column_bytes() * (header.last - header.first):
+        raise ValueError(f"{path}: {columns} bytes for columns {header.first} to {header.last}")
+    return header
+
+
+def _read_head(path: str, header: Header, model: int, head: int, piece: Tensor) -> None:
+    """Read one head's columns into `piece`."""
+    index = list(header.layout.heads()).index((model, head))
+    count = header.last - header.first
+    before = sum(header.layout.head_bytes(other) * count for other, _ in list(header.layout.heads())[:index])
+    try:
+        with io.BufferedReader(bucket_file.open_regular(path)) as file:
+            file.seek(before - header.layout.column_bytes() * count, os.SEEK_END)
+            read = file.readinto(piece.numpy().data)
+    except (OSError, bucket_file.NotRegularError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no regular file'}") from None
+    if read != len(piece) or index >= len(header.marks) or zlib.crc32(piece.numpy().data) != header.marks[index]:
+        raise ValueError(f"{path}: the checksum of head {head} does not fit")
 
 
 def scatter(columns: Tensor, pools: Sequence[Any], slots: Tensor) -> None:
-    """Write the last len(slots) of a file's columns into these slots."""
-    buffers = _buffers(pools)
-    row = sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
+    """Write the last len(slots) of a rank's columns into these slots."""
+    row = sum(pool.layer_num * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes) for pool in pools)
     count = len(columns) // row
-    at = 0
-    for buffer in buffers:
-        size = count * buffer[0].numel() * buffer.element_size()
-        # A copy: the file's header leaves the columns at an address that views of wider types may not have.
-        part = columns[at : at + size].clone().view(buffer.dtype).view(count, *buffer.shape[1:])
-        buffer[slots] = part[count - len(slots) :].to(buffer.device)
-        at += size
+    for buffer, part in _parts(columns, pools, count):
+        heads, size = buffer.shape[1:]
+        found = part.contiguous().view(buffer.dtype).view(heads, count, size)[:, count - len(slots) :]
+        buffer[slots] = found.transpose(0, 1).to(buffer.device)

@@ -12,16 +12,15 @@ travel: SGLang computes them anew from the last two columns.
     withdraw  the target gives up what it keeps for a sample; without ids an engine also removes files that it wrote
 
 All ranks execute each command. What they decide depends on nothing but the state that they share; only the reading of
-their files may differ, so `accept` agrees on that before it changes anything.
+files may differ, so `accept` agrees on that before it changes anything. The two engines may have different numbers of
+ranks (`kv_file`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +77,7 @@ def progress(settings: Settings, scheduler: Any) -> Answer:
         "waiting": len(scheduler.waiting_queue) + (scheduler.chunked_req is not None),
         "free_tokens": scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size(),
         "version": versions.installed().weight_version(),
+        "tp": versions.installed().tensor_group().world_size,
     }
 
 
@@ -112,6 +112,9 @@ def accept(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answe
     """Put columns into the tree, all of a file or none, and protect them. notes: {"id", "path"}."""
     layout = _layout(scheduler)
     found = _agree([_each(_read, scheduler, layout=layout, **note) for note in notes])
+    if versions.installed().tensor_group().rank_in_group == 0:
+        for note in notes:  # every rank has read what it needs of them
+            scratch.remove_files(f"{note['path']}.")
     return {"answers": [answer if "refused" in answer else _each(_insert, scheduler, **answer) for answer in found]}
 
 
@@ -175,6 +178,14 @@ def _pools(scheduler: Any) -> list[Any]:
     return pools
 
 
+def _heads(scheduler: Any) -> list[int]:
+    """Return the numbers of key and value heads of target and drafter, over all ranks."""
+    runners = [scheduler.tp_worker.model_runner]
+    if scheduler.draft_worker is not None:
+        runners.append(scheduler.draft_worker.draft_worker.draft_runner)
+    return [runner.model_config.get_total_num_kv_heads() for runner in runners]
+
+
 def _layout(scheduler: Any) -> kv_file.Layout:
     """Raises ValueError where the KV cache of a sample cannot move."""
     installed = versions.installed()
@@ -182,8 +193,9 @@ def _layout(scheduler: Any) -> kv_file.Layout:
         raise ValueError("samples move with their KV cache from SGLang 0.5.23 on")
     if scheduler.server_args.disable_radix_cache or scheduler.server_args.dp_size > 1:
         raise ValueError("without a prefix cache, and under data parallelism, the KV cache of a sample cannot move")
-    rank = installed.tensor_group().rank_in_group
-    return kv_file.layout_of(_pools(scheduler), rank, scheduler.tree_cache.tree_core.is_eagle)
+    group = installed.tensor_group()
+    pairs = scheduler.tree_cache.tree_core.is_eagle
+    return kv_file.layout_of(_pools(scheduler), _heads(scheduler), group.rank_in_group, group.world_size, pairs)
 
 
 def _own(path: str) -> str:
@@ -299,11 +311,7 @@ def _allocated(scheduler: Any, need: int) -> Tensor | None:
 
 
 def _read(scheduler: Any, rid: str, path: str, layout: kv_file.Layout) -> Answer:
-    try:
-        header, columns = kv_file.read(_own(path), layout)
-    finally:
-        with suppress(OSError):
-            os.unlink(_own(path))
+    header, columns = kv_file.read(path, layout)
     here = versions.installed().weight_version()
     if header.id != rid:
         raise ValueError(f"{path}: columns of {header.id}, not of {rid}")
