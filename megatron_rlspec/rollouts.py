@@ -168,7 +168,8 @@ class Rollouts:
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
         in_flight = rollout.in_flight or rollout.max_running_requests
         continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
-        self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues)
+        lanes = [engines[name] for name in self.starting.lanes]
+        self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues, lanes)
         self.planner = started.planner
         self.lengths = Lengths()  # of all responses, by which the planner predicts
         self._timed: list[RoundStats] = []  # rounds that the planner has not seen
@@ -546,7 +547,7 @@ class Rollouts:
             if isinstance(engine, EngineError):
                 self.recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
                 continue
-            self.engines.add(engine)
+            self.engines.add(engine, lane=name in self.starting.lanes)
             self.health.join(name, engine)
             self.restarted += 1
             self.recorder.event("engine", f"{name}: started again, {len(self.engines.engines)} serve", engine=name)

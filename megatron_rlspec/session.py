@@ -232,7 +232,9 @@ class Session:
         if not self.generates or config.rollout.engine != "sglang" or config.rollout.urls:
             return placement.Layout()
         options = config.placement
-        layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode)
+        if config.tail.lane:
+            placement.check_heads(self.hf_config, config.tail.lane, "tail.lane")
+        layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.tail.lane)
         if not layout.engines:
             return layout
         placement.check_heads(self.hf_config, options.tensor)

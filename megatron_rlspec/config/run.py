@@ -101,8 +101,12 @@ class Config(Section):
             self._check_moves()
         if self.tail.tp != (1,):
             self._check_sizes()
+        elif self.tail.lane:
+            self._check_lane()
         elif self.tail.cost_table:
-            raise ValueError(f"tail.cost_table={self.tail.cost_table} is for sizes in tail.tp, which has none but 1")
+            raise ValueError(
+                f"tail.cost_table={self.tail.cost_table} is for sizes in tail.tp, which has none but 1, and tail.lane"
+            )
         if self.sft.drafter_only and not self.drafter.train:
             raise ValueError("sft.drafter_only=true and drafter.train=false leave nothing to train")
         if self.sft.drafter_only and not self.drafter.mtp_detach_heads:
@@ -118,10 +122,31 @@ class Config(Section):
         if self.rollout.function:
             raise ValueError(f"{asked} does not move the conversations of rollout.function; expected off")
 
+    def _check_lane(self) -> None:
+        asked = f"tail.lane={self.tail.lane}"
+        tensor = self.placement.tensor
+        if self.rollout.engine != "sglang":
+            raise ValueError(f"{asked} is one more SGLang engine; expected rollout.engine=sglang, or tail.tp")
+        if self.tail.rebalance == "off" or self.tail.rule != "makespan":
+            raise ValueError(
+                f"{asked} needs moves by tail.rule=makespan, but tail.rebalance={self.tail.rebalance} and "
+                f"tail.rule={self.tail.rule}"
+            )
+        if self.tail.lane <= tensor and not self.rollout.urls:
+            raise ValueError(f"{asked}: expected a larger size than placement.tensor={tensor}")
+        if self.placement.mode == "together":
+            raise ValueError(f"{asked} needs GPUs of its own, but placement.mode=together; expected apart")
+        if not self.tail.cost_table:
+            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --tp {tensor},{self.tail.lane} writes it")
+
     def _check_sizes(self) -> None:
         asked = f"tail.tp={','.join(map(str, self.tail.tp))}"
         if self.rollout.engine != "embedded":
-            raise ValueError(f"{asked} changes engines in place, which SGLang cannot; expected rollout.engine=embedded")
+            raise ValueError(
+                f"{asked} changes engines in place, which SGLang cannot; expected rollout.engine=embedded, or tail.lane"
+            )
+        if self.tail.lane:
+            raise ValueError(f"{asked} and tail.lane={self.tail.lane}: expected one of the two")
         if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
             raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
         if self.drafter.kind != "mtp":

@@ -25,13 +25,23 @@ class TailConfig(Section):
     gain: float = Field(
         0.05, ge=0, lt=1, description="least share of the remaining time that a move must save, beyond its cost"
     )
+    lane: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="tensor-parallel size of one more SGLang engine, the fast lane, which is given no prompts: running "
+        "samples move to it when they end earlier there; with rollout.urls, the engines of this size are the lane. "
+        "Needs tail.rebalance and tail.cost_table; 0: none",
+    )
     tp: tuple[int, ...] = Field(
         (1,),
         description="tensor-parallel sizes that the embedded engines of a run's ranks may change to while few samples "
         "are left, such as 1,2,4; needs tail.cost_table",
     )
     cost_table: Text = Field(
-        "", description="durations of rounds at these sizes: `rlspec profile --engine embedded --tp 1,2,4` writes it"
+        "",
+        description="durations of rounds at these sizes, of tail.tp or of placement.tensor and tail.lane, which "
+        "`rlspec profile --tp 1,2,4` writes",
     )
 
     @field_validator("tp")

@@ -131,17 +131,20 @@ class Balancer:
         if self._ended.is_set():
             return
         by_name = {load.engine: load for load in loads}
-        held = [len(by_name[name].running) for name in (move.source, move.target)]
-        why = f"{held[0]} samples on {move.source}, {held[1]} on {move.target}"
+        source, target = by_name[move.source], by_name[move.target]
+        why = f"{len(source.running)} samples on {move.source}, {len(target.running)} on {move.target}"
+        tp = source.tp, target.tp
+        if tp[0] != tp[1]:
+            why += f"; tensor-parallel size {tp[0]} to {tp[1]}"
         apart = self._named[move.source].node != self._named[move.target].node
         if apart and "recompute" in self._planner.modes:
             move = replace(move, how="recompute")
         self._acted = True
-        moved = self._mover.move(move, by_name[move.source].version, why)
+        moved = self._mover.move(move, source.version, why)
         news = moved.refused and moved.refused != self._refused
         self._refused = moved.refused
         if moved.ids or news:
-            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._pace.seconds))
+            self.moves.append(replace(moved, rounds=moved.away_ms / 1e3 / self._pace.seconds, tp=tp))
         if moved.kept and moved.bytes:
             self._planner.moved([(moved.bytes, moved.ms)])
 

@@ -76,6 +76,7 @@ class Moved:
     ms       from then to the arrival
     away_ms  of that, from the order to leave on
     rounds   of decoding that take as long as `away_ms`
+    tp       tensor-parallel sizes of source and target
     """
 
     source: str
@@ -90,6 +91,7 @@ class Moved:
     away_ms: float = 0.0
     rounds: float = 0.0
     refused: str = ""
+    tp: tuple[int, int] = (1, 1)
 
 
 class Mover:
@@ -117,12 +119,12 @@ class Mover:
             if not firsts:
                 return report
             left = time.perf_counter()
-            arrived, delta = self._fetch(source, firsts, move.how)
+            arrived, delta = self.fetch(source, firsts, move.how)
             files += delta
             known = {request.id for request in arrived}
-            kept = self._second_stage(target, [piece for piece in delta if piece.id in known])
+            kept = self.deliver(target, [piece for piece in delta if piece.id in known])
         finally:
-            _discard(files)
+            discard(files)
         self._owner.resume(arrived, target)
         now = time.perf_counter()
         size = sum(piece.bytes for piece in (*files, *kept))
@@ -154,7 +156,7 @@ class Mover:
             Cargo(grant.id, refused=grant.refused) for grant in grants if grant.refused
         ]
 
-    def _fetch(self, source: Movable, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[Cargo]]:
+    def fetch(self, source: Movable, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[Cargo]]:
         """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
         returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
         left = set(self._owner.lend(source, firsts, lambda name, request: returned.put((name, request))))
@@ -175,7 +177,8 @@ class Mover:
                 arrived.append(request)
         return arrived, [piece for piece in delta if piece.path and not piece.refused]
 
-    def _second_stage(self, target: Movable, delta: Sequence[Cargo]) -> list[Cargo]:
+    def deliver(self, target: Movable, delta: Sequence[Cargo]) -> list[Cargo]:
+        """Give columns to the target; return the pieces that it took."""
         try:
             answers = target.accept(delta) if delta else []
         except EngineError as error:  # the target computes the columns, or is lost, which `resume` sees
@@ -196,7 +199,7 @@ def _note(request: Request, held: Held) -> Note:
     return Note(request.id, tokens, held.context + HEADROOM)
 
 
-def _discard(files: Iterable[Cargo]) -> None:
+def discard(files: Iterable[Cargo]) -> None:
     """Remove files that no target has read, if they are on this machine."""
     for piece in files:
         for name in glob.glob(f"{glob.escape(piece.path)}.*") if piece.path else ():

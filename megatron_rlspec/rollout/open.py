@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from megatron_rlspec.weights.fingerprint import fingerprint
 from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
+LANE = "lane"  # the engine of tail.lane
 WIRE = 1.0  # GB/s that a rank is taken to send, in plans of tensor-parallel sizes; no clock may enter them
 
 
@@ -55,12 +57,17 @@ class StartingEngines:
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
         self._attached: dict[str, RolloutEngine] = {}
+        self.lanes: list[str] = []  # names of the engines of tail.lane
         self._fleet: Fleet | None = None
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             for index in range(config.rollout.engines):
                 self._launch(f"{_NAME}{index}")
+            if config.tail.lane:
+                self.lanes = [LANE]
+                self._launch(LANE)
         elif config.rollout.engine == "sglang":
             self._attached = {url: self._attach(url) for url in config.rollout.urls}
+            self.lanes = self._of_lane()
 
     @property
     def own(self) -> Collection[str]:
@@ -102,10 +109,26 @@ class StartingEngines:
             )
         return engine
 
+    def _of_lane(self) -> list[str]:
+        """Return which running engines are the fast lane. Raises ConfigError if none is, or all are."""
+        lane = self._config.tail.lane
+        sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()} if lane else {}
+        found = [url for url, size in sizes.items() if size == lane]
+        if lane and not 0 < len(found) < len(sizes):
+            held = ", ".join(f"{url} has {size}" for url, size in sizes.items())
+            raise ConfigError(
+                f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others; {held}"
+            )
+        return found
+
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
-        environment = self._layout.environment(int(name.removeprefix(_NAME)))
-        arguments = engine_arguments(self._config, self._layout)
+        index = self._config.rollout.engines if name == LANE else int(name.removeprefix(_NAME))
+        environment = self._layout.environment(index)
+        arguments = engine_arguments(self._config, self._layout, index)
+        if name == LANE and not self._layout.engines:
+            arguments += ["--tp", str(self._config.tail.lane)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(self._config.tail.lane)
         self._processes[name] = launch(self._config.model.path, log, arguments=arguments, environment=environment)
         return self._processes[name]
 
@@ -181,7 +204,13 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     if tail.rebalance == "off":
         return None
     cost: CostTable | LearntCost
-    if spec.cost_table:
+    sizes: dict[int, CostTable] = {}
+    if tail.lane:
+        table = CostTable.load(Path(tail.cost_table))
+        for tp in (config.placement.tensor, tail.lane):
+            table.check(tp=tp)
+        cost, sizes = table.at(config.placement.tensor), {tail.lane: table.at(tail.lane)}
+    elif spec.cost_table:
         table = CostTable.load(Path(spec.cost_table))
         cost = table if len(table.tps) == 1 else table.at(config.placement.tensor)
     else:
@@ -193,6 +222,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         gain=tail.gain,
         rule=tail.rule,
         modes=("kv", "recompute") if tail.rebalance == "auto" else (tail.rebalance,),
+        sizes=sizes,
     )
 
 
@@ -275,8 +305,13 @@ def _embedded(config: Config) -> EmbeddedEngine:
         raise ConfigError(str(error)) from None
 
 
-def engine_arguments(config: Config, layout: Layout) -> list[str]:
-    """Return the command-line options of `rlspec serve` for this run."""
+def _cores(ranks: int) -> str:
+    """Return SGLang's binding of an engine's ranks to CPU cores: all ranks share those of this process."""
+    return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)
+
+
+def engine_arguments(config: Config, layout: Layout, index: int = 0) -> list[str]:
+    """Return the command-line options of `rlspec serve` for one of this run's engines."""
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
         "spec": config.spec.mode,
@@ -290,7 +325,7 @@ def engine_arguments(config: Config, layout: Layout) -> list[str]:
     if config.drafter.kind == "eagle3":
         options["draft-model"] = config.drafter.path
     if layout.engines:
-        options["tp"] = len(layout.engines[0])
+        options["tp"] = len(layout.engines[index])
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or config.rollout.mem_fraction
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]

@@ -69,15 +69,23 @@ def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
 
 
 def place(
-    gpus: Sequence[str], ranks: int, engines: int, tensor: int, mode: Literal["auto", "apart", "together"]
+    gpus: Sequence[str],
+    ranks: int,
+    engines: int,
+    tensor: int,
+    mode: Literal["auto", "apart", "together"],
+    lane: int = 0,
 ) -> Layout:
-    """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even."""
+    """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even.
+
+    lane  GPUs of one more engine, the last of `Layout.engines`
+    """
     if not gpus:
         return Layout()
     if mode == "auto":
         mode = "apart" if ranks < len(gpus) else "together"
-    wanted = engines * tensor
-    sizes = f"rollout.engines={engines} x placement.tensor={tensor}"
+    wanted = engines * tensor + lane
+    sizes = f"rollout.engines={engines} x placement.tensor={tensor}" + (f" + tail.lane={lane}" if lane else "")
     if ranks > len(gpus):
         raise ConfigError(
             f"torchrun started {ranks} ranks on this node, but it has {len(gpus)} GPUs, one for each rank"
@@ -86,7 +94,7 @@ def place(
         left = len(gpus) - ranks
         if wanted != left:
             more = "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
-            ways = _filling(left, engines, tensor)
+            ways = _filling(left - lane, engines, tensor)
             if wanted < len(gpus):
                 ways.append(f"torchrun --nproc-per-node {len(gpus) - wanted}")
             if wanted < left:
@@ -97,6 +105,8 @@ def place(
             )
         free = iter(gpus[ranks:])
     else:
+        if lane:
+            raise ConfigError(f"tail.lane={lane} needs GPUs of its own, but the trainer ranks have all {len(gpus)}")
         if not ranks == wanted == len(gpus):
             free_others = ""
             if ranks < len(gpus):
@@ -106,7 +116,8 @@ def place(
                 f"{len(gpus)}; torchrun started {ranks} ranks, and {sizes} needs {wanted}{free_others}"
             )
         free = iter(gpus)
-    of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
+    ranks_of = [tensor] * engines + ([lane] if lane else [])
+    of_engines = tuple(tuple(next(free) for _ in range(count)) for count in ranks_of)
     return Layout(mode, tuple(gpus[:ranks]), of_engines)
 
 
@@ -120,15 +131,15 @@ def _filling(count: int, engines: int, tensor: int) -> list[str]:
     return ways
 
 
-def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
+def check_heads(hf_config: Mapping[str, Any], tensor: int, option: str = "placement.tensor") -> None:
     """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them."""
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     if heads % tensor:
-        raise ConfigError(f"placement.tensor={tensor} does not divide the model's {heads} attention heads")
+        raise ConfigError(f"{option}={tensor} does not divide the model's {heads} attention heads")
     if kv_heads % tensor and tensor % kv_heads:
         raise ConfigError(
-            f"placement.tensor={tensor} neither divides nor is a multiple of the model's {kv_heads} key and value heads"
+            f"{option}={tensor} neither divides nor is a multiple of the model's {kv_heads} key and value heads"
         )
 
 

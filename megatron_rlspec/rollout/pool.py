@@ -34,6 +34,7 @@ class EnginePool:
                groups are distributed at the start
     lost       is called with each engine that failed, from the thread that saw the failure
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
+    lanes      engines that are given no request while another is left: samples only move to them
 
     `balance`, if it is set, is entered around every `generate`, and may move its samples (`balancer.Balancer`).
 
@@ -48,10 +49,12 @@ class EnginePool:
         in_flight: int = 0,
         lost: Callable[[RolloutEngine], None] = lambda engine: None,
         continues: bool = True,
+        lanes: Collection[RolloutEngine] = (),
     ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = list(engines)
+        self._lanes = list(lanes)
         self._in_flight = in_flight
         self._lost = lost
         self.continues = continues
@@ -66,6 +69,11 @@ class EnginePool:
     def engines(self) -> tuple[RolloutEngine, ...]:
         """Return the engines that have not failed."""
         return tuple(self._engines)
+
+    @property
+    def dealt(self) -> tuple[RolloutEngine, ...]:
+        """Return the engines that are given requests."""
+        return tuple(engine for engine in self._engines if engine not in self._lanes) or self.engines
 
     def generate(
         self,
@@ -148,9 +156,15 @@ class EnginePool:
         if not self._engines:
             raise EngineError(f"no engine is left; the last one failed with: {[*self.failures.values()][-1]}")
 
-    def add(self, engine: RolloutEngine) -> None:
+    def serve(self, engines: Collection[RolloutEngine]) -> None:
+        """Give requests to these engines from now on, and none to the others while one of these is left."""
+        self._lanes = [engine for engine in self._engines if engine not in engines]
+
+    def add(self, engine: RolloutEngine, lane: bool = False) -> None:
         """Add an engine that holds the same weights as the others. Not during `generate`."""
         self._engines.append(engine)
+        if lane:
+            self._lanes.append(engine)
 
     def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
         """Call every engine at once; return the results of those that did not fail, in order."""
@@ -248,7 +262,7 @@ class _Run:
 
     def _least_loaded(self) -> RolloutEngine | None:
         limit = self.pool._in_flight
-        free = [e for e in self.pool.engines if not limit or self.load[id(e)] < limit]
+        free = [e for e in self.pool.dealt if not limit or self.load[id(e)] < limit]
         if self.ran_dry:
             return min(free, key=lambda e: self.load[id(e)], default=None)
         return min(free, key=lambda e: (self.tokens[id(e)], self.load[id(e)]), default=None)
@@ -322,7 +336,7 @@ class _Run:
         self.freed = False
         if not freed or self.waiting or self.aborted:
             return
-        engines = self.pool.engines
+        engines = self.pool.dealt
         least = min(self.load[id(engine)] for engine in engines)
         for engine in sorted(engines, key=lambda e: self.load[id(e)], reverse=True):
             surplus = (self.load[id(engine)] - least) // 2

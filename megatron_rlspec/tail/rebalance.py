@@ -6,8 +6,9 @@ No wall clock enters a plan. Ranks that have the same loads, lengths and observa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -55,8 +56,10 @@ class Rebalancer:
     and the rounds that a sample misses. A prompt that the target holds is free. Steps repeat until none pays, each
     judged by itself, so a plan that follows a plan is empty.
 
-    cost        a `CostTable` of one tensor parallel size, a `Roofline` or a `LearntCost`
+    cost        a `CostTable` of one tensor-parallel size, a `Roofline` or a `LearntCost`
     candidates  the configurations that engines choose from
+    sizes       tables of engines of further tensor-parallel sizes (`Load.tp`), where `cost` is a table, too. Then all
+                count as they were profiled, because statistics of rounds do not tell sizes apart
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Rebalancer:
         gain: float = 0.05,
         rule: Rule = "makespan",
         modes: Sequence[How] = ("kv", "recompute"),
+        sizes: Mapping[int, CostTable] = MappingProxyType({}),
     ) -> None:
         if not modes or not candidates:
             raise ValueError(f"modes={list(modes)}, candidates={list(candidates)}: expected at least one of each")
@@ -79,7 +83,17 @@ class Rebalancer:
         self.modes = tuple(modes)
         self.ms_per_unit = 1.0 if isinstance(cost, CostTable) else 0.0  # 0: not known
         self._acceptance = Acceptance(max(1, *(config.num_steps for config in candidates)))
-        self.pace = Pace(cost, self.candidates, self._acceptance.rates)
+        self.sizes = dict(sizes)
+        self.renew()
+
+    def renew(self) -> None:
+        """Compute how fast engines are from the costs and the acceptance known by now."""
+        self.pace = Pace(self.cost, self.candidates, self._acceptance.rates)
+        self._paces = {tp: Pace(table, self.candidates, self._acceptance.rates) for tp, table in self.sizes.items()}
+
+    def pace_of(self, load: Load) -> Pace:
+        """Return how fast an engine is."""
+        return self._paces.get(load.tp, self.pace)
 
     def observe(self, stats: Iterable[RoundStats]) -> None:
         """Learn acceptance, and from `ms` also costs. Rounds of 0 ms teach acceptance only."""
@@ -87,7 +101,7 @@ class Rebalancer:
         for s in stats:
             if not s.config.off and any(s.accepted):
                 self._acceptance.observe_histogram(s.config.num_steps, s.accepted, s.rounds)
-            if s.ms > 0 and s.rounds > 0 and s.batch > 0:
+            if s.ms > 0 and s.rounds > 0 and s.batch > 0 and not self.sizes:
                 timed.append(s)
         if timed and isinstance(self.cost, CostTable):
             self.cost = self.cost.calibrated(timed)
@@ -98,7 +112,7 @@ class Rebalancer:
                 self.cost.fit()
             units = [float(self.cost.grid([s.config], np.array(s.batch), np.array(s.context_tokens))[0]) for s in timed]
             self.ms_per_unit = float(np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)]))
-        self.pace = Pace(self.cost, self.candidates, self._acceptance.rates)
+        self.renew()
 
     def moved(self, transfers: Iterable[tuple[int, float]]) -> None:
         """Learn the bandwidth of the link from transfers: (bytes, ms) each. The newest count half."""
@@ -133,22 +147,27 @@ class Rebalancer:
             state.apply(*step)
         return state.moves()
 
-    def work(self, tokens: float) -> tuple[float, How]:
+    def finish(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> float:
+        """Return the expected time to the end of the last sample."""
+        running = [held.context - held.prompt for load in loads for held in load.running]
+        return max(_State(self, loads, lengths.beside(running), cap).finish) if running else 0.0
+
+    def work(self, tokens: float, target: Load) -> tuple[float, How]:
         """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
         found: list[tuple[float, How]] = []
         if "kv" in self.modes:
             rate = self.transport.gigabytes_per_second * 1e6 * self.ms_per_unit  # bytes per unit of time
             found.append((tokens * self.transport.token_bytes / rate if rate else 0.0, "kv"))
         if "recompute" in self.modes:
-            found.append((self._prefill(tokens), "recompute"))
+            found.append((self._prefill(tokens, target), "recompute"))
         return min(found)
 
-    def _prefill(self, tokens: float) -> float:
+    def _prefill(self, tokens: float, target: Load) -> float:
         if isinstance(self.cost, CostTable):
             try:
-                return self.cost.prefill_ms(tokens)
+                return self.sizes.get(target.tp, self.cost).prefill_ms(tokens)
             except CostTableError:  # no prefill was measured: as in the largest round of plain decoding
-                return tokens * float(self.pace.per_round(BATCHES[-1:], tokens)[0]) / float(BATCHES[-1])
+                return tokens * float(self.pace_of(target).per_round(BATCHES[-1:], tokens)[0]) / float(BATCHES[-1])
         roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
         n = np.array(float(tokens))
         return float(roofline.target_ms(n, n)) * (1 + roofline.drafter)
@@ -172,7 +191,7 @@ class Rebalancer:
         """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
         ways: dict[How, list[str]] = {}
         for held, tokens in chosen:
-            ways.setdefault(self.work(tokens)[1], []).append(held.id)
+            ways.setdefault(self.work(tokens, target)[1], []).append(held.id)
         return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
 
 
@@ -218,7 +237,8 @@ class _State:
             self.loads[i] = replace(self.loads[i], running=running)
             drain = self._drain(running)
             self.sums[i] = drain.sums() + self.waits[i]
-            self.finish[i] = float(drain.finish(self.planner.pace, self.waits[i], np.array([len(running)]))[0])
+            pace = self.planner.pace_of(self.loads[i])
+            self.finish[i] = float(drain.finish(pace, self.waits[i], np.array([len(running)]))[0])
 
     def _drain(self, running: Sequence[Held]) -> Drain:
         for held in running:
@@ -263,10 +283,11 @@ class _State:
         before = self.finish[source]
         count = len(self.loads[source].running)
         counts = np.unique(np.linspace(1, count, COUNTS).round().astype(int))
+        here, there = (self.planner.pace_of(self.loads[i]) for i in (source, target))
         for order in self._orders(source, target):
             mine = self._drain(order)
-            arriving = mine.finish(self.planner.pace, self.sums[target], counts)
-            staying = mine.take(range(count)[::-1]).finish(self.planner.pace, self.waits[source], count - counts)
+            arriving = mine.finish(there, self.sums[target], counts)
+            staying = mine.take(range(count)[::-1]).finish(here, self.waits[source], count - counts)
             later = np.maximum(staying, arriving + self._charges(order, target, counts))
             later[self._needs(order)[counts - 1] > self.loads[target].free_tokens] = np.inf
             saved = before - later
@@ -291,10 +312,11 @@ class _State:
     def _charges(self, order: Sequence[Held], target: int, counts: np.ndarray) -> np.ndarray:
         """Return what it costs the target to take the first k samples of `order`, for k in `counts`."""
         planner = self.planner
-        work = np.cumsum([planner.work(self._new_tokens(held, target))[0] for held in order])[counts - 1]
+        load = self.loads[target]
+        work = np.cumsum([planner.work(self._new_tokens(held, target), load)[0] for held in order])[counts - 1]
         length = float(np.mean([held.context for held in order]))
-        batch = len(self.loads[target].running) + counts
-        charges: np.ndarray = work + planner.transport.rounds * planner.pace.per_round(batch, length)
+        batch = len(load.running) + counts
+        charges: np.ndarray = work + planner.transport.rounds * planner.pace_of(load).per_round(batch, length)
         return charges
 
     def _needs(self, order: Sequence[Held]) -> np.ndarray:

@@ -99,6 +99,22 @@ def test_an_engine_of_two_gpus_and_without_gpus(monkeypatch, tmp_path):
     assert "--enable-memory-saver" in together and "--enable-draft-weights-cpu-backup" not in together
 
 
+def test_a_fast_lane_has_gpus_of_its_own(monkeypatch, tmp_path):
+    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json"}
+    config = load(None, {"rollout.engines": "2", "model.path": "m", **lane})
+    found = start(monkeypatch, tmp_path, config, place(tuple("abcdef"), 2, 2, 1, "auto", lane=2))
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e,f"]
+    assert [process.command[process.command.index("--tp") + 1] for process in found] == ["1", "1", "2"]
+    on_cpu = start(monkeypatch, tmp_path, config, Layout())
+    assert ["--tp" in process.command for process in on_cpu] == [False, False, True]
+    with pytest.raises(ConfigError, match=r"engines=2 x placement.tensor=1 \+ tail.lane=2 needs 4, more than"):
+        place(tuple("abcde"), 2, 2, 1, "apart", lane=2)
+    with pytest.raises(ConfigError, match="tail.lane=2 needs GPUs of its own, but the trainer ranks have all 4"):
+        place(tuple("abcd"), 4, 2, 1, "auto", lane=2)
+    with pytest.raises(ConfigError, match="tail.lane=3 neither divides nor is a multiple of the model's 2 key"):
+        placement.check_heads({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "tail.lane")
+
+
 @pytest.mark.parametrize(
     ("count", "ranks", "engines", "tensor", "mode", "line"),
     [

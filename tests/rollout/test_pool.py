@@ -85,6 +85,17 @@ def test_groups_of_known_lengths_are_dealt_by_them() -> None:
     assert sorted(sorted(engine.prompts) for engine in two) == [[0, 1], [2]], "the longest comes first"
 
 
+def test_a_lane_is_given_no_request_while_another_engine_is_left() -> None:
+    others = [Engine("a"), Engine("b", dies_after=3)]
+    lane = Engine("lane")
+    pool = EnginePool([lane, *others], lanes=[lane])
+    pool.generate(requests(8), SAMPLING)
+    assert not lane.drawn and len(others[0].drawn) + 3 == 32
+    others[0].left = 2
+    assert len(pool.generate(requests(8), SAMPLING)) == 32
+    assert len(lane.drawn) == 32 - 2, "no other one is left"
+
+
 class Slots(Engine):
     """Runs `slots` requests at once, in their order; returns aborted ones as they are."""
 

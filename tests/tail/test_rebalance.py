@@ -2,13 +2,14 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.speculation.cost_table import Provenance
+from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.lengths import Lengths
@@ -91,7 +92,7 @@ def test_repeated_plans_of_the_threshold_rule_end(loads):
     assert not moves
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(fleets(), st.sampled_from([0.0, 0.1, 40.0]), st.booleans())
 def test_a_plan_after_a_plan_of_the_makespan_rule_is_empty(loads, bandwidth, known):
     transport = Transport(bandwidth, 150_000, 2.0)
@@ -101,6 +102,59 @@ def test_a_plan_after_a_plan_of_the_makespan_rule_is_empty(loads, bandwidth, kno
     moves = rule.plan(loads, lengths, 512)
     check_moves(loads, moves)
     assert rule.plan(after(loads, moves), lengths, 512) == []
+
+
+# PAT, figure 4: ms a token at tensor-parallel sizes 2 and 8, by the samples of one engine.
+ANCHORS = {2: {1: 15.37, 32: 24.41, 128: 60.0}, 8: {1: 9.64, 128: 30.87}}
+
+
+def of_sizes(**options) -> Rebalancer:
+    """Engines of size 2, and a fast lane of size 8."""
+    here = Provenance(model="m", hardware="A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
+    rounds = []
+    for tp, line in ANCHORS.items():
+        for batch in (1, 4, 16, 32, 64, 128):
+            ms = float(np.interp(batch, list(line), list(line.values())))
+            rounds += [RoundCost(tp, batch, batch * length, OFF, ms) for length in (512, 16384)]
+    fills = [PrefillCost(tp, 1, n, n * 0.17) for tp in ANCHORS for n in (1024, 65536)]
+    table = CostTable(here, rounds, fills)
+    return Rebalancer(table.at(2), [OFF], sizes={8: table.at(8)}, **options)
+
+
+def test_stragglers_go_to_the_fast_lane_where_that_pays():
+    rule = of_sizes(transport=Transport(5.25, 131072))
+    lane = replace(engine("lane", []), tp=8)
+    moves = rule.plan([engine("a", [4000]), engine("b", [4100]), lane], Lengths(), 16384)
+    assert {(move.source, move.target) for move in moves} == {("a", "lane"), ("b", "lane")}
+    assert not rule.plan([engine("a", [4000]), engine("b", [4100]), replace(lane, tp=2)], Lengths(), 16384)
+    assert not rule.plan([engine("a", [16370]), engine("b", [16372]), lane], Lengths(), 16384)  # they end soon
+    slow = of_sizes(transport=Transport(0.001, 131072), modes=["kv"])
+    assert not slow.plan([engine("a", [4000]), engine("b", [4100]), lane], Lengths(), 16384)
+    others = [engine("a", [], free=10**7), engine("b", [], free=10**7)]
+    back = rule.plan([*others, replace(engine("lane", [400] * 128), tp=8)], Lengths(), 16384)
+    assert {move.source for move in back} == {"lane"}  # many samples are faster on the others
+
+
+@settings(deadline=None, max_examples=15)
+@given(fleets(most_engines=3, most_samples=12), st.sampled_from([0.001, 0.1, 40.0]), st.booleans(), st.integers(0, 3))
+def test_moves_between_sizes_save_more_than_they_cost_and_are_not_undone(loads, bandwidth, known, lane):
+    """What a plan's first step saves is computed again here, from the finishes of engines before and after it."""
+    loads = [replace(load, tp=8 if i == lane else 2) for i, load in enumerate(loads)]
+    rule = of_sizes(transport=Transport(bandwidth, 150_000, 2.0))
+    lengths = of_past_rollouts() if known else Lengths()
+    moves = rule.plan(loads, lengths, 512)
+    check_moves(loads, moves)
+    assert rule.plan(after(loads, moves), lengths, 512) == []
+    running = [held.context - held.prompt for load in loads for held in load.running]
+    if not moves:
+        return
+    state = _State(rule, loads, lengths.beside(running), 512)
+    source, target, chosen = state.best_step()
+    cost = sum(rule.work(state._new_tokens(held, target), loads[target])[0] for held in chosen)
+    before = state.finish[source]
+    state.apply(source, target, chosen)
+    saving = before - max(state.finish[source], state.finish[target])
+    assert saving > cost and before - max(state.finish[source], state.finish[target] + cost) > rule.gain * before
 
 
 def test_the_paper_s_example_moves():

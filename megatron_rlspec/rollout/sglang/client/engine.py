@@ -235,7 +235,8 @@ class SGLangEngine:
         found = self._post("control/progress")
         try:
             running = tuple(Held(*row) for row in found["running"])
-            return Load(self.url, running, found["waiting"], found["free_tokens"], int(found["version"]))
+            version, tp = int(found["version"]), int(found["tp"])
+            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp)
         except (KeyError, TypeError, ValueError):
             raise self._not_an_engine("control/progress", found) from None
 

@@ -1,0 +1,132 @@
+"""The exchange of two fleets without a model: the order of calls, the memory needed, and what a failure costs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_moves import SAMPLING, Engine, length, named, requests, token
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.exchange import Exchange, Footprint, order
+from megatron_rlspec.rollout.moves import Owner
+from megatron_rlspec.rollout.pool import EnginePool
+
+footprints = st.builds(Footprint, st.integers(0, 50), st.integers(0, 50), st.integers(0, 5))
+
+
+@given(footprints, footprints, st.integers(0, 250))
+def test_no_call_takes_more_than_the_budget(old: Footprint, new: Footprint, budget: int) -> None:
+    rest = old.rest + new.rest
+    sides = {"old": old.weights + old.cache, "new": new.weights + new.cache}
+    if rest + max(sides.values()) > budget:
+        with pytest.raises(ValueError, match=f"does not fit into {budget}"):
+            order(old, new, budget)
+        return
+    calls = order(old, new, budget)
+    awake = {"old"}
+    for call in calls:
+        if call.act == "wake":
+            awake.add("new")
+        assert call.taken <= budget and call.taken == rest + sum(sides[name] for name in awake)
+        if call.act == "sleep":
+            awake.remove("old")
+    acts = [call.act for call in calls]
+    assert awake == {"new"} and acts.index("wake") < acts.index("push")
+    if "move" in acts:
+        assert rest + sum(sides.values()) <= budget and acts.index("push") < acts.index("move") < acts.index("sleep")
+    else:
+        assert acts == ["leave", "sleep", "wake", "push", "arrive"]
+
+
+class Sleeper(Engine):
+    """Refuses to draw while it sleeps, and until it has weights. `calls`: what was called, of all engines."""
+
+    asleep = False
+    empty = False
+    calls: list[str]
+
+    def sleep(self) -> None:
+        assert not self.running, "it sleeps while it draws"
+        self.calls.append(f"{self.name} sleeps")
+        self.asleep = self.empty = True
+
+    def wake(self) -> None:
+        self.calls.append(f"{self.name} wakes")
+        self.asleep = False
+
+    def _alive(self) -> None:
+        super()._alive()
+        if self.asleep or self.empty:
+            raise EngineError(f"{self.name}: asleep, or without weights")
+
+
+def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[list[str], list[Sleeper], Exchange]:
+    engines = [Sleeper(name, random.Random(0), refusals) for name in ("a", "b", "wide", "spare")]
+    calls: list[str] = []
+    for engine in engines:
+        engine.calls = calls
+    a, b, wide, spare = engines
+    wide.asleep = wide.empty = True
+    pool = EnginePool([a, b, wide, *([spare] if fails else [])], lanes=[wide, spare])
+    found: list[Exchange] = []
+
+    def push(names: Collection[str]) -> None:
+        calls.append(f"push to {', '.join(names)}")
+        if fails:
+            raise EngineError("wide: no weights")
+        wide.empty = False
+
+    @contextmanager
+    def balance(owner: Owner) -> Iterator[None]:
+        found.append(Exchange(owner, named([a, b]), named([wide]), push, pool.serve, 0))
+
+        def act() -> None:
+            time.sleep(0.03)
+            try:
+                found[0].run(order(Footprint(10, 10), Footprint(5, 5), budget))
+            except EngineError as error:
+                calls.append(str(error))
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        yield
+        thread.join()
+
+    pool.balance = balance
+    asked = requests(9, 0)
+    for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
+        assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
+    return calls, engines, found[0]
+
+
+def test_samples_change_the_fleet_while_both_are_awake() -> None:
+    calls, engines, exchange = exchanged(budget=30)
+    assert calls == ["wide wakes", "push to wide", "a sleeps", "b sleeps"]
+    assert len({name for moved in exchange.moved for name in moved.ids}) == 9 and engines[2].tokens > 100
+
+
+def test_samples_wait_on_the_host_where_both_do_not_fit() -> None:
+    calls, _, exchange = exchanged(budget=20)
+    assert calls == ["a sleeps", "b sleeps", "wide wakes", "push to wide"]
+    assert len({name for moved in exchange.moved for name in moved.ids}) == 9
+
+
+def test_a_fleet_without_weights_loses_no_sample() -> None:
+    calls, engines, _ = exchanged(budget=20, fails=True)
+    assert calls[-1] == "wide: no weights" and engines[3].tokens > 100
+    calls, engines, _ = exchanged(budget=30, fails=True)  # the old fleet is awake still
+    assert calls == ["wide wakes", "push to wide", "wide: no weights"] and not engines[3].tokens
+
+
+@pytest.mark.parametrize("budget", [20, 30])
+def test_no_engine_sleeps_before_the_last_sample_has_left(budget: int) -> None:
+    calls, _, exchange = exchanged(budget, refusals=0.3)
+    assert {"a sleeps", "b sleeps"} < set(calls)
+    assert "recompute" in {moved.how for moved in exchange.moved if moved.ids}
