@@ -1,0 +1,44 @@
+"""The documentation site, and what the pages must have of the code."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(folder: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHON_BIN": sys.executable}
+    command = ["bash", str(folder / "tools/docs.sh"), "--site-dir", str(folder / "site")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_a_network(tmp_path):
+    """A page with a dead link or a dead anchor, and a page that is in no menu, end the build."""
+    for name in ("docs", "tools", "examples", "patches", "requirements", "megatron_rlspec"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    built = build(tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {path.relative_to(tmp_path / "site"): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    assert {Path(f"{path.stem}.html") for path in (ROOT / "docs").glob("*.md")} <= set(pages)
+    for path, text in pages.items():
+        tags = re.findall(r"<(?:script|img|iframe|source|link)[^>]*>", text)
+        loaded = [tag for tag in tags if "https://" in tag or "http://" in tag]
+        assert not loaded, f"{path}: {loaded}"
+    page = tmp_path / "docs/runs.md"
+    text = page.read_text()
+    for wrong in ("[x](not-there.md)", "[x](serve.md#not-there)", "[x](../examples/not-there.py)"):
+        page.write_text(text + wrong)
+        broken = build(tmp_path)
+        assert broken.returncode != 0 and "not-there" in broken.stderr, wrong
+    page.write_text(text)
+    (tmp_path / "docs/new.md").write_text("# New\n")
+    assert build(tmp_path).returncode != 0

@@ -1,0 +1,84 @@
+"""docs/getting-started.md: its files and commands, run in their order on a tiny model without a drafter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import short_run
+from docs_pages import blocks
+from safetensors.torch import load_file
+
+from megatron_rlspec.config import load
+from megatron_rlspec.weights.checkpoint import write_hf
+
+PAGE = "getting-started.md"
+# What a tiny model on a CPU needs in place of the page's numbers.
+SMALL = {
+    'dtype = "bfloat16"': 'dtype = "float32"',
+    "max_length = 1024": "max_length = 128",
+    "prompts_per_step = 32": "prompts_per_step = 4\nmax_total_tokens = 8192\nmax_running_requests = 16",
+    "samples_per_prompt = 8": "samples_per_prompt = 2",
+    "max_new_tokens = 512": "max_new_tokens = 16",
+    "steps = 2000": "steps = 4\nsamples_per_step = 8",
+    "held_out = 64": "held_out = 4",
+    "eval_every = 50": "eval_every = 2",
+    "steps = 100\n": "steps = 2\n",
+    "eval_prompts = 128": "eval_prompts = 4",
+    "save_every = 10": "save_every = 1",
+}
+
+
+def configuration() -> str:
+    (text,) = blocks(PAGE, "toml")
+    return text
+
+
+def test_the_configuration_is_valid(tmp_path):
+    (tmp_path / "run.toml").write_text(configuration())
+    config = load(tmp_path / "run.toml")
+    assert config.sft.drafter_only and config.reward.kind == "my_reward:score"
+
+
+def stand_in(folder: Path) -> None:
+    """Write the user's files: a Qwen2 with random weights and a chat template, prompts, held-out prompts, the reward."""
+    short_run.make_start(folder / "made")
+    made = folder / "made/model"
+    config = json.loads((made / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForCausalLM"]}
+    del config["num_nextn_predict_layers"]
+    policy = {name: t for path in made.glob("*.safetensors") for name, t in load_file(path).items() if "mtp" not in name}
+    write_hf(folder / "my-model", config, policy.items(), tokenizer_from=made)
+    settings = folder / "my-model/tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a in range(4) for b in range(6)]
+    for name, part in {"prompts": rows[:16], "held-out": rows[16:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (reward,) = blocks(PAGE, "python")
+    (folder / "my_reward.py").write_text(reward)
+    text = configuration()
+    for theirs, small in SMALL.items():
+        text = text.replace(theirs, small)
+    (folder / "run.toml").write_text(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_run(tmp_path):
+    stand_in(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = ""
+    for command in blocks(PAGE, "bash"):
+        ended = subprocess.run(
+            ["bash", "-euc", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+        printed += ended.stdout + ended.stderr
+        assert ended.returncode == 0, command + ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert "on 8 held-out answers" in printed  # the warm start's line: 4 prompts with 2 answers
+    assert "1.0\n" in printed  # the reward, alone
+    steps = (tmp_path / "runs/rl/metrics.jsonl").read_text().splitlines()
+    assert len(steps) == 2 and json.loads(steps[-1])["drafter/loss"] > 0
+    assert (tmp_path / "runs/rl/report.html").exists()
