@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -42,3 +43,8 @@ def test_the_site_builds_strictly_and_loads_nothing_from_a_network(tmp_path):
     page.write_text(text)
     (tmp_path / "docs/new.md").write_text("# New\n")
     assert build(tmp_path).returncode != 0
+
+
+def test_the_metrics_page_is_up_to_date():
+    page = runpy.run_path(str(ROOT / "tools/metrics_page.py"))["page"]
+    assert (ROOT / "docs/metrics.md").read_text() == page(), "run python tools/metrics_page.py"
