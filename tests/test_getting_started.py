@@ -43,7 +43,7 @@ def test_the_configuration_is_valid(tmp_path):
 
 
 def stand_in(folder: Path) -> None:
-    """Write the user's files: a Qwen2 with random weights and a chat template, prompts, held-out prompts, the reward."""
+    """Write the user's files: a Qwen2 with random weights and a chat template, prompts, and the reward."""
     short_run.make_start(folder / "made")
     made = folder / "made/model"
     config = json.loads((made / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""An extension of griffe: docstrings keep the lines of their aligned lists, which Markdown would join to a paragraph."""
+"""An extension of griffe: docstrings keep the lines of their aligned lists, which Markdown would join."""
 
 from __future__ import annotations
 
