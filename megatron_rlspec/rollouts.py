@@ -174,7 +174,7 @@ class Rollouts:
         self.lengths = Lengths()  # of all responses, by which the planner predicts
         self._timed: list[RoundStats] = []  # rounds that the planner has not seen
         self._rolling = 0  # the step whose rollout runs
-        if self.planner is not None:
+        if self.planner is not None or config.tail.tp != (1,):
             self.engines.balance = self._balanced
         self.conversations = None
         if rollout.function:
@@ -414,15 +414,15 @@ class Rollouts:
 
     @contextmanager
     def _balanced(self, owner: Owner) -> Iterator[None]:
-        """Move samples between engines during one `generate`, and record the moves."""
-        assert self.planner is not None
+        """Move samples between engines during one `generate`, and record moves and changes of the size."""
         fleets = [engine for engine in self.engines.engines if isinstance(engine, Fleet)]
         if fleets:  # its ranks plan and move
             yield
             record = fleets[0].record()
-            if record["moves"]:
+            if record["moves"] or record["sizes"]:
                 self.recorder.moves(self._rolling, record)
             return
+        assert self.planner is not None
         timed, self._timed = self._timed, []
         self.planner.observe(timed)
         serving = self.engines.engines

@@ -31,8 +31,8 @@ def requests(group: int = 3):
     return oracle.requests(PROMPTS, group=group)
 
 
-def engine() -> Any:
-    made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, dtype=torch.float64, max_length=128, version=1)
+def engine(**options: Any) -> Any:
+    made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, dtype=torch.float64, max_length=128, version=1, **options)
     made.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     return made
 
@@ -51,24 +51,25 @@ def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
     if planner is not None:
         plan = planner.plan
         planner.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    member = Member(engine(), Ranks(), planner)
+    # Without moves few samples run at once, so that other ranks take those that wait.
+    member = Member(engine(max_running_requests=256 if modes else 2), Ranks(), planner)
     if rank:
         Follower(member).close()
         member.engine.cache.audit()
         return [str(p) for p in plans if p]
     fleet = Fleet(member, every=4)
-    found = lead(fleet, badly=bool(modes))
+    found = lead(fleet)
     found["plans"] = [str(p) for p in plans if p]
     fleet.close()
     return found
 
 
-def lead(fleet: Fleet, badly: bool) -> dict[str, Any]:
+def lead(fleet: Fleet) -> dict[str, Any]:
     """Draw, push, draw while another thread pauses and aborts, and provoke errors."""
     found: dict[str, Any] = {}
     deal = fleet._deal
-    if badly:  # all to rank 0, so that samples must move
-        fleet._deal = lambda: [[request for part in deal() for request in part], *[[]] * (fleet.member.ranks.size - 1)]
+    # All to rank 0, so that samples must move.
+    fleet._deal = lambda: [[request for part in deal() for request in part], *([] for _ in range(1, fleet.member.ranks.size))]
     seen: list[str] = []
     first = fleet.generate(requests(), LONG, lambda sample: seen.append(sample.request_id))
     found["texts"] = [s.tokens.tolist() for s in first]

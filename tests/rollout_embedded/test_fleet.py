@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fleet_rank
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from train_ranks import on_ranks
 
+from megatron_rlspec.rollout.embedded.fleet import steal
 
-@pytest.mark.parametrize("modes", [(), ("kv",), ("recompute",)], ids=["off", "kv", "recompute"])
+
+@pytest.mark.parametrize("modes", [(), ("kv",), ("recompute",)], ids=["queue", "kv", "recompute"])
 def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), modes)
     wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
@@ -22,6 +26,11 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     moves = found["moved"]["moves"]
     if not modes:
         assert not moves and not found["plans"]
+        began = {}
+        for id, rank, first, last in found["moved"]["stays"]:
+            began.setdefault(rank, set()).add(id)
+        assert len(began["0"]) == len(wanted) and min(len(began["1"]), len(began["2"])) >= 2
+        assert not began["1"] & began["2"]
         return
     assert found["plans"] and sum(len(move["ids"]) for move in moves) >= 4
     for move in moves:
@@ -33,3 +42,18 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     stays = found["moved"]["stays"]
     assert len(stays) == len(wanted) + sum(len(move["ids"]) for move in moves)
     assert {id for id, *_ in stays} == {request.id for request in fleet_rank.requests()}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 9))
+def test_dry_engines_take_what_others_have_not_begun(held, most):
+    queued = [[f"{i}-{j}" for j in range(waiting)] for i, (waiting, _) in enumerate(held)]
+    has = [waiting + running for waiting, running in held]
+    dry = [not ids for ids in queued]
+    taken = steal(queued, dry, has, most)
+    for id, target in taken:
+        source = int(id[0])
+        assert dry[target] and not dry[source] and queued[source].pop() == id, "the last one of a queue goes first"
+        assert has[source] - has[target] >= 2 and has[target] < most
+        has[source] -= 1
+        has[target] += 1
+    assert steal(queued, dry, has, most) == []

@@ -24,6 +24,9 @@ from megatron_rlspec.rollout.embedded.member import Drawn, Member, Order, Tick
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 from megatron_rlspec.weights.push import PushError
 
+LOST = "gloo/"  # in the errors of collective calls after another rank has ended
+GRACE = 1.0  # seconds
+
 
 class Fleet:
     """See `RolloutEngine`. A call that changes engines waits for the end of a tick.
@@ -37,17 +40,20 @@ class Fleet:
         self._lock = threading.Lock()  # of the ranks' messages
         self._known = threading.Condition()  # of what follows
         self._new: Drawn = []
-        self._open: dict[str, tuple[int, int]] = {}  # id -> the rank that it was dealt to, and its cap
+        self._open: dict[str, tuple[Request, Sampling]] = {}
+        self._dealt: set[str] = set()  # of those, ids that ranks have
         self._aborted: set[str] = set()
         self._dropped: set[str] = set()
         self._done: dict[str, Sample] = {}
         self._began = 0.0  # of what `record` returns
         self._moves: list[dict[str, Any]] = []
+        self._sizes: list[dict[str, Any]] = []
         self._stays: list[tuple[str, str, float, float]] = []
         self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
         self._paused = False
         self._closed = False
         self._astray = False  # an order has not been carried out to its end
+        self._lost = ""  # why ranks cannot be told anything any more
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +69,7 @@ class Fleet:
             open_ids = {run.request.id for run in checked}
             self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
             self._new += [(run.request, sampling) for run in checked if run.sample is None]
-            self._open |= dict.fromkeys(open_ids - self._done.keys(), (-1, sampling.max_new_tokens))
+            self._open |= {request.id: (request, sampling) for request, sampling in self._new if request.id in open_ids}
         try:
             while True:
                 with self._known:
@@ -75,14 +81,21 @@ class Fleet:
                         on_sample(sample)
                 if not open_ids:
                     break
-                self._serve(open_ids)
+                try:
+                    self._serve(open_ids)
+                except EngineError:
+                    with self._known:
+                        if not open_ids & self._done.keys():
+                            raise  # else first return what has ended
                 time.sleep(0)  # locks are not fair: let another thread take this one between two ticks
         finally:
             with self._known:
                 self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
                 for id in open_ids:
                     self._done.pop(id, None)
-                    if self._open.pop(id, (-1, 0))[0] >= 0:
+                    self._open.pop(id, None)
+                    if id in self._dealt:
+                        self._dealt.remove(id)
                         self._dropped.add(id)
         return [found[request.id] for request in requests]
 
@@ -98,23 +111,36 @@ class Fleet:
                 order = self._tick()
             began = time.perf_counter()
             self.member.ranks.tell(wire.encode(Order(tick=order)))
-            samples = self.member.tick(order)
+            try:
+                samples = self.member.tick(order)
+            except RuntimeError:  # of the samples of this tick, rank 0's own are known
+                self._end([run.sample for run in self.member.runs if run.sample is not None])
+                raise
             with self._known:
-                for sample in samples:
-                    if self._open.pop(sample.request_id, None) is not None:
-                        self._done[sample.request_id] = sample
+                self._end(samples)
                 self._note(order, began, [sample.request_id for sample in samples])
             for report in self.member.reports:
                 if report.error:
                     raise EngineError(report.error)
 
+    def _end(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._dealt.discard(sample.request_id)
+            if self._open.pop(sample.request_id, None) is not None:
+                self._done[sample.request_id] = sample
+
     def _note(self, order: Tick, began: float, ended: Sequence[str]) -> None:
         """Note where samples were during a tick."""
         if not self._since:
             self._began = began
+        now = time.perf_counter() - self._began
+        for id in order.taken:
+            self._leave(id, began - self._began)
         for rank, new in enumerate(order.new):
             self._since |= {request.id: (str(rank), began - self._began) for request, _ in new}
-        now = time.perf_counter() - self._began
+        for change in self.member.changes:
+            self._sizes.append({"began": began - self._began} | change)
+        self.member.changes = []
         for moved in [moved for report in self.member.reports for moved in report.moved]:
             self._moves.append(msgspec.structs.asdict(moved) | {"began": began - self._began})
             for id in moved.ids:
@@ -134,20 +160,24 @@ class Fleet:
             record = {
                 "stays": self._stays,
                 "moves": self._moves,
-                "sizes": self.member.changes,
+                "sizes": self._sizes,
                 "decision_seconds": self.member.seconds,
             }
-            self.member.changes = []
+            self._sizes = []
             self._stays = []
             self._moves = []
             self.member.seconds = 0.0
             return record
 
     def _tick(self) -> Tick:
-        """Return the next tick: new requests are dealt to the ranks that have least to do."""
+        """Return the next tick: new requests go to the ranks that have least to do, and dry ranks take queued ones."""
+        taken = [] if self._new or self._aborted or self._dropped else self._take()
         dealt = self._deal()
-        cap = max((cap for _, cap in self._open.values()), default=1)
-        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), self.every, cap)
+        for id, rank in taken:
+            dealt[rank].append(self._open[id])
+        cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
+        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), [id for id, _ in taken], self.every, cap)
+        self._dealt |= {request.id for new in dealt for request, _ in new}
         self._new = []
         self._aborted.clear()
         self._dropped.clear()
@@ -169,9 +199,19 @@ class Fleet:
                 rank = busy.index(min(busy))
                 busy[rank] += len(part)
                 dealt[rank] += part
-                for request, sampling in part:
-                    self._open[request.id] = rank, sampling.max_new_tokens
         return dealt
+
+    def _take(self) -> list[tuple[str, int]]:
+        """Return ids that ranks have not begun, each with the rank that takes it. It depends on the reports alone."""
+        size = self.member.engine.model.comm.size
+        reports = self.member.reports[::size]
+        queued = []
+        for report in reports:
+            untouched = [id for id, drawn in report.queued if id in self._open and drawn == _begun(self._open[id][0])]
+            queued.append(untouched)
+        dry = [not report.load.waiting for report in reports]
+        taken = steal(queued, dry, [report.open for report in reports], self.member.engine.max_running_requests)
+        return [(id, index * size) for id, index in taken]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._known:
@@ -186,13 +226,18 @@ class Fleet:
         """Hold the messages of one order. After an error in the middle of it the ranks are told nothing more."""
         with self._lock:
             if self._closed or self._astray:
-                raise EngineError("embedded engine: closed")
+                raise EngineError(f"embedded engine: {self._lost or 'closed'}")
             self._astray = True
             try:
                 yield
             except (EngineError, PushError):  # after the last message of the order
                 self._astray = False
                 raise
+            except RuntimeError as error:
+                if LOST not in str(error):
+                    raise
+                self._lost = f"a rank of the fleet ended or cannot be reached ({str(error).splitlines()[0][:120]})"
+                raise EngineError(f"embedded engine: {self._lost}") from None
             self._astray = False
 
     def _call(self, name: str, argument: Any = None) -> list[bytes]:
@@ -265,7 +310,7 @@ class Fleet:
 
     @property
     def alive(self) -> bool:
-        return not self._closed
+        return not self._closed and not self._lost
 
     def close(self) -> None:
         self.abort()
@@ -274,6 +319,39 @@ class Fleet:
                 with suppress(RuntimeError):  # a rank has died
                     self.member.ranks.tell(wire.encode(Order(close=True)))
             self._closed = True
+
+
+def steal(
+    queued: Sequence[Sequence[str]], dry: Sequence[bool], open: Sequence[int], most: int
+) -> list[tuple[str, int]]:
+    """Return (id, engine that takes it) of requests that engines without a queue take from the others' queues.
+
+    queued  ids that each engine has not begun, in its order; the last ones go
+    dry     whether an engine has no queue
+    open    requests that each engine has, queued ones included
+    most    that an engine runs at once
+    An engine takes up to half of what another one has more than it. So a plan that follows a plan is empty.
+    """
+    left = [list(ids) for ids in queued]
+    has = list(open)
+    taken = []
+    takers = [i for i, empty in enumerate(dry) if empty]
+    while True:
+        full = [i for i, ids in enumerate(left) if ids]
+        if not takers or not full:
+            return taken
+        source = max(full, key=lambda i: (has[i], -i))
+        target = min(takers, key=lambda i: (has[i], i))
+        if has[source] - has[target] < 2 or has[target] >= most:
+            return taken
+        taken.append((left[source].pop(), target))
+        has[source] -= 1
+        has[target] += 1
+
+
+def _begun(request: Request) -> int:
+    """Return how many tokens a request had when it came."""
+    return 0 if request.partial is None else len(request.partial.response)
 
 
 class Follower:
@@ -291,9 +369,11 @@ class Follower:
                 torch.cuda.set_device(self._gpu)
             self._follow()
         except BaseException as error:
-            if "gloo/" not in str(error):  # else another rank has ended, which the main thread sees, too
+            if LOST in str(error):
+                time.sleep(GRACE)  # the main thread may see it, too
+            else:
                 traceback.print_exc()
-                os._exit(1)  # rank 0 would wait for this rank; so torchrun ends the job
+            os._exit(1)  # a rank that stays alive, and silent, would let others wait for it
 
     def _follow(self) -> None:
         ranks = self.member.ranks
