@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import embedded_oracle as oracle
@@ -11,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded import regroup, retile
 from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
@@ -43,6 +48,50 @@ def engine(slots: int = 4096, verifier: str = "position_keyed") -> Any:
         *oracle.tiny(**MODEL), SWITCHING, dtype=torch.float64, max_length=96, max_total_tokens=slots,
         max_draft_tokens=16, version=1, verifier=verifier,
     )  # fmt: skip
+
+
+ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
+DYING = {"headers": (regroup, "_luggage", 0), "weights": (retile, "exchange", 5), "caches": (retile, "_move", 1)}
+
+
+def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
+    """Kill rank 2 in the middle of a change of the size to `to`. Rank 0 returns what it has then."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    member = Member(engine(), Ranks(), None, Script([1, 1, to]), Groups())
+    assert member.groups is not None
+    member.groups.of(to)
+    killed = Path(f"{meeting}.killed")
+    if rank == 2:
+        module, name, calls = DYING[phase]
+        kill_in(module, name, calls, killed)
+    if rank:
+        Follower(member)._thread.join()
+    fleet = Fleet(member, every=3)
+    seen: dict[str, list[int]] = {}
+    ended = []
+    report = member._report
+    member._report = lambda: [ended.append(s.request_id) or s for s in report()]
+    try:
+        fleet.generate(oracle.requests(PROMPTS, group=3), ENDING, lambda s: seen.update({s.request_id: s.tokens.tolist()}))
+    except EngineError as error:
+        return {"seen": seen, "ended": ended, "error": str(error), "seconds": time.time() - killed.stat().st_mtime}
+    raise AssertionError("the rollout went on without a rank")
+
+
+def kill_in(module: Any, name: str, calls: int, note: Path) -> None:
+    """Have this process killed when a function is called after `calls` calls."""
+    real = getattr(module, name)
+    made: list[int] = []
+
+    def dies(*args: Any, **options: Any) -> Any:
+        made.append(0)
+        if len(made) > calls:
+            note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    setattr(module, name, dies)
 
 
 def scenario(meeting: str, scripts: list[list[int]], slots: int, verifier: str, adaptive: bool) -> dict[str, Any]:

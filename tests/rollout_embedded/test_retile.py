@@ -64,3 +64,21 @@ def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
     wanted = [s.tokens.tolist() for s in undisturbed]
     assert found["texts"] == [wanted] * 40
     assert len(found["changes"]) >= 300
+
+
+PHASES = [("headers", 4), ("weights", 2), ("weights", 4), ("caches", 4)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "to"), [("caches", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in PHASES)]
+)
+def test_a_rank_killed_in_the_middle_of_a_change_ends_the_rollout(tmp_path, phase, to):
+    """With pairs of ranks, ranks 0 and 1 finish the change, and learn of the loss afterwards."""
+    meeting = str(tmp_path / "meeting")
+    [found] = on_ranks(4, regroup_rank.losing, meeting, phase, to, timeout=60, answering=1)
+    requests = oracle.requests(regroup_rank.PROMPTS, group=3)
+    wanted = {s.request_id: s.tokens.tolist() for s in regroup_rank.engine().generate(requests, regroup_rank.ENDING)}
+    assert found["error"].startswith("embedded engine: a rank of the fleet ended or cannot be reached")
+    assert found["seconds"] < 20
+    assert 0 < len(found["ended"]) < len(wanted) and sorted(found["seen"]) == sorted(found["ended"])
+    assert found["seen"] == {id: wanted[id] for id in found["ended"]}

@@ -38,8 +38,13 @@ HF_CONFIG = {
 }
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """Return what `function(*args)` returns on each of `size` ranks. Raises AssertionError with a rank's traceback."""
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, answering: int | None = None
+) -> list[Any]:
+    """Return what `function(*args)` returns on each of `size` ranks. Raises AssertionError with a rank's traceback.
+
+    answering  the first ranks, whose results are returned; the others must end by themselves within 20 s
+    """
     port = ports.free_port(ports.JOBS)
     context = forked.context()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
@@ -52,11 +57,14 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
         process.start()
     try:
         results = []
-        for rank, (receive, _) in enumerate(pipes):
+        for rank, (receive, _) in enumerate(pipes[:answering]):
             assert receive.poll(timeout), f"rank {rank} said nothing for {timeout} s"
             ok, answer = receive.recv()
             assert ok, f"rank {rank}:\n{answer}"
             results.append(_unpack(answer))
+        for process in ranks[len(results) :]:
+            process.join(20)
+            assert process.exitcode is not None, "a rank waits for one that is lost"
         return results
     finally:
         for process in ranks:
