@@ -69,7 +69,10 @@ def lead(fleet: Fleet) -> dict[str, Any]:
     found: dict[str, Any] = {}
     deal = fleet._deal
     # All to rank 0, so that samples must move.
-    fleet._deal = lambda: [[request for part in deal() for request in part], *([] for _ in range(1, fleet.member.ranks.size))]
+    fleet._deal = lambda: [
+        [request for part in deal() for request in part],
+        *([] for _ in range(1, fleet.member.ranks.size)),
+    ]
     seen: list[str] = []
     first = fleet.generate(requests(), LONG, lambda sample: seen.append(sample.request_id))
     found["texts"] = [s.tokens.tolist() for s in first]

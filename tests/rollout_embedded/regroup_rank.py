@@ -73,7 +73,9 @@ def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
     report = member._report
     member._report = lambda: [ended.append(s.request_id) or s for s in report()]
     try:
-        fleet.generate(oracle.requests(PROMPTS, group=3), ENDING, lambda s: seen.update({s.request_id: s.tokens.tolist()}))
+        fleet.generate(
+            oracle.requests(PROMPTS, group=3), ENDING, lambda s: seen.update({s.request_id: s.tokens.tolist()})
+        )
     except EngineError as error:
         return {"seen": seen, "ended": ended, "error": str(error), "seconds": time.time() - killed.stat().st_mtime}
     raise AssertionError("the rollout went on without a rank")

@@ -27,7 +27,7 @@ def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
     if not modes:
         assert not moves and not found["plans"]
         began = {}
-        for id, rank, first, last in found["moved"]["stays"]:
+        for id, rank, *_ in found["moved"]["stays"]:
             began.setdefault(rank, set()).add(id)
         assert len(began["0"]) == len(wanted) and min(len(began["1"]), len(began["2"])) >= 2
         assert not began["1"] & began["2"]
