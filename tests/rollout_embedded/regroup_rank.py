@@ -22,7 +22,7 @@ from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.tp_planner import Change
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedule
 
 MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
@@ -69,15 +69,21 @@ def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
         Follower(member)._thread.join()
     fleet = Fleet(member, every=3)
     seen: dict[str, list[int]] = {}
-    ended = []
+    ended: list[str] = []
     report = member._report
-    member._report = lambda: [ended.append(s.request_id) or s for s in report()]
+
+    def noted() -> list[Sample]:
+        samples = report()
+        ended.extend(sample.request_id for sample in samples)
+        return samples
+
+    member._report = noted
     try:
-        fleet.generate(
-            oracle.requests(PROMPTS, group=3), ENDING, lambda s: seen.update({s.request_id: s.tokens.tolist()})
-        )
+        requests = oracle.requests(PROMPTS, group=3)
+        fleet.generate(requests, ENDING, lambda sample: seen.update({sample.request_id: sample.tokens.tolist()}))
     except EngineError as error:
-        return {"seen": seen, "ended": ended, "error": str(error), "seconds": time.time() - killed.stat().st_mtime}
+        seconds = time.time() - killed.stat().st_mtime
+        return {"seen": seen, "ended": ended, "error": str(error), "seconds": seconds}
     raise AssertionError("the rollout went on without a rank")
 
 

@@ -334,7 +334,7 @@ def steal(
     """
     left = [list(ids) for ids in queued]
     has = list(open)
-    taken = []
+    taken: list[tuple[str, int]] = []
     takers = [i for i, empty in enumerate(dry) if empty]
     while True:
         full = [i for i, ids in enumerate(left) if ids]
