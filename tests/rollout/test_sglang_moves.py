@@ -7,7 +7,8 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from test_sglang_engine import (
     files_of,
     flush,
     fresh,
+    half_wrong_drafter,
     k,
     rest,
     started,
@@ -36,11 +38,13 @@ from test_sglang_engine import (
 )
 
 from megatron_rlspec.engine import Cargo, EngineError, Grant
+from megatron_rlspec.rollout.exchange import Exchange, Footprint, order
 from megatron_rlspec.rollout.moves import Moved, Owner
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, SpecSchedule
+from megatron_rlspec.weights.push import Pusher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 MOVES = 300  # samples that moved, at least
@@ -261,6 +265,76 @@ def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
     for engine in engines.values():
         engine.withdraw()
     assert balanced(*engines.values()) and not files_of(wide)
+
+
+Fleet = dict[str, SGLangEngine]
+
+
+def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: int) -> tuple[list[Sample], list[Moved]]:
+    """Draw samples on `old`, which gives way to `new` once all are running. Weights differ from those of version 0."""
+    every = [*old.values(), *new.values()]
+    pusher = Pusher({**old, **new})
+    pool = EnginePool(every)
+    pool.serve(list(old.values()))
+    moved: list[Moved] = []
+
+    def push(names: Collection[str]) -> None:
+        assert not pusher.push(version, lambda scope: drafting.items(), only=list(names)).failed
+
+    def act(owner: Owner) -> None:
+        while sum(len(engine.progress().running) for engine in old.values()) < len(asked):
+            time.sleep(0.01)
+        exchange = Exchange(owner, old, new, push, pool.serve, version)
+        exchange.run(order(Footprint(1, 1), Footprint(1, 1), budget))
+        moved.extend(one for one in exchange.moved if one.ids)
+
+    @contextmanager
+    def balance(owner: Owner) -> Iterator[None]:
+        thread = threading.Thread(target=act, args=[owner])
+        thread.start()
+        yield
+        thread.join()
+
+    pool.balance = balance
+    drafting = half_wrong_drafter()
+    for engine in every:
+        engine.update_weights(version, drafting.items())
+    for engine in new.values():
+        engine.update_weights(0, WEIGHTS.items())  # a CPU keeps the weights of an engine that sleeps
+        engine.sleep()
+    samples = pool.generate(asked, SHARP)
+    assert pool.engines == tuple(every)
+    for engine in old.values():
+        with pytest.raises(EngineError, match="the engine sleeps"):
+            engine._post("resume")
+        engine.wake()
+        engine.update_weights(version, drafting.items())
+    return samples, moved
+
+
+SHARP = Sampling(temperature=0.3, max_new_tokens=150, ignore_eos=True)
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("budget", [4, 2], ids=["both awake", "one awake"])
+def test_fleets_of_two_sizes_take_turns(pair: dict[str, SGLangEngine], wide: SGLangEngine, budget: int) -> None:
+    """Two engines of one rank give way to one of two ranks in the middle of a rollout, and the other way round."""
+    fleets: list[Fleet] = [{"a": pair["a"], "b": pair["b"]}, {"wide": wide}]
+    every = (pair["a"], pair["b"], wide)
+    asked = fresh(6, f"turns{budget}", 9800 + budget)
+    for engine in every:
+        engine.set_schedule(k(3))
+    pair["a"].update_weights(60, half_wrong_drafter().items())
+    undisturbed = pair["a"].generate(asked, SHARP)
+    for version, (old, new) in enumerate((fleets, fleets[::-1]), 61):
+        samples, moved = turned(old, new, asked, budget, version)
+        assert texts(samples) == texts(undisturbed)
+        assert sorted(name for one in moved for name in one.ids) == [request.id for request in asked]
+        assert sum(one.kept for one in moved) == len(asked) and {one.target for one in moved} == set(new)
+        assert sum(sum(sample.accepted[1:]) for sample in samples) > 20  # the pushed drafter drafts
+    for engine in every:
+        engine.update_weights(0, WEIGHTS.items())
+    assert balanced(*every) and not any(map(files_of, every))
 
 
 @pytest.mark.lossless
