@@ -152,6 +152,20 @@ class Rebalancer:
         running = [held.context - held.prompt for load in loads for held in load.running]
         return max(_State(self, loads, lengths.beside(running), cap).finish) if running else 0.0
 
+    def charge(self, loads: Sequence[Load], moves: Sequence[Move]) -> float:
+        """Return the time that the most burdened target needs to take in what moves to it."""
+        by_name = {load.engine: load for load in loads}
+        samples = {held.id: held for load in loads for held in load.running}
+        spent: dict[str, float] = {}
+        for move in moves:
+            target = by_name[move.target]
+            moved = [samples[name] for name in move.ids]
+            work = sum(self.work(held.context, target)[0] for held in moved)
+            batch = np.array(len(target.running) + len(moved))
+            missed = self.transport.rounds * float(self.pace_of(target).per_round(batch, _mean_context(moved)))
+            spent[move.target] = spent.get(move.target, 0.0) + work + missed
+        return max(spent.values(), default=0.0)
+
     def work(self, tokens: float, target: Load) -> tuple[float, How]:
         """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
         found: list[tuple[float, How]] = []
@@ -193,6 +207,10 @@ class Rebalancer:
         for held, tokens in chosen:
             ways.setdefault(self.work(tokens, target)[1], []).append(held.id)
         return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
+
+
+def _mean_context(running: Sequence[Held]) -> float:
+    return float(np.mean([held.context for held in running]))
 
 
 def after(loads: Sequence[Load], moves: Sequence[Move]) -> list[Load]:
@@ -314,7 +332,7 @@ class _State:
         planner = self.planner
         load = self.loads[target]
         work = np.cumsum([planner.work(self._new_tokens(held, target), load)[0] for held in order])[counts - 1]
-        length = float(np.mean([held.context for held in order]))
+        length = _mean_context(order)
         batch = len(load.running) + counts
         charges: np.ndarray = work + planner.transport.rounds * planner.pace_of(load).per_round(batch, length)
         return charges

@@ -15,7 +15,8 @@ import numpy as np
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.pace import Drain, Pace
-from megatron_rlspec.types import Held, Load, SpecConfig
+from megatron_rlspec.tail.rebalance import Rebalancer, after
+from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
 Remaining = Literal["cap", "survival"]
 POINTS = 65  # of the time axis on which a drain is summed
@@ -55,6 +56,43 @@ class Change:
     stay_ms: float
     finish_ms: float
     cost_ms: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done for the last samples of engines that cannot change their size.
+
+    way        "stay"; "move": `moves` between the engines that are awake, a fast lane among them; "switch": `change`,
+               another fleet on the same devices takes over (`rollout.exchange`)
+    saving_ms  by which the last sample is expected to end earlier, the cost of the way included
+    """
+
+    way: Literal["stay", "move", "switch"]
+    saving_ms: float = 0.0
+    moves: tuple[Move, ...] = ()
+    change: Change | None = None
+
+
+def choose(
+    rebalancer: Rebalancer, planner: TPPlanner | None, loads: Sequence[Load], lengths: Lengths, cap: int
+) -> Choice:
+    """Choose what lets the last sample end earliest.
+
+    rebalancer  knows the sizes of all engines (`Rebalancer.sizes`), and counts in ms
+    planner     decides on the size of the fleet that shares its devices with a sleeping one: the engines of the
+                smallest size among `loads`; None: there is none
+    """
+    best = Choice("stay")
+    moves = tuple(rebalancer.plan(loads, lengths, cap))
+    if moves:
+        before = rebalancer.finish(loads, lengths, cap)
+        later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(loads, moves)
+        best = Choice("move", max(before - later, 0.0), moves=moves)  # 0: only engines that end earlier gain
+    tp = min(load.tp for load in loads)
+    change = planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap) if planner else None
+    if change is not None and change.stay_ms - change.finish_ms > best.saving_ms:
+        best = Choice("switch", change.stay_ms - change.finish_ms, change=change)
+    return best
 
 
 class TPPlanner:

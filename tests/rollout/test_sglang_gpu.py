@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 import test_sglang_engine as same
+import test_sglang_moves as moves
 import test_sglang_overlap as overlap
 import tiny_mimo
 import torch
@@ -118,3 +119,36 @@ def test_weights_on_the_gpu_arrive_by_every_transport(
     finally:
         engine.update_weights(0, WEIGHTS.items())
     assert before != texts(engine.generate(same.requests(4), same.SAMPLINGS["T=1"]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("budget", [4, 2], ids=["both awake", "one awake"])
+def test_fleets_of_two_sizes_take_turns(checkpoint: Path, tmp_path: Path, budget: int) -> None:
+    """Two engines of one GPU and one of two GPUs share two cards; each fleet releases its memory while it sleeps."""
+    devices = {"a": "0", "b": "1", "wide": "0,1"}
+    options = [*SERVE, *same.LAUNCHES["adaptive"], "--enable-memory-saver", "--enable-draft-weights-cpu-backup"]
+    started: dict[str, EngineProcess] = {}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RLSPEC_API_KEY", KEY)
+        try:
+            for name, cards in devices.items():
+                arguments = [*options, "--tp", str(len(cards.split(",")))]
+                log = tmp_path / f"{name}.log"
+                seen = EXACT | {"CUDA_VISIBLE_DEVICES": cards}
+                started[name] = launch(checkpoint, log, arguments=arguments, environment=seen)
+                started[name].wait(300)  # one after the other: each takes its share of the memory that is free then
+            engines = {name: SGLangEngine.of(process, timeout=120) for name, process in started.items()}
+            for name in ("wide", "a"):
+                before = [torch.cuda.mem_get_info(i)[0] for i in (0, 1)]
+                engines[name].sleep()
+                after = [torch.cuda.mem_get_info(i)[0] for i in (0, 1)]
+                print(
+                    f"{name} sleeps: bytes released on each card {[b - a for a, b in zip(before, after, strict=True)]}"
+                )
+                assert after[0] > before[0]
+                engines[name].wake()
+                engines[name].update_weights(0, WEIGHTS.items())
+            moves.check_turns(engines["a"], engines["b"], engines["wide"], budget)
+        finally:
+            for process in started.values():
+                process.close()

@@ -319,13 +319,17 @@ SHARP = Sampling(temperature=0.3, max_new_tokens=150, ignore_eos=True)
 @pytest.mark.parametrize("budget", [4, 2], ids=["both awake", "one awake"])
 def test_fleets_of_two_sizes_take_turns(pair: dict[str, SGLangEngine], wide: SGLangEngine, budget: int) -> None:
     """Two engines of one rank give way to one of two ranks in the middle of a rollout, and the other way round."""
-    fleets: list[Fleet] = [{"a": pair["a"], "b": pair["b"]}, {"wide": wide}]
-    every = (pair["a"], pair["b"], wide)
+    check_turns(pair["a"], pair["b"], wide, budget)
+
+
+def check_turns(a: SGLangEngine, b: SGLangEngine, wide: SGLangEngine, budget: int) -> None:
+    fleets: list[Fleet] = [{"a": a, "b": b}, {"wide": wide}]
+    every = (a, b, wide)
     asked = fresh(6, f"turns{budget}", 9800 + budget)
     for engine in every:
         engine.set_schedule(k(3))
-    pair["a"].update_weights(60, half_wrong_drafter().items())
-    undisturbed = pair["a"].generate(asked, SHARP)
+    a.update_weights(60, half_wrong_drafter().items())
+    undisturbed = a.generate(asked, SHARP)
     for version, (old, new) in enumerate((fleets, fleets[::-1]), 61):
         samples, moved = turned(old, new, asked, budget, version)
         assert texts(samples) == texts(undisturbed)

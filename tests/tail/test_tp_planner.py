@@ -1,5 +1,7 @@
 """The decision to change the tensor-parallel size: PAT's figure 4, no oscillation, costs, and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner, deal
+from megatron_rlspec.tail.rebalance import Rebalancer, Transport
+from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner, choose, deal
 from megatron_rlspec.types import OFF, Held, Load, SpecConfig
 
 HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
@@ -101,6 +104,37 @@ def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
         assert change.finish_ms < change.stay_ms * 0.95 and change.cost_ms >= weights_ms
         there = [Load(f"e{i}", tuple(samples[id] for id in group), 0, 0, 1) for i, group in enumerate(change.groups)]
         assert plan.decide(there, change.tp, lengths, 16384) is None
+
+
+def choice(*groups: list[int], lane: bool, switch: bool = True, cap: int = 16384, gigabytes: float = 5.25):
+    sizes = table()
+    moving = Rebalancer(sizes.at(2), [OFF], Transport(gigabytes, 131072), sizes={8: sizes.at(8)}, modes=["kv"])
+    situation = [replace(load, tp=2, free_tokens=10**8) for load in loads(*groups)]
+    if lane:
+        situation.append(Load("lane", (), 0, 10**8, 1, 8))
+    return choose(moving, planner() if switch else None, situation, Lengths(), cap)
+
+
+def test_the_cheapest_of_stay_lane_and_switch_is_chosen():
+    few = [4000], [4010], [], []
+    fast = choice(*few, lane=True)
+    assert fast.way == "move" and {move.target for move in fast.moves} == {"lane"}
+    assert fast.saving_ms == pytest.approx(12290 * (15.37 - 9.8), rel=0.05)
+    switched = choice(*few, lane=False)
+    assert switched.way == "switch" and switched.change.tp == 8 and 0 < switched.saving_ms < fast.saving_ms
+    assert choice(*few, lane=False, switch=False).way == "stay"
+    assert choice(*few, lane=True, gigabytes=0.0005).way == "switch"  # the way to the lane is too slow
+    assert choice([16370], [16370], [], [], lane=True).way == "stay"  # they end soon
+    assert choice(*[[4000] * 32] * 4, lane=False).way == "stay"
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.lists(st.integers(0, 8000), max_size=8), min_size=4, max_size=4), st.booleans())
+def test_what_is_chosen_saves_more_than_it_costs(groups, lane):
+    found = choice(*groups, lane=lane)
+    assert found.saving_ms >= 0 and (found.way == "stay") == (not found.moves and found.change is None)
+    if found.change is not None:
+        assert found.change.cost_ms < found.change.stay_ms - (found.change.finish_ms - found.change.cost_ms)
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))
