@@ -83,9 +83,13 @@ def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[
             raise EngineError("wide: no weights")
         wide.empty = False
 
+    def serve(names: Collection[Engine]) -> None:
+        calls.append(f"requests to {', '.join(map(str, names))}")
+        pool.serve(names)
+
     @contextmanager
     def balance(owner: Owner) -> Iterator[None]:
-        found.append(Exchange(owner, named([a, b]), named([wide]), push, pool.serve, 0))
+        found.append(Exchange(owner, named([a, b]), named([wide]), push, serve, 0))
 
         def act() -> None:
             time.sleep(0.03)
@@ -108,13 +112,13 @@ def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[
 
 def test_samples_change_the_fleet_while_both_are_awake() -> None:
     calls, engines, exchange = exchanged(budget=30)
-    assert calls == ["wide wakes", "push to wide", "a sleeps", "b sleeps"]
+    assert calls == ["wide wakes", "push to wide", "requests to wide", "a sleeps", "b sleeps"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9 and engines[2].tokens > 100
 
 
 def test_samples_wait_on_the_host_where_both_do_not_fit() -> None:
     calls, _, exchange = exchanged(budget=20)
-    assert calls == ["a sleeps", "b sleeps", "wide wakes", "push to wide"]
+    assert calls == ["requests to wide", "a sleeps", "b sleeps", "wide wakes", "push to wide"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9
 
 
@@ -122,7 +126,7 @@ def test_a_fleet_without_weights_loses_no_sample() -> None:
     calls, engines, _ = exchanged(budget=20, fails=True)
     assert calls[-1] == "wide: no weights" and engines[3].tokens > 100
     calls, engines, _ = exchanged(budget=30, fails=True)  # the old fleet is awake still
-    assert calls == ["wide wakes", "push to wide", "wide: no weights"] and not engines[3].tokens
+    assert calls == ["wide wakes", "push to wide", "requests to a, b", "wide: no weights"] and not engines[3].tokens
 
 
 @pytest.mark.parametrize("budget", [20, 30])

@@ -120,6 +120,8 @@ def test_the_cheapest_of_stay_lane_and_switch_is_chosen():
     fast = choice(*few, lane=True)
     assert fast.way == "move" and {move.target for move in fast.moves} == {"lane"}
     assert fast.saving_ms == pytest.approx(12290 * (15.37 - 9.8), rel=0.05)
+    slower = choice(*few, lane=True, gigabytes=0.5)
+    assert fast.saving_ms - slower.saving_ms == pytest.approx(8210 * 131072 * (1 / 0.5 - 1 / 5.25) / 1e6)
     switched = choice(*few, lane=False)
     assert switched.way == "switch" and switched.change.tp == 8 and 0 < switched.saving_ms < fast.saving_ms
     assert choice(*few, lane=False, switch=False).way == "stay"
