@@ -170,18 +170,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron_rlspec", source / "megatron_rlspec", ignore=ignored)
+    for name in ("megatron_rlspec", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / done.stdout.split()[-1]
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel):
-    here = {p.relative_to(ROOT).as_posix() for p in (ROOT / "megatron_rlspec").rglob("*") if p.is_file()}
-    here = {name for name in here if "__pycache__" not in name}
-    there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert there == here and "megatron_rlspec/report.html.j2" in there
+def test_the_wheel_holds_every_file_of_the_package_and_the_examples(wheel):
+    here = [p for name in ("megatron_rlspec", "examples") for p in (ROOT / name).rglob("*") if p.is_file()]
+    here = {path.relative_to(ROOT).as_posix() for path in here if "__pycache__" not in path.parts}
+    there = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    there = {re.sub(r"^megatron_rlspec-[^/]*\.data/data/share/megatron_rlspec/", "", name) for name in there}
+    assert there == here and {"megatron_rlspec/report.html.j2", "examples/quickstart.sh"} <= there
 
 
 @pytest.mark.parametrize("name", ["slime", "sglang"])

@@ -1,11 +1,13 @@
 """What `pip install` installs, and the error of commands that need a package that it leaves out."""
 
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
@@ -78,3 +80,67 @@ def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
     assert done.returncode == 0, done.stderr
     with_gpu, without, _ = done.stderr.split("--\n")
     assert "Apex are not installed" in with_gpu and not without.strip(), done.stderr
+
+
+def tracked() -> set[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines())
+
+
+def test_the_manifest_names_everything_that_git_tracks():
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    whole = {words[1] for words in lines if words[0] == "graft"} | {"megatron_rlspec"}
+    single = {name for words in lines if words[0] == "include" for name in words[1:]}
+    single |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}  # setuptools adds these itself
+    left_out = {name for name in tracked() if name.partition("/")[0] not in whole and name not in single}
+    assert left_out == {".gitignore"}
+
+
+def test_issue_forms_have_what_github_asks_for():
+    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) >= 3
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        if path.stem == "config":
+            continue
+        assert {"name", "description", "body"} <= set(form), path
+        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) and all("label" in p["attributes"] for p in form["body"] if "id" in p), path
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
+    """Build an sdist from the tracked files and a wheel from the sdist; install it with pip, without extras."""
+    source = tmp_path / "source"
+    for name in tracked():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = "from setuptools import build_meta as b; b.build_sdist({0!r})"
+    subprocess.run([sys.executable, "-c", build.format(str(tmp_path))], cwd=source, check=True, capture_output=True)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(packed, tmp_path / "unpacked", filter="data")
+    (inside,) = (tmp_path / "unpacked").iterdir()
+    there = {path.relative_to(inside).as_posix() for path in inside.rglob("*") if path.is_file()}
+    assert tracked() - {".gitignore"} <= there
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "setuptools>=77"], check=True)
+    subprocess.run([*pip, "--no-build-isolation", packed], check=True)
+    share = tmp_path / "venv/share/megatron_rlspec/examples"
+    table = share / "cost_tables/h100-simulated.json"
+    commands = (
+        "--version",
+        "--help",
+        f"plan {table} --acceptance 0.8,0.7 --max-batch 32",
+        f"simulate {share}/simulate/h100.toml --policies off --seeds 1 --sweep cluster.engines=32",
+        "completion bash",
+        "doctor",
+    )
+    for words in commands:
+        done = subprocess.run(
+            [python.with_name("rlspec"), *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stdout, done.stderr)
+    missing = subprocess.run([python.with_name("rlspec"), "convert", "a", "b"], capture_output=True, text=True)
+    assert missing.returncode == 2 and "megatron_rlspec[train]" in missing.stderr
