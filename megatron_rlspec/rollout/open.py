@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.rollout.embedded import link
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.embedded.member import Member
@@ -39,7 +41,7 @@ from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
 LANE = "lane"  # the engine of tail.lane
-WIRE = 1.0  # GB/s that a rank is taken to send, in plans of tensor-parallel sizes; no clock may enter them
+WIRE = 1.0  # GB/s that a rank is taken to send, in plans of tensor-parallel sizes, where it is not measured
 
 
 class StartingEngines:
@@ -258,13 +260,23 @@ def member(config: Config) -> Member:
     groups = Groups()
     for tp in config.tail.tp[1:]:
         groups.of(tp)  # here, where all ranks come together
+    planner = rebalancer(config, hf_config)
+    wire = WIRE
+    if planner is not None and config.tail.rebalance == "auto":
+        known = link.once(Path(config.train.run_dir) / "link.json", ranks, engine, planner.cost)
+        wire = known.gigabytes_per_second
+        planner.transport = replace(planner.transport, gigabytes_per_second=wire)
+        planner.ms_per_unit = planner.ms_per_unit or known.ms_per_unit
     if config.tail.tp != (1,):
-        sizes = _sizes(config, hf_config, engine, ranks.size)
-    return Member(engine, ranks, rebalancer(config, hf_config), sizes, groups)
+        sizes = _sizes(config, hf_config, engine, ranks.size, wire)
+    return Member(engine, ranks, planner, sizes, groups)
 
 
-def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int) -> TPPlanner:
-    """Return what decides on the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
+def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int, wire: float) -> TPPlanner:
+    """Return what decides on the fleet's tensor-parallel size. Raises CostTableError and ConfigError.
+
+    wire  GB/s that a rank sends
+    """
     table = CostTable.load(Path(config.tail.cost_table))
     for tp in config.tail.tp:
         table.check(tp=tp)
@@ -274,7 +286,7 @@ def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine,
             raise ConfigError(f"tail.tp: {error}") from None
     table = table.of_sizes(config.tail.tp)
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
-    costs = SwitchCosts(size / WIRE / 1e6, token_bytes=_token_bytes(config, hf_config), gigabytes_per_second=WIRE)
+    costs = SwitchCosts(size / wire / 1e6, token_bytes=_token_bytes(config, hf_config), gigabytes_per_second=wire)
     candidates = _candidates(config)
     rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
     return TPPlanner(table, candidates, rates, costs, ranks, gain=config.tail.gain)

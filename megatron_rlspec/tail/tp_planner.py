@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.pace import Drain, Pace
-from megatron_rlspec.tail.rebalance import Rebalancer, after
+from megatron_rlspec.tail.rebalance import How, Rebalancer, after
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
 Remaining = Literal["cap", "survival"]
@@ -52,7 +52,7 @@ class Change:
 
     tp: int
     groups: tuple[tuple[str, ...], ...]
-    how: Literal["kv", "recompute"]
+    how: How
     stay_ms: float
     finish_ms: float
     cost_ms: float
@@ -181,11 +181,9 @@ class TPPlanner:
 
     def cost(
         self, now: Sequence[Sequence[Held]], groups: Sequence[Sequence[Held]], old: int, new: int
-    ) -> tuple[float, Literal["kv", "recompute"]]:
+    ) -> tuple[float, How]:
         """Return the ms of a change, and the cheaper way to bring the samples over (PAT, eq. 1 to 4)."""
-        ways: list[tuple[float, Literal["kv", "recompute"]]] = [
-            (max(self._prefill_ms(group, new) for group in groups), "recompute")
-        ]
+        ways: list[tuple[float, How]] = [(max(self._prefill_ms(group, new) for group in groups), "recompute")]
         if self.costs.gigabytes_per_second > 0:
             tokens = max(sum(held.context for held in running) for running in now)
             ways.append((tokens * self.costs.token_bytes / old / self.costs.gigabytes_per_second / 1e6, "kv"))

@@ -45,6 +45,7 @@ def test_a_fleet_that_changes_its_size_draws_the_same_texts(tmp_path, undisturbe
     for logprobs in found["logprobs"]:
         np.testing.assert_allclose(logprobs, np.concatenate([s.behaviour_logprobs for s in undisturbed]), atol=1e-6)
     assert len(found["changes"]) >= 8 and {to for _, to in found["changes"]} == {1, 2, 4}
+    assert found["ways"] == {"kv", "recompute"}
     assert found["same"] and found["accepted"] > (0 if adaptive else 100)
 
 

@@ -26,7 +26,7 @@ from megatron_rlspec.rollout.embedded.ranks import Pending, Ranks
 from megatron_rlspec.rollout.embedded.regroup import regroup
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.tail.rebalance import How, Rebalancer
 from megatron_rlspec.tail.tp_planner import Change
 from megatron_rlspec.types import Load, Move, Request, Sample, Sampling, Scope, SpecSchedule
 from megatron_rlspec.weights.bucket import Named, buckets
@@ -176,18 +176,19 @@ class Member:
             return
         now = self.engine.model.comm.size
         began = time.perf_counter()
-        if not any(report.open for report in self.reports):
-            wanted = 1
-        else:
-            loads = self._loads(order)[::now]
-            change = self.sizes.decide(loads, now, self.lengths, order.cap)
+        wanted = 1
+        how: How = "kv"
+        held = sum(report.open for report in self.reports[::now])
+        if held:
+            change = self.sizes.decide(self._loads(order)[::now], now, self.lengths, order.cap)
             wanted = now if change is None else change.tp
+            how = "kv" if change is None else change.how
         self.seconds += time.perf_counter() - began
         if wanted != now:
             began = time.perf_counter()
-            self.runs = regroup(self.engine, self.ranks, self.groups, wanted)
+            self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
             took = (time.perf_counter() - began) * 1e3
-            self.changes.append({"from": now, "to": wanted, "samples": len(self.runs), "ms": took})
+            self.changes.append({"from": now, "to": wanted, "samples": held, "how": how, "ms": took})
 
     def _loads(self, order: Tick) -> list[Load]:
         """Return every rank's load, with the requests of this tick."""

@@ -19,6 +19,7 @@ from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.tail.rebalance import How
 from megatron_rlspec.tail.tp_planner import deal
 from megatron_rlspec.types import Held, Partial, Request, Sampling
 
@@ -38,9 +39,10 @@ class Luggage(msgspec.Struct, frozen=True):
     rule: dict[str, Any] | None
 
 
-def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int) -> list[ActiveRequest]:
+def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
 
+    how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
     Returns the requests that this rank's engine draws from now on. Raises ValueError for a size that does not divide
     the model or the job.
     """
@@ -53,7 +55,10 @@ def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int) -> 
     block = told[first : first + switch.wide.size]
     travellers = sorted((t for part in block for t in part.travellers), key=lambda t: t.request.id)
     target = _targets(travellers, switch.wide.size // size)
-    rows = [t.row._replace(target=target[t.request.id]) for t in travellers if t.row is not None]
+    rows = []
+    for t in travellers:
+        if t.row is not None and how == "kv":
+            rows.append(t.row._replace(target=target[t.request.id]))
     mine = {run.request.id: run.row for run in engine.running}
     retile.retile_weights(engine.model, switch)
     seated = retile.retile_cache(engine.cache, rows, mine, switch)
