@@ -31,7 +31,7 @@ SWITCHING = SpecSchedule((1, 3, 6), (0, 80), ((SpecConfig(3), OFF), (OFF, SpecCo
 
 
 class Script:
-    """Changes to the next of some sizes at every decision, whatever the loads are. Now and then caches do not travel."""
+    """Changes to the next of some sizes at every decision, by a fourth of them without caches."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
