@@ -132,7 +132,7 @@ class Config(Section):
                 f"{asked} needs moves by tail.rule=makespan, but tail.rebalance={self.tail.rebalance} and "
                 f"tail.rule={self.tail.rule}"
             )
-        if self.tail.lane <= tensor and not self.rollout.urls:
+        if self.tail.lane <= tensor:
             raise ValueError(f"{asked}: expected a larger size than placement.tensor={tensor}")
         if self.placement.mode == "together":
             raise ValueError(f"{asked} needs GPUs of its own, but placement.mode=together; expected apart")

@@ -112,16 +112,16 @@ class StartingEngines:
         return engine
 
     def _of_lane(self) -> list[str]:
-        """Return which running engines are the fast lane. Raises ConfigError if none is, or all are."""
-        lane = self._config.tail.lane
+        """Return which running engines are the fast lane. Raises ConfigError unless all have one of the two sizes."""
+        lane, tensor = self._config.tail.lane, self._config.placement.tensor
         sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()} if lane else {}
-        found = [url for url, size in sizes.items() if size == lane]
-        if lane and not 0 < len(found) < len(sizes):
+        if lane and set(sizes.values()) != {lane, tensor}:
             held = ", ".join(f"{url} has {size}" for url, size in sizes.items())
             raise ConfigError(
-                f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others; {held}"
+                f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others of "
+                f"placement.tensor={tensor}; {held}"
             )
-        return found
+        return [url for url, size in sizes.items() if size == lane]
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"

@@ -90,7 +90,8 @@ class SimEngine:
     prefill      tokens of a pass -> ms
     chunk        most tokens of a prefill pass
     max_running  samples that run at once; max_tokens: room in the KV cache
-    ranks        GPUs of the engine
+    ranks        GPUs of the engine: its tensor-parallel size
+    lane         whether samples only move to it
     embedded     False: as SGLang, which prefills before it decodes on; the prefill draws the first token, and the
                  drafter reads the prompt in it. True: as the embedded engine, which runs a chunk and a round in one
                  step; the first round draws the first token, and the drafter reads a prompt when it first drafts
@@ -111,6 +112,7 @@ class SimEngine:
         max_tokens: int = 1 << 40,
         version: int = 0,
         ranks: int = 1,
+        lane: bool = False,
         embedded: bool = False,
         apart: bool = True,
     ) -> None:
@@ -125,6 +127,7 @@ class SimEngine:
         self.max_tokens = max_tokens
         self.version = version
         self.ranks = ranks
+        self.lane = lane
         self.embedded = embedded
         self.apart = apart
         self.running: list[SimSample] = []
@@ -168,7 +171,7 @@ class SimEngine:
         """Return what the live planners read of a real engine."""
         held = [Held(s.id, s.prompt, s.context, s.drawn / max(s.rounds, 1), s.group) for s in self.running if s.drawn]
         waiting = len(self.waiting) + len(self.filling) + len(self.running) - len(held)
-        return Load(self.name, tuple(held), waiting, self.free, self.version)
+        return Load(self.name, tuple(held), waiting, self.free, self.version, self.ranks)
 
     @property
     def free(self) -> int:

@@ -161,9 +161,10 @@ class _Rollout:
             self.waiting.extend(samples)
         else:
             groups: dict[int | str, int] = {}
+            dealt = [engine for engine in engines if not engine.lane]
             for sample in samples:
                 turn = groups.setdefault(sample.group if sample.group >= 0 else sample.id, len(groups))
-                engines[turn % len(engines)].give([sample])
+                dealt[turn % len(dealt)].give([sample])
         for engine in engines:
             self.refill(engine)
             self.wake(engine)
@@ -191,6 +192,8 @@ class _Rollout:
             self.clock.at(engine.now, lambda: self.round(engine))
 
     def refill(self, engine: SimEngine) -> None:
+        if engine.lane:
+            return
         while self.waiting and len(engine.running) + len(engine.filling) + len(engine.waiting) < self.in_flight:
             engine.give([self.waiting.popleft()])
 

@@ -115,6 +115,37 @@ def test_a_fast_lane_has_gpus_of_its_own(monkeypatch, tmp_path):
         placement.check_heads({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "tail.lane")
 
 
+def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
+    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    config = load(None, {"rollout.urls": "http://a:1,http://b:2", **lane})
+    sizes = {"http://a:1": 1, "http://b:2": 2}
+    engine = lambda run, url: SimpleNamespace(describe=lambda: {"tensor_parallel": sizes[url]})  # noqa: E731
+    monkeypatch.setattr(StartingEngines, "_attach", engine)
+    assert StartingEngines(config, tmp_path).lanes == ["http://b:2"]
+    for wrong in (1, 4):
+        sizes["http://b:2"] = wrong
+        with pytest.raises(ConfigError, match=f"placement.tensor=1; http://a:1 has 1, http://b:2 has {wrong}$"):
+            StartingEngines(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"tail.rebalance": "off"}, "tail.lane=2 needs moves by tail.rule=makespan, but tail.rebalance=off"),
+        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
+        ({"placement.tensor": "2"}, "tail.lane=2: expected a larger size than placement.tensor=2"),
+        ({"placement.mode": "together"}, "tail.lane=2 needs GPUs of its own, but placement.mode=together"),
+        ({"tail.cost_table": ""}, "tail.lane=2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
+        ({"rollout.engine": "embedded"}, "tail.lane=2 is one more SGLang engine; expected rollout.engine=sglang"),
+    ],
+)
+def test_a_lane_that_cannot_be_is_refused(options, line):
+    lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    with pytest.raises(ConfigError) as refused:
+        load(None, lane | options)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("count", "ranks", "engines", "tensor", "mode", "line"),
     [
