@@ -20,6 +20,7 @@ from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.speculation.updates import Kind
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
@@ -28,6 +29,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 How = Literal["kv", "recompute"]
 Made = TypeVar("Made")
 WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
+UPDATES: Mapping[str, Kind] = {"kd": "every", "pays": "pays"}
 DOWNTIME = 2  # rounds that a moved sample misses
 PAST = 2000  # responses of earlier rollouts that the planners have seen
 
@@ -105,6 +107,8 @@ class Policies:
     ways         in which the live `Rebalancer` may move samples; empty: none moves
     resize       whether the live `TPPlanner` may change the tensor-parallel size
     every        rounds of an engine between two decisions of these planners
+    updates      in RL steps, when the drafter is trained: "every" step, or when it "pays"; empty: never
+    overlap      whether that runs beside the next rollout
     """
 
     speculation: str = "adaptive"
@@ -112,19 +116,31 @@ class Policies:
     ways: tuple[How, ...] = ()
     resize: bool = False
     every: int = 32
+    updates: Kind | None = None
+    overlap: bool = False
 
     @classmethod
     def of(cls, name: str) -> Policies:
-        """Read a name such as adaptive+in_flight+kv+tp. Raises ValueError."""
+        """Read a name such as adaptive+in_flight+kv+tp+kd+overlap. Raises ValueError."""
         speculation, *extras = name.split("+")
         known = speculation in ("off", "adaptive") or (speculation[:1] == "k" and speculation[1:].isdecimal())
         moves = [extra for extra in extras if extra in WAYS]
-        if not known or len(moves) > 1 or set(extras) - {*moves, "in_flight", "tp"} or len(set(extras)) < len(extras):
+        updates = [extra for extra in extras if extra in UPDATES]
+        rest = set(extras) - {*moves, *updates, "in_flight", "tp", "overlap"}
+        several = len(moves) > 1 or len(updates) > 1 or len(set(extras)) < len(extras)
+        if not known or rest or several or ("overlap" in extras and not updates):
             raise ValueError(
-                f"{name}: expected off, k3 or adaptive, perhaps with +in_flight, with one of +kv, +recompute, +auto, "
-                "and with +tp"
+                f"{name}: expected off, k3 or adaptive, perhaps with +in_flight, +tp, one of +kv, +recompute, +auto, "
+                "and one of +kd, +pays, perhaps with +overlap"
             )
-        return cls(speculation, "in_flight" in extras, WAYS[moves[0]] if moves else (), "tp" in extras)
+        return cls(
+            speculation,
+            "in_flight" in extras,
+            WAYS[moves[0]] if moves else (),
+            "tp" in extras,
+            updates=UPDATES[updates[0]] if updates else None,
+            overlap="overlap" in extras,
+        )
 
     def candidates(self, cost: CostTable, depth: int) -> tuple[SpecConfig, ...]:
         """Return the chains that this policy may run, by the table at hand. Raises CostTableError if it lacks one.
@@ -244,7 +260,9 @@ class Draw:
         if self.learned is None:
             return SpecRule(self.candidates, self.cluster.believed(tp))
         triples = [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates]
-        return SpecRule.from_json({**self.learned, "candidates": triples})
+        rule = SpecRule.from_json({**self.learned, "candidates": triples})
+        rule.update(cost=self.cluster.believed(tp))
+        return rule
 
     def _rebalancer(self) -> Rebalancer:
         cluster = self.cluster
