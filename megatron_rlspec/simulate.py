@@ -13,7 +13,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,10 +24,12 @@ from rich.progress import track
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
+from megatron_rlspec.sim import ablation
 from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
 from megatron_rlspec.sim.hardware import Model, hardware_table
 from megatron_rlspec.sim.rollout import Trace
 from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.sim.step import Training, steps
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.tail.tp_planner import SwitchCosts
 
@@ -51,8 +53,8 @@ example, cluster.toml:
   rlspec simulate cluster.toml --policies off,k3,adaptive,adaptive+in_flight,adaptive+kv
 """
 Share = Annotated[float, Field(ge=0, le=1)]
+Cost = Annotated[float, Field(ge=0, le=1e6)]
 Rates = Annotated[tuple[Share, ...], Field(min_length=1, max_length=64)]
-RESAMPLES = 2000  # of the bootstrap
 
 
 class ClusterConfig(Section):
@@ -115,12 +117,60 @@ class AcceptanceConfig(Section):
         return self
 
 
+class TrainingConfig(Section):
+    """What a step takes besides its rollout: `sim.step.Training`. The seconds of a token are those of all GPUs."""
+
+    steps: Annotated[int, Field(gt=0, le=10_000)] = Field(8, description="steps of a run")
+    colocated: bool = Field(False, description="the trainer has the engines' GPUs: nothing runs beside a rollout")
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(0, description="1: train while the next rollout is drawn")
+    score: Cost = Field(6.0, description="µs a token, for rewards and log-probabilities")
+    train: Cost = Field(45.0, description="µs a token, for the policy's update")
+    push: Cost = Field(2.0, description="seconds to bring weights to the engines")
+    wake: Cost = Field(5.0, description="seconds in which colocated engines give memory back and get it again")
+    update: Share = Field(0.2, description="time of a drafter update in the policy's step, as a share of train")
+    again: Share = Field(
+        0.33, description="of the policy's forward pass, which a drafter update beside a rollout needs"
+    )
+    drift: Share = Field(0.03, description="log-odds of acceptance that one step of the policy costs")
+    behind: Cost = Field(
+        0.0, description="log-odds that a drafter which is never trained has lost before the first step"
+    )
+    repair: Share = Field(0.7, description="share of what was lost that a drafter update regains")
+
+
 class SimulationConfig(Section):
     """The whole file."""
 
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
+    training: TrainingConfig | None = None
+
+    @property
+    def what(self) -> str:
+        return "a rollout" if self.training is None else f"a step, mean of {self.training.steps}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: a rollout, or RL steps.
+
+    seconds  of the rollout, or of a step; `share`: the part of them in which engines draw
+    """
+
+    seconds: float
+    tokens_per_second: float
+    share: float
+    updates: float
+    traces: Sequence[Trace]
+
+    @property
+    def busy(self) -> float:
+        return float(np.mean([trace.busy for trace in self.traces])) * self.share
+
+    @property
+    def moves(self) -> float:
+        return float(np.mean([len(trace.moves) for trace in self.traces]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,25 +179,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in (args.json, args.plot):
         if path:
             files.check_output(path)
-    policies = {name: policy(name) for name in args.policies.split(",")}
     config = read(args.config)
+    names = args.policies.split(",") if not args.ablation else ablation.policies()
+    policies = {name: policy(name, config) for name in names}
     found = {label: compare(changed, policies, args.seeds) for label, changed in sweep(config, args.sweep).items()}
     print(report(config, found))
+    if args.ablation:
+        print(ablation.table({name: [run.seconds for run in runs] for name, runs in found[""].items()}))
     if args.json:
         files.write_output(args.json, json.dumps(summary(config, found), indent=1) + "\n")
         print(f"wrote {args.json}")
     if args.plot:
-        plot(args.plot, next(iter(found.values())))
+        plot(args.plot, {name: runs[0].traces[0] for name, runs in next(iter(found.values())).items()})
         print(f"wrote {args.plot}")
     return 0
 
 
-def policy(name: str) -> Policies:
+def policy(name: str, config: SimulationConfig) -> Policies:
     """Read the name of a policy. Raises ConfigError."""
     try:
-        return Policies.of(name)
+        found = Policies.of(name)
     except ValueError as error:
         raise ConfigError(f"--policies {error}") from None
+    if found.updates and config.training is None:
+        raise ConfigError(f"--policies {name}: a drafter learns in RL steps; expected a [training] section")
+    return found
 
 
 def read(path: Path) -> SimulationConfig:
@@ -216,15 +272,29 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
     return cluster, Workload(lengths, acceptance, work.prompts, work.samples, work.prompt_tokens, work.cap)
 
 
-def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: int) -> dict[str, list[Trace]]:
-    """Simulate rollouts under every policy. Equal seeds give equal lengths and samples under all of them."""
+def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: int) -> dict[str, list[Outcome]]:
+    """Simulate every policy. Equal seeds give equal lengths and samples under all of them. Raises ConfigError."""
     cluster, workload = build(config, policies)
-    traces: dict[str, list[Trace]] = {name: [] for name in policies}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in policies}
     runs = list(itertools.product(range(seeds), policies))
     for seed, name in track(runs, "simulate", console=Console(stderr=True), transient=True):
         drawn = replace(workload, acceptance=_spread(workload.acceptance, config.acceptance.spread, seed))
-        traces[name].append(draw(cluster, drawn, policies[name], seed))
-    return traces
+        try:
+            outcomes[name].append(_outcome(config, cluster, drawn, policies[name], seed))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return outcomes
+
+
+def _outcome(config: SimulationConfig, cluster: Cluster, workload: Workload, policies: Policies, seed: int) -> Outcome:
+    if config.training is None:
+        trace = draw(cluster, workload, policies, seed)
+        return Outcome(trace.makespan_ms / 1e3, trace.tokens_per_second, 1.0, 0.0, [trace])
+    options = config.training.model_dump()
+    count = options.pop("steps")
+    found = steps(cluster, workload, policies, Training(**options), count, seed)
+    updates = sum(step.updated for step in found.steps) / count
+    return Outcome(found.seconds, found.tokens_per_second, found.share, updates, found.traces)
 
 
 def _spread(mean: AcceptanceModel, spread: float, seed: int) -> AcceptanceModel:
@@ -232,62 +302,54 @@ def _spread(mean: AcceptanceModel, spread: float, seed: int) -> AcceptanceModel:
     return replace(mean, shares=np.clip(shares, 0.02, 0.98))
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean, and the bounds of its 95 % bootstrap interval over seeds."""
-    values = np.asarray(ratios)
-    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values))).mean(1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(values.mean()), float(low), float(high)
-
-
-def report(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Trace]]]) -> str:
+def report(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
     """Format the comparison: means over seeds, and the ratio to the first policy with its 95 % interval."""
     cluster, work = config.cluster, config.workload
     source = (
         cluster.table or f"roofline of {cluster.hardware}'s data sheet, {cluster.parameters / 1e9:.3g} B parameters"
     )
+    seeds = len(next(iter(next(iter(found.values())).values())))
     lines = [
         f"simulated: {cluster.engines} engines of tp={cluster.tp}, {work.prompts} x {work.samples} samples, "
-        f"cap {work.cap}",
+        f"cap {work.cap}; {config.what}, {seeds} seeds",
         f"costs: {source}",
     ]
-    for label, traces in found.items():
-        lines += [
-            f"{label:<24} {'seconds':>9} {'tokens/s':>10} {'ratio, 95 % interval':>22} {'busy':>6} {'moves':>6} tp"
-        ]
-        lines += table(traces)
-    doubtful = max(run.extrapolated for traces in found.values() for runs in traces.values() for run in runs)
+    for label, outcomes in found.items():
+        ratio = "ratio, 95 % interval"
+        lines.append(f"{label:<28} {'seconds':>8} {'tokens/s':>9} {ratio:>20} {'draws':>5} {'busy':>5} {'moves':>6} tp")
+        lines += table(outcomes)
+    runs = [trace for outcomes in found.values() for some in outcomes.values() for run in some for trace in run.traces]
     measured = "measurements" if cluster.table else "computed points"
-    lines.append(f"{doubtful:.0%} of the cost lookups lie outside the table's {measured}")
+    doubtful = max(trace.extrapolated for trace in runs)
+    lines.append(f"at most {doubtful:.0%} of a rollout's cost lookups lie outside the table's {measured}")
     return "\n".join(lines)
 
 
-def table(traces: Mapping[str, Sequence[Trace]]) -> list[str]:
+def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """Format one line for each policy."""
-    first = next(iter(traces.values()))
+    first = next(iter(outcomes.values()))
     lines = []
-    for name, runs in traces.items():
-        mean, low, high = interval([base.makespan_ms / run.makespan_ms for base, run in zip(first, runs, strict=True)])
-        seconds = float(np.mean([run.makespan_ms for run in runs])) / 1e3
-        rate = float(np.mean([run.tokens_per_second for run in runs]))
-        busy = float(np.mean([run.busy for run in runs]))
-        moves = float(np.mean([len(run.moves) for run in runs]))
-        sizes = sorted({change.tp for run in runs for _, change, _ in run.changes})
-        ratio = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+    for name, runs in outcomes.items():
+        ratio = ablation.Ratio.of([base.seconds / run.seconds for base, run in zip(first, runs, strict=True)])
+        seconds, rate, share, busy, moves = (
+            float(np.mean([getattr(run, field) for run in runs]))
+            for field in ("seconds", "tokens_per_second", "share", "busy", "moves")
+        )
+        sizes = sorted({change.tp for run in runs for trace in run.traces for _, change, _ in trace.changes})
         lines.append(
-            f"{name:<24} {seconds:9.1f} {rate:10.0f} {ratio:>22} {busy:6.0%} {moves:6.1f} {','.join(map(str, sizes))}"
+            f"{name:<28} {seconds:8.1f} {rate:9.0f} {ratio!s:>20} {share:5.0%} {busy:5.0%} {moves:6.1f} "
+            + ",".join(map(str, sizes))
         )
     return lines
 
 
-def plot(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
-    """Draw the first seed's rollout of each policy: samples in a round by engine, moves, and changes of the size."""
+def plot(path: Path, firsts: Mapping[str, Trace]) -> None:
+    """Draw the first rollout of each policy: samples in a round by engine, moves, and changes of the size."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    firsts = {name: runs[0] for name, runs in traces.items()}
     end = max(run.makespan_ms for run in firsts.values()) / 1e3
     most = max(batch for run in firsts.values() for spans in run.batches.values() for _, batch in spans)
     figure, rows = plt.subplots(
@@ -315,24 +377,32 @@ def plot(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
     plt.close(figure)
 
 
-def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Trace]]]) -> dict[str, Any]:
+def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> dict[str, Any]:
     """Return the result as JSON."""
-    sweeps = {label: {name: [_run(run) for run in runs] for name, runs in t.items()} for label, t in found.items()}
+    sweeps = {
+        label: {name: [_run(run) for run in runs] for name, runs in outcomes.items()}
+        for label, outcomes in found.items()
+    }
     return {"simulated": True, "config": config.model_dump(), "sweep": sweeps}
 
 
-def _run(run: Trace) -> dict[str, Any]:
+def _run(run: Outcome) -> dict[str, Any]:
+    whole = {name: value for name, value in asdict(run).items() if name != "traces"}
+    return {**whole, "rollouts": [_rollout(trace) for trace in run.traces]}
+
+
+def _rollout(trace: Trace) -> dict[str, Any]:
     return {
-        "makespan_ms": run.makespan_ms,
-        "tokens": run.tokens,
-        "rounds": run.rounds,
-        "configs": {str(config): count for config, count in sorted(run.configs.items())},
-        "moves": len(run.moves),
-        "refused": run.refused,
-        "retracted": run.retracted,
-        "tp_changes": [{"ms": at, "tp": change.tp, "took_ms": took} for at, change, took in run.changes],
-        "utilisation": run.utilisation,
-        "extrapolated": run.extrapolated,
+        "makespan_ms": trace.makespan_ms,
+        "tokens": trace.tokens,
+        "rounds": trace.rounds,
+        "configs": {str(config): count for config, count in sorted(trace.configs.items())},
+        "moves": len(trace.moves),
+        "refused": trace.refused,
+        "retracted": trace.retracted,
+        "tp_changes": [{"ms": at, "tp": change.tp, "took_ms": took} for at, change, took in trace.changes],
+        "utilisation": trace.utilisation,
+        "extrapolated": trace.extrapolated,
     }
 
 
@@ -346,7 +416,7 @@ def parser() -> arguments.Parser:
         first=("--policies", "--seeds", "--sweep"),
     )
     add = p.add_argument
-    add("config", type=Path, help="TOML file: [cluster], [workload], [acceptance]")
+    add("config", type=Path, help="TOML file: [cluster], [workload], [acceptance], and [training] for RL steps")
     add(
         "--policies",
         default="off,k3,adaptive,adaptive+in_flight,adaptive+auto",
@@ -354,6 +424,7 @@ def parser() -> arguments.Parser:
     )
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
     add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
+    add("--ablation", action="store_true", help="what each paper's parts are worth, alone and once the others are on")
     add("--plot", type=Path, metavar="FILE", help="write a picture of the first seed's rollouts: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write the result here")
     return p

@@ -67,7 +67,7 @@ def test_a_mistake_in_the_file_is_one_line(cluster, capsys, change, message):
 @pytest.mark.parametrize("name", ["k", "fast", "off+kv+auto", "adaptive+teleport", ""])
 def test_an_unknown_policy_is_refused(name):
     with pytest.raises(ConfigError, match="expected off, k3 or adaptive"):
-        simulate.policy(name)
+        simulate.policy(name, None)
 
 
 def test_the_example_is_valid():

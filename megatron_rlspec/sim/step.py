@@ -34,6 +34,7 @@ class Training:
     update         time of a drafter update in the policy's step, as a share of `train`
     again          the same for the policy's forward pass, which an overlapped update needs
     drift          log-odds of acceptance that one step of the policy costs
+    behind         log-odds that a drafter which is never trained has lost before the first step
     repair         share of what was lost that an update regains
     """
 
@@ -46,6 +47,7 @@ class Training:
     update: float = 0.2
     again: float = 0.33
     drift: float = 0.03
+    behind: float = 0.0
     repair: float = 0.7
 
 
@@ -96,9 +98,7 @@ class Steps:
         return [step.trace for step in self.steps]
 
 
-def steps(
-    cluster: Cluster, workload: Workload, policies: Policies, training: Training, count: int, seed: int
-) -> Steps:
+def steps(cluster: Cluster, workload: Workload, policies: Policies, training: Training, count: int, seed: int) -> Steps:
     """Simulate `count` RL steps. Equal seeds give equal lengths under all policies.
 
     Raises CostTableError, and ValueError for an overlapped update where no GPU is idle meanwhile.
@@ -124,7 +124,7 @@ class _Run:
         self.rule: UpdateRule | None = None
         if policies.updates:
             self.rule = update_rule(policies.updates, table=cluster.believed(cluster.tp))
-        self.gap = 0.0  # log-odds that the drafter is behind
+        self.gap = 0.0 if policies.updates else training.behind  # log-odds that the drafter is behind
         self.beside = 0.0  # seconds of an update that runs beside the next rollout
 
     def step(self, seed: int) -> Step:
