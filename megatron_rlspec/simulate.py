@@ -13,7 +13,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -233,6 +233,8 @@ def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
     section, _, key = where.partition(".")
     if section not in SimulationConfig.model_fields or not values:
         raise ConfigError(f"--sweep {change}: expected SECTION.OPTION=VALUE,VALUE such as cluster.engines=4,8")
+    if getattr(config, section) is None:
+        raise ConfigError(f"--sweep {change}: the file has no [{section}] section")
     found = {}
     for value in values.split(","):
         tree = config.model_dump()
@@ -387,8 +389,7 @@ def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[
 
 
 def _run(run: Outcome) -> dict[str, Any]:
-    whole = {name: value for name, value in asdict(run).items() if name != "traces"}
-    return {**whole, "rollouts": [_rollout(trace) for trace in run.traces]}
+    return {**vars(run), "traces": [_rollout(trace) for trace in run.traces]}
 
 
 def _rollout(trace: Trace) -> dict[str, Any]:
