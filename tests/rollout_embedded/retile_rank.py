@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import embedded_oracle as oracle
@@ -169,3 +172,45 @@ def caches(meeting: str, share_prefix: bool, slots: int) -> list[str]:
         found += [f"{old} to {new}: no room for {id}" for id in sorted(missing)]
         mine = seated
     return found
+
+
+def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
+    """Return by how many layers the resident memory of this rank exceeded that before and after, change by change.
+
+    A layer is its weights, and its keys and values, at the smaller of the two sizes.
+    """
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
+    _, groups = meet(meeting)
+    config = oracle.tiny(vocab=4096, heads=8, kv_heads=4, hidden=256, layers=1)[0] | {"num_hidden_layers": 6}
+    model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(path[0]), 512)
+    cache = Cache(model, 8, slots // 8, slots, False)
+    for tensor in (*(p.fused for p in model.parameters), *cache.kv, cache.hidden):
+        tensor.fill_(1.0)
+    group = dist.get_rank() // path[0]
+    mine = {}
+    for i in range(8 * path[0] // max(path)):
+        mine[f"{group}-{i}."] = row = cache.open(np.arange(slots // 8) + i, 9)
+        cache.back(row, slots // 8)
+        cache.prefix[row].computed = 8
+        cache.computed[row] = slots // 8 - 1
+    found = []
+    for old, new in itertools.pairwise(path):
+        switch = retile.Switch(groups, old, new)
+        own = [retile.Row.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
+        everybody: list[Any] = [None] * switch.wide.size
+        dist.all_gather_object(everybody, own, group=switch.wide.group)
+        rows = sorted({row.id: row for part in everybody for row in part}.values())
+        rows = [row._replace(target=i % (switch.wide.size // new)) for i, row in enumerate(rows)]
+        weights = sum(p.fused.nbytes for p in model.parameters if any(".layers.0." in name for name in p.rows))
+        layer = weights * old // min(old, new) + cache.kv[0].nbytes
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        mine = retile.retile(model, cache, rows, mine, switch)
+        found.append((resident("VmHWM") - max(before, resident("VmRSS"))) / layer)
+    return found
+
+
+def resident(name: str) -> int:
+    """Return a line of /proc/self/status, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) << 10

@@ -401,12 +401,13 @@ class Decoder:
         """Change to the tensor-parallel group `comm`, one parameter after the other.
 
         `moved(old, new)` fills this rank's new part of a split parameter. Every reference to a parameter stays valid.
+        The largest parameters go while the model is small: first if it grows on a rank, last if it shrinks.
         Raises ValueError for a size that does not divide the model; nothing has changed then.
         """
         self.arch.check_size(comm.size)
-        for index, old in enumerate(self.parameters):
-            if old.split is None:
-                continue
+        grows = comm.size < self.comm.size
+        split = [(index, old) for index, old in enumerate(self.parameters) if old.split is not None]
+        for index, old in sorted(split, key=lambda pair: pair[1].fused.numel(), reverse=grows):
             new = old.resized(self.comm.size, comm.size)
             moved(old, new)
             self.packed.forget(old.fused)

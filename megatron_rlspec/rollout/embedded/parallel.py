@@ -20,8 +20,8 @@ class Solo:
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return x
 
-    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        return list(parts)
+    def swap(self, parts: torch.Tensor, sent: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
+        return parts
 
 
 class TensorParallel:
@@ -41,14 +41,10 @@ class TensorParallel:
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send the flat tensor `parts[i]` to rank i. Returns what the ranks sent; rank i sent `counts[i]` elements."""
-        others = [part if rank != self.rank else part[:0] for rank, part in enumerate(parts)]
-        sizes = [count if rank != self.rank else 0 for rank, count in enumerate(counts)]
-        wire = parts[0].new_empty(sum(sizes))
-        dist.all_to_all_single(wire, torch.cat(others), sizes, list(map(len, others)), group=self.group)
-        received = list(wire.split(sizes))
-        received[self.rank] = parts[self.rank]
+    def swap(self, parts: torch.Tensor, sent: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
+        """Send the next `sent[i]` elements of the flat `parts` to rank i, and return `coming[i]` elements of each."""
+        received = parts.new_empty(sum(coming))
+        dist.all_to_all_single(received, parts, list(coming), list(sent), group=self.group)
         return received
 
 

@@ -60,8 +60,7 @@ def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how
         if t.row is not None and how == "kv":
             rows.append(t.row._replace(target=target[t.request.id]))
     mine = {run.request.id: run.row for run in engine.running}
-    retile.retile_weights(engine.model, switch)
-    seated = retile.retile_cache(engine.cache, rows, mine, switch)
+    seated = retile.retile(engine.model, engine.cache, rows, mine, switch)
     here = [t for t in travellers if target[t.request.id] == switch.new_group]
     rule = block[switch.new_group * size].rule if size > 1 else None  # equal on all ranks, which must choose the same
     return engine.seat([(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None)

@@ -1,6 +1,6 @@
 """Change the tensor-parallel size between two rounds: weights and KV caches change hands, nothing is loaded anew.
 
-Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by one layer. PAT gathers
+Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT gathers
 every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new shard
 (`exchange`). `gather` is PAT's way, kept as the oracle of the tests and the other side of `benchmarks/retile.py`.
 Both keep PAT's canonical map: at size t, rank r holds shard r mod t, in the order of heads.
@@ -17,6 +17,8 @@ import torch
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo, TensorParallel
+
+MOST = 1 << 22  # elements of a shard's piece that are exchanged at a time
 
 
 class Switch:
@@ -66,6 +68,22 @@ class Switch:
         return (count, first - has, first - needs) if count > 0 else (0, 0, 0)
 
 
+def retile(
+    model: Decoder, cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], switch: Switch
+) -> dict[str, int]:
+    """Change weights and cache to the new size: `retile_weights` and `retile_cache`. Returns what the latter does.
+
+    A larger size needs less memory for weights, and more for hidden states, of which every rank has all. What shrinks
+    goes first.
+    """
+    if switch.new > switch.old:
+        retile_weights(model, switch)
+        return retile_cache(cache, rows, mine, switch)
+    seated = retile_cache(cache, rows, mine, switch)
+    retile_weights(model, switch)
+    return seated
+
+
 def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | None = None) -> None:
     """Give every rank its part of the weights at the new size. `how`: `exchange` (default) or `gather`."""
     move = how or exchange
@@ -74,34 +92,45 @@ def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | No
 
 
 def exchange(switch: Switch, old: Parameter, new: Parameter) -> None:
-    """Fill this rank's new part of a parameter from the ranks of its old group that hold pieces of it."""
-    me = switch.wide.rank
+    """Fill this rank's new part of a parameter from the ranks of its old group that hold pieces of it.
+
+    Messages hold at most `MOST` elements of a piece at a time, so that they take little memory beside the parameter.
+    """
     assert old.split is not None
-    dim = old.split
-    sources = old.blocks()
-    targets = new.blocks()
+    sources = [block.movedim(old.split, 0) for block in old.blocks().values()]
+    targets = [block.movedim(old.split, 0) for block in new.blocks().values()]
+    for source, target in zip(sources, targets, strict=True):
+        lines = source[0].numel()
+        step = max(1, MOST * max(lines, 1) // source.numel())
+        for first in range(0, lines, step):
+            if source.ndim == 1:
+                _exchange(switch, source, target)
+            else:
+                _exchange(switch, source[:, first : first + step], target[:, first : first + step])
 
-    def pieces(blocks: dict[str, torch.Tensor], shards: int, units: int, first: int) -> list[torch.Tensor]:
-        found = []
-        for block in blocks.values():
-            unit = block.shape[dim] * shards // switch.wide.size
-            found.append(block.narrow(dim, first * unit, units * unit))
-        return found
 
-    def near(rank: int, other: int) -> bool:  # each old group holds the whole model
-        return rank // switch.old == other // switch.old
-
-    send = []
-    receive = []
+def _exchange(switch: Switch, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Exchange the first dimension of `source`, this rank's old shard, for that of `target`, its new one."""
+    me = switch.wide.rank
+    old_unit = len(source) * switch.old // switch.wide.size
+    new_unit = len(target) * switch.new // switch.wide.size
+    leaving = []
+    arriving = []
     for rank in switch.ranks:
+        near = rank // switch.old == me // switch.old  # each old group holds the whole model
         count, first, _ = switch.units(me, rank)
-        send.append(_flat(pieces(sources, switch.old, count * near(me, rank), first), old.fused))
-        count, _, first = switch.units(rank, me)
-        receive.append(pieces(targets, switch.new, count * near(me, rank), first))
-    if switch.old == 1:  # every rank holds all
-        _place(send[me : me + 1], receive[me : me + 1])
-    else:
-        _place(switch.wide.swap(send, [sum(part.numel() for part in parts) for parts in receive]), receive)
+        going = source.narrow(0, first * old_unit, count * old_unit * near)
+        count, first, new_first = switch.units(rank, me)
+        coming = target.narrow(0, new_first * new_unit, count * new_unit * near)
+        if rank == me:
+            coming.copy_(going)
+        leaving.append(going if rank != me else going[:0])
+        arriving.append(coming if rank != me else coming[:0])
+    if switch.old == 1:
+        return  # every rank holds all
+    received = switch.wide.swap(_flat(leaving, source), [x.numel() for x in leaving], [x.numel() for x in arriving])
+    for part, flat in zip(arriving, received.split([x.numel() for x in arriving]), strict=True):
+        part.copy_(flat.view(part.shape))
 
 
 def gather(switch: Switch, old: Parameter, new: Parameter) -> None:
@@ -163,7 +192,7 @@ class Stretch(NamedTuple):
 
 
 def retile_cache(cache: Cache, rows: Sequence[Row], mine: Mapping[str, int], switch: Switch) -> dict[str, int]:
-    """Move the contents of the cache to the groups of the new size. All ranks call it, after `retile_weights`.
+    """Move the contents of the cache to the groups of the new size. All ranks call it.
 
     rows   the moving rows of all groups, in one order on all ranks
     mine   this rank's row of each id that its old group holds; its other rows are dropped
@@ -256,19 +285,26 @@ def _move(
         groups = (source // switch.old, target // switch.new)
         return [s for s in stretches if (s.source, s.target) == groups and s.last > s.first]
 
-    send = []
+    leaving = []
     coming: list[list[Stretch]] = []
     sizes = []
     for rank in switch.ranks:
         count, first, _ = shared(me, rank)
         going = between(me, rank) if count else []
-        send.append(_flat([pool[s.old, :, first : first + count] for s in going], pool))
+        leaving.append([pool[s.old, :, first : first + count] for s in going])
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
         sizes.append(sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3])
+    own = _flat(leaving[me], pool)
+    leaving[me] = []
+    sizes[me] = 0
+    sent = [sum(part.numel() for part in parts) for parts in leaving]
+    send = _flat([part for parts in leaving for part in parts], pool)
+    del leaving
     _, parts, _, width = pool.shape
     pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
-    received = switch.wide.swap(send, sizes)
+    received = list(switch.wide.swap(send, sent, sizes).split(sizes))
+    received[me] = own
     del send
     pools[index] = pool.new_zeros(slots, parts, heads, width)
     for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
@@ -283,10 +319,3 @@ def _move(
 def _flat(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return the elements of all parts, one after the other; of the dtype and device of `like` if there are none."""
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
-
-
-def _place(flats: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Copy every flat tensor into its parts, one after the other."""
-    for flat, views in zip(flats, parts, strict=True):
-        for view, piece in zip(views, flat.split([view.numel() for view in views]), strict=True):
-            view.copy_(piece.view(view.shape))
