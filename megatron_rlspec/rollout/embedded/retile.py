@@ -1,8 +1,8 @@
 """Change the tensor-parallel size between two rounds: weights and KV caches change hands, nothing is loaded anew.
 
-Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT gathers
-every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new shard
-(`exchange`). `gather` is PAT's way, kept as the oracle of the tests and the other side of `benchmarks/retile.py`.
+Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT
+gathers every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new
+shard (`exchange`). `gather` is PAT's way, kept as the oracle of the tests and the other side of `benchmarks/retile.py`.
 Both keep PAT's canonical map: at size t, rank r holds shard r mod t, in the order of heads.
 """
 
