@@ -131,7 +131,7 @@ def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int
 
 
 def _parts(columns: Tensor, pools: Sequence[Any], count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return every buffer [slots, heads, size] of a rank with its bytes [heads, count * size of a row] in `columns`."""
+    """Return every buffer [slots, heads, size] of a rank with its part [heads, count, size] of the bytes `columns`."""
     at = 0
     for pool in pools:
         keys = count * pool.k_buffer[0][0, 0].nbytes
@@ -139,8 +139,11 @@ def _parts(columns: Tensor, pools: Sequence[Any], count: int) -> Iterator[tuple[
         size = pool.head_num * pool.layer_num * row
         block = columns[at : at + size].view(pool.head_num, pool.layer_num, row)
         for layer in range(pool.layer_num):
-            yield pool.k_buffer[layer], block[:, layer, :keys]
-            yield pool.v_buffer[layer], block[:, layer, keys:]
+            for buffer, part in (
+                (pool.k_buffer[layer], block[:, layer, :keys]),
+                (pool.v_buffer[layer], block[:, layer, keys:]),
+            ):
+                yield buffer, part.view(buffer.dtype).view(pool.head_num, count, buffer.shape[2])
         at += size
 
 
@@ -157,8 +160,7 @@ def write(path: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int
     """Write the columns in these slots; the file appears whole. Returns its columns' bytes. Raises OSError."""
     data = torch.empty(header.layout.column_bytes() * len(slots), dtype=torch.uint8)
     for buffer, part in _parts(data, pools, len(slots)):
-        rows = buffer[slots].transpose(0, 1)
-        part.copy_(rows.reshape(len(rows), -1).view(torch.uint8))
+        part.copy_(buffer[slots].transpose(0, 1))
     marks = tuple(zlib.crc32(piece.numpy().data) for piece in _pieces(data, header.layout, len(slots)))
     head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
     unfinished = f"{path}.part"
@@ -255,6 +257,4 @@ def scatter(columns: Tensor, pools: Sequence[Any], slots: Tensor) -> None:
     row = sum(pool.layer_num * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes) for pool in pools)
     count = len(columns) // row
     for buffer, part in _parts(columns, pools, count):
-        heads, size = buffer.shape[1:]
-        found = part.contiguous().view(buffer.dtype).view(heads, count, size)[:, count - len(slots) :]
-        buffer[slots] = found.transpose(0, 1).to(buffer.device)
+        buffer[slots] = part[:, count - len(slots) :].transpose(0, 1).to(buffer.device)
