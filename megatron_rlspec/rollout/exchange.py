@@ -103,7 +103,7 @@ class Exchange:
         self.moved: list[Moved] = []
 
     def run(self, calls: Collection[Call]) -> None:
-        """Make the calls. Raises EngineError, and samples then go on: on the old fleet if it does not sleep yet."""
+        """Make the calls. Raises EngineError; samples go on then, on the old fleet if it does not sleep yet."""
         steps: dict[Act, Callable[[], None]] = {
             "wake": lambda: self._each(self._new, "wake"),
             "sleep": self._sleep,
@@ -112,14 +112,14 @@ class Exchange:
             "leave": self._leave,
             "arrive": self._arrive,
         }
+        ended = False
         try:
             for call in calls:
                 steps[call.act]()
-        except EngineError:
-            if not self._slept:
-                self._serve(list(self._old.values()))
-            raise
+            ended = True
         finally:
+            if not (ended or self._slept):
+                self._serve(list(self._old.values()))
             self._arrive()
 
     def _sleep(self) -> None:
@@ -162,9 +162,7 @@ class Exchange:
         raise EngineError(f"samples stay on {', '.join(move.source for move in moves)}, which therefore cannot sleep")
 
     def _move(self) -> None:
-        self._until_all_left(
-            lambda move: self.moved.append(self._mover.move(move, self._version, "another size")),
-        )
+        self._until_all_left(lambda move: self.moved.append(self._mover.move(move, self._version, "another size")))
 
     def _leave(self) -> None:
         def fetch(move: Move) -> None:
