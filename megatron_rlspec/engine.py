@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """
 
     begun: Mapping[str, Partial] = MappingProxyType({})
+
+
+class RouteError(EngineError):
+    """Both engines work, but the columns of a KV cache do not get from one to the other."""
 
 
 class EngineDescription(TypedDict):
@@ -157,14 +161,29 @@ class Grant:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The engine that wrote columns: its `Movable.node`, where and with which key its server answers, and its ranks."""
+
+    node: str
+    url: str
+    key: str = field(repr=False)
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
 class Cargo:
-    """Columns of a sample's KV cache on their way. `refused` says why there are none."""
+    """Columns of a sample's KV cache on their way. `refused` says why there are none.
+
+    cut  the way between the engines is the reason
+    """
 
     id: str
     path: str = ""
     last: int = 0
     bytes: int = 0
     refused: str = ""
+    origin: Origin | None = None
+    cut: bool = False
 
 
 class Movable(RolloutEngine, Protocol):
@@ -176,7 +195,7 @@ class Movable(RolloutEngine, Protocol):
 
     @property
     def node(self) -> str:
-        """Return the name of the engine's machine. KV caches move between engines of one machine."""
+        """Return a name of the memory in which engines leave files. Engines with one name read each other's files."""
 
     def progress(self) -> Load:
         """Return what the engine decodes now, and its free room."""
@@ -196,7 +215,7 @@ class Movable(RolloutEngine, Protocol):
         """
 
     def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
-        """Take the columns in, all or none of each sample."""
+        """Take the columns in, all or none of each sample. Raises RouteError if they do not reach this engine."""
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         """Give up what is kept for these samples, or for all, that have not arrived."""

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RolloutEngine
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RolloutEngine, RouteError
 from megatron_rlspec.types import Held, Move, Request, Sample
 
 HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival
@@ -77,6 +77,8 @@ class Moved:
     away_ms  of that, from the order to leave on
     rounds   of decoding that take as long as `away_ms`
     tp       tensor-parallel sizes of source and target
+    network  whether the KV cache came from an engine with which the target shares no memory
+    cut      whether nothing moved because the columns did not get from one engine to the other
     """
 
     source: str
@@ -92,6 +94,8 @@ class Moved:
     rounds: float = 0.0
     refused: str = ""
     tp: tuple[int, int] = (1, 1)
+    network: bool = False
+    cut: bool = False
 
 
 class Mover:
@@ -114,8 +118,8 @@ class Mover:
             if move.how == "kv":
                 files = self._first_stage(source, target, list(requests.values()), version)
                 firsts = {piece.id: piece.last for piece in files if not piece.refused}
-                if refused := next((piece.refused for piece in files if piece.refused), ""):
-                    report = replace(report, refused=refused)
+                if refused := next((piece for piece in files if piece.refused), None):
+                    report = replace(report, refused=refused.refused, cut=refused.cut)
             if not firsts:
                 return report
             left = time.perf_counter()
@@ -128,15 +132,13 @@ class Mover:
         self._owner.resume(arrived, target)
         now = time.perf_counter()
         size = sum(piece.bytes for piece in (*files, *kept))
-        report = replace(report, ids=tuple(sorted(known)), kept=len(kept), bytes=size)
+        network = bool(kept) and source.node != target.node
+        report = replace(report, ids=tuple(sorted(known)), kept=len(kept), bytes=size, network=network)
         self._give_up(target, [name for name in firsts if name not in known], move.how)
         return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
 
     def _first_stage(self, source: Movable, target: Movable, requests: Sequence[Request], version: int) -> list[Cargo]:
         """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
-        if source.node != target.node:
-            elsewhere = "the engines are on two machines, and KV caches move within one"
-            return [Cargo(request.id, refused=elsewhere) for request in requests]
         sent: list[Cargo] = []
         try:
             held = {sample.id: sample for sample in source.progress().running}
@@ -147,7 +149,8 @@ class Mover:
             taken = target.accept([piece for piece in sent if not piece.refused]) if sent else []
         except EngineError as error:
             self._give_up(target, [request.id for request in requests], "kv")
-            failed = [Cargo(request.id, refused=str(error)) for request in requests]
+            cut = isinstance(error, RouteError)
+            failed = [Cargo(request.id, refused=str(error), cut=cut) for request in requests]
             return failed + [replace(piece, refused=str(error)) for piece in sent]
         answers: list[Grant | Cargo] = [*grants, *sent, *taken]
         refusals = {answer.id: answer.refused for answer in answers if answer.refused}

@@ -220,6 +220,7 @@ class _Run:
         self.stays: list[Stay] = []
         self.lent: dict[str, Returned] = {}
         self.coming: deque[tuple[RolloutEngine, list[Request]]] = deque()  # continued by `resume`
+        self.over = False  # whether `finish` has failed: nothing is lent then, as calls that failed return no samples
         self.freed = False  # whether a sample has ended, or an abort has come, since the last look at stealing
         self.ran_dry = False  # whether an engine has taken over requests; then they go where the fewest are
         self.changed = threading.Condition()
@@ -249,6 +250,8 @@ class _Run:
             except BaseException:
                 self.waiting.clear()
                 self._abandon()
+                with self.changed:
+                    self.over = True
                 self._end_lending(list(self.lent))
                 raise
         return [self.samples[r.id] for r in self.requests]
@@ -422,6 +425,7 @@ class _Run:
 
     def lend(self, engine: RolloutEngine, ids: Iterable[str], returned: Returned) -> list[str]:
         with self.changed:
+            ids = [] if self.over else ids
             free = [name for name in ids if name not in self.lent and self.where.get(name, (None,))[0] is engine]
             self.lent.update(dict.fromkeys(free, returned))
         return free

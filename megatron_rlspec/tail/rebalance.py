@@ -34,14 +34,19 @@ FASTEST = 4.0  # factor by which a sample may be faster, or slower, than the ave
 class Transport:
     """What it takes to move samples.
 
-    gigabytes_per_second  of the link between two engines; 0: not known, and not charged
-    token_bytes           of one token in the KV caches of target and drafter
-    rounds                that a moved sample misses
+    gigabytes_per_second          of the link between two engines; 0: not known, and not charged
+    token_bytes                   of one token in the KV caches of target and drafter
+    rounds                        that a moved sample misses
+    network_gigabytes_per_second  as the first, between engines that share no memory (`Load.node`)
     """
 
     gigabytes_per_second: float = 0.0
     token_bytes: int = 0
     rounds: float = 2.0
+    network_gigabytes_per_second: float = 0.0
+
+    def rate(self, network: bool) -> float:
+        return self.network_gigabytes_per_second if network else self.gigabytes_per_second
 
 
 class Rebalancer:
@@ -114,14 +119,17 @@ class Rebalancer:
             self.ms_per_unit = float(np.median([s.ms / s.rounds / u for s, u in zip(timed, units, strict=True)]))
         self.renew()
 
-    def moved(self, transfers: Iterable[tuple[int, float]]) -> None:
-        """Learn the bandwidth of the link from transfers: (bytes, ms) each. The newest count half."""
+    def moved(self, transfers: Iterable[tuple[int, float]], network: bool = False) -> None:
+        """Learn the bandwidth of a link from transfers: (bytes, ms) each. The newest count half."""
         for size, ms in transfers:
             if size > 0 and ms > 0:
-                known = self.transport.gigabytes_per_second
+                known = self.transport.rate(network)
                 measured = size / ms / 1e6
                 blended = math.sqrt(known * measured) if known else measured
-                self.transport = replace(self.transport, gigabytes_per_second=blended)
+                if network:
+                    self.transport = replace(self.transport, network_gigabytes_per_second=blended)
+                else:
+                    self.transport = replace(self.transport, gigabytes_per_second=blended)
 
     def threshold(self, loads: Sequence[Load]) -> int:
         """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""
@@ -160,17 +168,18 @@ class Rebalancer:
         for move in moves:
             target = by_name[move.target]
             moved = [samples[name] for name in move.ids]
-            work = sum(self.work(held.context, target)[0] for held in moved)
+            network = by_name[move.source].node != target.node
+            work = sum(self.work(held.context, target, network)[0] for held in moved)
             batch = np.array(len(target.running) + len(moved))
             missed = self.transport.rounds * float(self.pace_of(target).per_round(batch, _mean_context(moved)))
             spent[move.target] = spent.get(move.target, 0.0) + work + missed
         return max(spent.values(), default=0.0)
 
-    def work(self, tokens: float, target: Load) -> tuple[float, How]:
+    def work(self, tokens: float, target: Load, network: bool = False) -> tuple[float, How]:
         """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
         found: list[tuple[float, How]] = []
         if "kv" in self.modes:
-            rate = self.transport.gigabytes_per_second * 1e6 * self.ms_per_unit  # bytes per unit of time
+            rate = self.transport.rate(network) * 1e6 * self.ms_per_unit  # bytes per unit of time
             found.append((tokens * self.transport.token_bytes / rate if rate else 0.0, "kv"))
         if "recompute" in self.modes:
             found.append((self._prefill(tokens, target), "recompute"))
@@ -205,7 +214,7 @@ class Rebalancer:
         """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
         ways: dict[How, list[str]] = {}
         for held, tokens in chosen:
-            ways.setdefault(self.work(tokens, target)[1], []).append(held.id)
+            ways.setdefault(self.work(tokens, target, source.node != target.node)[1], []).append(held.id)
         return [Move(source.engine, target.engine, tuple(ids), how) for how, ids in sorted(ways.items())]
 
 
@@ -327,11 +336,16 @@ class _State:
         known = held.group >= 0 and any(other.group == held.group for other in self.loads[target].running)
         return held.context - held.prompt if known else held.context
 
+    def _network(self, held: Held, target: int) -> bool:
+        """Return whether a sample's first engine and the target share no memory."""
+        return self.loads[self.origin[held.id]].node != self.loads[target].node
+
     def _charges(self, order: Sequence[Held], target: int, counts: np.ndarray) -> np.ndarray:
         """Return what it costs the target to take the first k samples of `order`, for k in `counts`."""
         planner = self.planner
         load = self.loads[target]
-        work = np.cumsum([planner.work(self._new_tokens(held, target), load)[0] for held in order])[counts - 1]
+        works = [planner.work(self._new_tokens(held, target), load, self._network(held, target))[0] for held in order]
+        work = np.cumsum(works)[counts - 1]
         length = _mean_context(order)
         batch = len(load.running) + counts
         charges: np.ndarray = work + planner.transport.rounds * planner.pace_of(load).per_round(batch, length)

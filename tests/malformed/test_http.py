@@ -124,6 +124,8 @@ ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join
           "control/set_schedule", "control/describe")  # fmt: skip
 NEEDED = {
     "weights/join": {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"},
+    "columns/send": {"name": "0" * 32, "rank": 0},
+    "columns/fetch": {"url": "http://127.0.0.1:9", "names": ["0" * 32]},
     "weights/receive?scope=all": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
 }
 
@@ -208,6 +210,13 @@ ATTACKS += [
     *(Attack(f"{name}: a body", name, {"mode": "a"}, ("mode is not known",)) for name in ("pause", "sleep", "wake")),
     Attack("wake: awake", "wake", b"", ("the engine is awake",), 409),
     Attack("sleep: during a push", "sleep", b"", ("a weight update is open",), 409, "all"),
+    Attack("send: a path", "columns/send", {"name": "../../etc/passwd", "rank": 0}, ("name is",)),
+    Attack("send: rank -1", "columns/send", {"name": "0" * 32, "rank": -1}, ("at least 0",)),
+    Attack("send: not there", "columns/send", NEEDED["columns/send"], ("no columns 000",), 404),
+    Attack("fetch: a file", "columns/fetch", NEEDED["columns/fetch"] | {"url": "file:///etc/passwd"}, ("url is",)),
+    Attack("fetch: a query", "columns/fetch", NEEDED["columns/fetch"] | {"url": "http://a/?b"}, ("url is",)),
+    Attack("fetch: key of lines", "columns/fetch", NEEDED["columns/fetch"] | {"key": "a\nb"}, ("key is",)),
+    Attack("fetch: nothing there", "columns/fetch", NEEDED["columns/fetch"], ("cannot connect",), 424),
     *(lacking(route, name) for route, body in NEEDED.items() for name in body),
     *(
         Attack(f"{route}: no key", route, b"", ("Bearer KEY",), 401, headers={"Authorization": ""})

@@ -8,20 +8,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RouteError
 from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.moves import Moved, Mover, Owner
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.tail.rebalance import How, Rebalancer
 from megatron_rlspec.types import OFF, Held, Load, Move, Prompt, Request, Sample, Sampling, Status
 
 SAMPLING = Sampling(max_new_tokens=300)
@@ -129,14 +130,14 @@ class Engine:
     def export(self, grants: Sequence[Grant]) -> list[Cargo]:
         return self._step("export", lambda: [self._piece(g.id) for g in grants])
 
-    def _piece(self, name: str) -> Cargo:
+    def _piece(self, name: str, path: str = "/none") -> Cargo:
         if name not in self.running:
             return Cargo(name, refused="does not decode here")
-        return Cargo(name, "/none", last=len(self.running[name][1]), refused=self._maybe())
+        return Cargo(name, path, last=len(self.running[name][1]), refused=self._maybe())
 
     def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
         def go() -> list:
-            pieces = [self._piece(g.id) for g in grants]
+            pieces = [self._piece(g.id, "/none" if columns else "") for g in grants]
             self.leaving |= {piece.id for piece in pieces if not piece.refused}
             return pieces
 
@@ -164,6 +165,53 @@ def requests(n: int, first: int) -> list[Request]:
 
 def named(engines: Sequence[Engine]) -> dict[str, Movable]:
     return {engine.name: engine for engine in engines}
+
+
+class Places:
+    """Where samples are: in one `generate` of one engine at a time, and in none once they have ended."""
+
+    def __init__(self, engines: Iterable[Movable]) -> None:
+        self.lock = threading.Lock()
+        self.at: dict[str, list[str]] = {}  # the engine of each sample, in an object of its own for each `generate`
+        self.ended: set[str] = set()
+        for engine in engines:
+            engine.generate = partial(self._generate, repr(engine), engine.generate)  # type: ignore[method-assign]
+
+    def _generate(
+        self,
+        engine: str,
+        generate: Callable,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_sample: Callable[[Sample], None] | None = None,
+    ) -> list[Sample]:
+        call = [engine]
+        with self.lock:
+            for request in requests:
+                where = "ended" if request.id in self.ended else self.at.get(request.id)
+                assert where is None, f"{request.id} comes to {engine}, but it is {where}"
+                self.at[request.id] = call
+
+        def left(sample: Sample) -> None:
+            with self.lock:
+                assert self.at.pop(sample.request_id) is call
+                if sample.status != "aborted":
+                    self.ended.add(sample.request_id)
+            if on_sample:
+                on_sample(sample)
+
+        try:
+            found: list[Sample] = generate(requests, sampling, left)
+            return found
+        finally:
+            with self.lock:
+                for request in requests:
+                    if self.at.get(request.id) is call:  # the engine is lost, and this sample with it
+                        del self.at[request.id]
+
+    def check(self, ids: Iterable[str]) -> None:
+        """Check that these samples, and no others, have ended."""
+        assert not self.at and self.ended == set(ids)
 
 
 class Moving:
@@ -200,12 +248,14 @@ class Moving:
 
 def check(engines: Sequence[Engine], asked: Sequence[Request]) -> list[Moved]:
     """Draw with random moves; the texts must be those without any."""
+    places = Places(engines)
     pool = EnginePool(engines)
     moving: list[Moving] = []
     pool.balance = lambda owner: moving.append(Moving(owner, named(engines), engines[0].chance)) or moving[0]
     seen: list[str] = []
     samples = pool.generate(asked, SAMPLING, lambda sample: seen.append(sample.request_id))
     assert sorted(seen) == [r.id for r in asked]
+    places.check(seen)
     for request, sample in zip(asked, samples, strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
         assert sample.status == "finished"
@@ -250,13 +300,26 @@ def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, w
     assert dying.dead and pool.engines == tuple(others)
 
 
-def balanced(engines: Sequence[Engine], lengths: Lengths) -> Balancer:
+def test_an_error_of_the_caller_ends_the_moves() -> None:
+    """Calls that end by an error return no samples, so none may be awaited."""
+    engines = [Engine(f"e{i}", random.Random(0)) for i in range(3)]
+    pool = EnginePool(engines)
+    pool.balance = lambda owner: Moving(owner, named(engines), random.Random(1))
+
+    def fails(sample: Sample) -> None:
+        raise KeyError(sample.request_id)
+
+    with pytest.raises(KeyError):
+        pool.generate(requests(12, 0), SAMPLING, fails)
+
+
+def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] = ("kv", "recompute")) -> Balancer:
     """Draw 12 samples of one prompt, which one engine gets, and return what balanced the engines."""
     cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
     found: list[Balancer] = []
 
     def balance(owner: Owner) -> Balancer:
-        planner = Rebalancer(cost, [OFF])
+        planner = Rebalancer(cost, [OFF], modes=modes)
         found.append(Balancer(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
         return found[0]
 
@@ -281,6 +344,24 @@ def test_what_a_broken_move_may_have_written_is_given_up() -> None:
         engine.withdraw = lambda ids=None, name=engine.name: withdrawn.append((name, ids))  # type: ignore[method-assign]
     assert not balanced(engines, Lengths()).moves
     assert withdrawn[-2:] == [("e0", None), ("e1", None)]
+
+
+@pytest.mark.parametrize("modes", [("kv",), ("kv", "recompute")], ids=["kv", "auto"])
+def test_where_no_columns_arrive_samples_are_recomputed_or_stay(modes: tuple[How, ...]) -> None:
+    """Each way is tried once in a rollout. Recomputation takes its place where it is allowed."""
+    engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
+    tried: list[str] = []
+
+    def accept(cargo: Sequence[Cargo], name: str) -> list[Cargo]:
+        tried.append(name)
+        raise RouteError("unreachable")
+
+    for engine in engines:
+        engine.accept = partial(accept, name=engine.name)  # type: ignore[method-assign]
+    balancer = balanced(engines, Lengths(), modes)
+    assert balancer.moves[0].refused == "unreachable" and balancer.moves[0].cut
+    assert len(tried) == len(set(tried)) and not any(engine.reserved for engine in engines)
+    assert {move.how for move in balancer.moves if move.ids} == set(modes) - {"kv"}
 
 
 def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:

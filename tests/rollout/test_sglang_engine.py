@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ import tiny_mimo
 import torch
 
 from megatron_rlspec import environment
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Note
+from megatron_rlspec.engine import Cargo, EngineError, Grant, Note, Origin, RouteError
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.conversation import Conversation, Conversations
@@ -896,9 +897,17 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_running_samples_move_with_their_kv_cache(engines: dict[str, SGLangEngine], temperature: float) -> None:
-    """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed."""
+def test_running_samples_move_with_their_kv_cache(
+    engines: dict[str, SGLangEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed.
+
+    At temperature 0 the columns take the way between engines that share no memory.
+    """
     source, target = engines["unkeyed"], engines["adaptive"]
+    assert source.node == target.node != ""
+    if temperature == 0:
+        monkeypatch.setattr(source, "_node", "another machine")
     first_version(source, target, engines["plain"])
     target.set_schedule(k(3))
     asked = fresh(4, f"move{temperature:.0f}", 9000)
@@ -916,7 +925,7 @@ def test_running_samples_move_with_their_kv_cache(engines: dict[str, SGLangEngin
     assert equal == [temperature == 0] * 4  # a sampler that is not keyed draws another text before the move
     assert {sample.status for sample in begun} == {"aborted"} and {len(s.response) for s in got} == {200}
     assert balanced(source, target)
-    assert not list(Path("/dev/shm").glob(f"{Path(first[0].path).name}*"))
+    assert not files_of(source) and not files_of(target)
 
 
 @pytest.mark.lossless
@@ -926,7 +935,8 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
 ) -> None:
     """Samples leave an engine and come back after a flush, also if their drafter has not read their tokens.
 
-    Wrong columns are noticed: the target's in the text, the drafter's in the rounds.
+    Wrong columns are noticed: the target's in the text, the drafter's in the rounds. After rounds that were off, the
+    columns come back over HTTP.
     """
     engine = engines["adaptive"]
     sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
@@ -936,10 +946,13 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
         asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
         if tag != "recompute":
             for piece in delta:
-                shutil.copy(f"{piece.path}.0", f"{piece.path}.{tag}.0")
+                path = f"{piece.path[:-32]}{uuid.uuid4().hex}"
+                shutil.copy(f"{piece.path}.0", f"{path}.0")
                 if change is not None:
-                    wrong(f"{piece.path}.{tag}.0", change)
-                (answer,) = engine.accept([Cargo(piece.id, f"{piece.path}.{tag}")])
+                    wrong(f"{path}.0", change)
+                assert piece.origin is not None
+                origin = piece.origin if before == k(3) else replace(piece.origin, node="another machine")
+                (answer,) = engine.accept([Cargo(piece.id, path, origin=origin)])
                 assert not answer.refused, answer
         found = engine.generate(rest(asked, begun), sampling)
         engine.withdraw([piece.id for piece in delta])
@@ -1012,6 +1025,75 @@ def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
     assert not files_of(source)
     source.abort()
     ended()
+    assert balanced(source, target)
+
+
+class Sender(BaseHTTPRequestHandler):
+    """Answers like an engine whose file does not come as it should."""
+
+    content = b""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        name = self.path.split("/")[1]
+        changed = bytearray(self.content)
+        changed[len(changed) // 2] ^= 1
+        self.send_response(302 if name == "moved" else 200)
+        if name == "moved":
+            self.send_header("Location", "/whole/rlspec/columns/send")
+        if name != "silent":
+            size = {"moved": 0, "oversized": 1 << 40, "torn": len(changed) + 1, "odd": "+5"}.get(name, len(changed))
+            self.send_header("Content-Length", str(size))
+        self.end_headers()
+        self.wfile.write({"changed": bytes(changed), "moved": b""}.get(name, self.content))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, SGLangEngine]) -> None:
+    """One line each, and no file stays. A file that comes whole must be of the sample, and of this version."""
+    source, target = engines["unkeyed"], engines["adaptive"]
+    first_version(source, target)
+    asked = fresh(2, "route", 9400)
+    ended = started(source, asked, Sampling(max_new_tokens=200, ignore_eos=True), 30)
+    grants = target.offer(0, [Note(r.id, np.asarray(r.prompt.tokens), 300) for r in asked])
+    (piece,) = source.export(grants[:1])
+    Sender.content = Path(f"{piece.path}.0").read_bytes()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Sender)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    senders = f"http://127.0.0.1:{server.server_port}"
+
+    def refused(url: str, key: str = "right-key") -> str:
+        with pytest.raises(RouteError) as error:
+            target.accept([replace(piece, origin=Origin("another machine", url, key))])
+        assert "\n" not in str(error.value) and not files_of(target)
+        return str(error.value)
+
+    for name, words in {
+        "torn": "ended early",
+        "oversized": f"announces {1 << 40} bytes; expected at most ",
+        "silent": "announces no number of bytes",
+        "odd": "announces +5 bytes",
+        "moved": "answered with status 302",
+    }.items():
+        assert words in refused(f"{senders}/{name}"), name
+    (changed,) = target.accept([replace(piece, origin=Origin("another machine", f"{senders}/changed", ""))])
+    assert "the checksum of " in changed.refused and not files_of(target)
+    server.shutdown()
+    server.server_close()
+    assert "cannot connect" in refused(senders)
+    assert "with this key" in refused(source.url, "wrong-key")
+    assert len(files_of(source)) == 1
+    moved = replace(piece, origin=Origin("another machine", source.url, "right-key"))
+    (foreign,) = target.accept([replace(moved, id=asked[1].id)])
+    assert f"columns of {asked[0].id}, not of {asked[1].id}" in foreign.refused
+    assert "are sent once" in refused(source.url) and not files_of(source)
+    with pytest.raises(RouteError, match="do not share one /dev/shm"):
+        target.accept([replace(piece, origin=Origin("", source.url, "right-key"))])
+    source.abort()
+    ended()
+    target.withdraw()
     assert balanced(source, target)
 
 

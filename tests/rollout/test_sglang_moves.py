@@ -1,4 +1,7 @@
-"""Random moves between two real SGLang engines, with pushes, refusals and a lost engine among them."""
+"""Random moves between two real SGLang engines: pushes, refusals, aborts and killed engines among them.
+
+`MOVES=3000 pytest tests/rollout/test_sglang_moves.py -k random_moves` moves ten times as many samples.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 import tiny_mimo
 import torch
-from test_moves import Moving
+from test_moves import Moving, Places
 from test_sglang_engine import (
     CONFIG,
     LAUNCHES,
@@ -47,7 +51,9 @@ from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, 
 from megatron_rlspec.weights.push import Pusher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-MOVES = 300  # samples that moved, at least
+MOVES = int(os.environ.get("MOVES", "300"))  # samples that moved, at least
+STEPS = [("source", step) for step in ("progress", "export", "detach")]
+STEPS += [("target", step) for step in ("offer", "accept", "second accept")]
 COLUMN = 2 * 9 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * 4  # bytes of one, over all ranks
 SCHEDULES = (k(3), k(1), SWITCHING, SpecSchedule.fixed(OFF))
 SAMPLINGS = (
@@ -76,9 +82,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangE
 
 
 class Fuzz(Moving):
-    """Random moves. Of those by KV cache some ask for a wrong version, and some have a push between the two stages.
+    """Random moves, half of them between engines that take each other for another machine.
 
-    The weights of all versions are equal, so a text shows whether any column was computed, or kept, wrongly.
+    Of those by KV cache some ask for a wrong version, and some have a push between the two stages. The weights of all
+    versions are equal, so a text shows whether any column was computed, or kept, wrongly.
     """
 
     version = 0
@@ -86,6 +93,8 @@ class Fuzz(Moving):
 
     def act(self, move: Move) -> None:
         wrong = self.chance.random() < 0.1
+        source = self.engines[move.source]
+        source._node = self.chance.choice(["another machine", self.engines[move.target].node])  # type: ignore
         if self.pushed or self.chance.random() > 0.1:
             self.moved.append(self.mover.move(move, self.version + wrong))
             return
@@ -108,7 +117,6 @@ class Fuzz(Moving):
 def fuzzed(
     engines: dict[str, SGLangEngine], asked: list[Request], sampling: Sampling, chance: random.Random, version: int
 ) -> tuple[list[Sample], Fuzz]:
-    pool = EnginePool(list(engines.values()))
     found: list[Fuzz] = []
 
     def balance(owner: Owner) -> Fuzz:
@@ -116,8 +124,27 @@ def fuzzed(
         found[0].version = version
         return found[0]
 
+    return drawn(engines, asked, sampling, balance), found[0]
+
+
+def drawn(
+    engines: Mapping[str, SGLangEngine],
+    asked: list[Request],
+    sampling: Sampling,
+    balance: Callable[[Owner], AbstractContextManager],
+) -> list[Sample]:
+    """Draw with moves; at every instant each sample is in one place."""
+    places = Places(engines.values())
+    pool = EnginePool(list(engines.values()))
     pool.balance = balance
-    return pool.generate(asked, sampling), found[0]
+    try:
+        samples = pool.generate(asked, sampling)
+    finally:
+        for engine in engines.values():
+            vars(engine).pop("generate")
+            engine._node = None
+    places.check(sample.request_id for sample in samples if sample.status != "aborted")
+    return samples
 
 
 def requests(chance: random.Random, tag: str) -> list[Request]:
@@ -160,9 +187,109 @@ def test_random_moves_and_pushes_change_no_text(pair: dict[str, SGLangEngine]) -
     kept = sum(m.kept for m in moved)
     assert kept > sum(len(m.ids) for m in moved if m.how == "kv") / 2
     assert any("version" in m.refused for m in moved)
-    print(
-        f"{number} scenarios, {sum(len(m.ids) for m in moved)} moves, {kept} with columns, {pushed} pushes in between"
-    )
+    far = sum(m.kept for m in moved if m.network)
+    assert 0 < far < kept
+    counts = {"moves": sum(len(m.ids) for m in moved), "with columns": kept, "over HTTP": far, "pushes between": pushed}
+    print({"scenarios": number, "refused": sum(bool(m.refused) for m in moved), **counts})
+
+
+class Disturbed(Moving):
+    """Moves samples from `source` to `target` until one step of a move has been answered; then `act` disturbs it."""
+
+    def __init__(self, owner: Owner, pair: tuple[SGLangEngine, SGLangEngine], side: str, step: str, act: Any) -> None:
+        super().__init__(owner, {"source": pair[0], "target": pair[1]}, random.Random(0))
+        self.version = 0
+        self.disturbed = False
+        self.calls = 2 if step.startswith("second ") else 1
+        self.name = step.removeprefix("second ")
+        self.engine = pair[side == "target"]
+        self.act_then = act
+
+    def run(self) -> None:
+        source = self.engines["source"]
+        while not self.ended.is_set() and not self.disturbed:
+            held = [sample.id for sample in source.progress().running if sample.context - sample.prompt > 20]
+            if not held:
+                continue
+            ids = tuple(sorted(self.owner.drawn_by(source).keys() & set(held))[:2])
+            original = getattr(self.engine, self.name)
+            setattr(self.engine, self.name, partial(self._answer, original, ids, iter(range(self.calls))))
+            self.moved.append(self.mover.move(Move("source", "target", ids, "kv"), self.version))
+            delattr(self.engine, self.name)
+
+    def _answer(self, original: Callable, ids: tuple[str, ...], calls: Iterator[int], *args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        if next(calls, 0) == self.calls - 1 and ids:
+            self.disturbed = True
+            self.act_then(ids)
+        return answer
+
+
+def disturbed(
+    engines: dict[str, SGLangEngine], route: tuple[str, str], side: str, step: str, act: Any, asked: list[Request]
+) -> tuple[list[Sample], Disturbed]:
+    found: list[Disturbed] = []
+    way = (engines[route[0]], engines[route[1]])
+
+    def balance(owner: Owner) -> Disturbed:
+        found.append(Disturbed(owner, way, side, step, lambda ids: act(owner, ids)))
+        found[0].version = way[0].progress().version
+        return found[0]
+
+    samples = drawn(engines, asked, Sampling(max_new_tokens=300, ignore_eos=True), balance)
+    assert found[0].disturbed, found[0].moved
+    return samples, found[0]
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("side, step", STEPS)
+def test_samples_that_are_aborted_at_any_step_end_once(pair: dict[str, SGLangEngine], side: str, step: str) -> None:
+    engines = {name: pair[name] for name in ("a", "b")}
+    asked = requests(random.Random(5), f"end-{side}-{step}")
+    for engine in pair.values():
+        engine.set_schedule(k(3))
+    undisturbed = pair["lost"].generate(asked, Sampling(max_new_tokens=300, ignore_eos=True))
+    aborted: list[str] = []
+
+    def act(owner: Any, ids: tuple[str, ...]) -> None:
+        aborted.extend(ids)
+        owner.pool.abort(ids)
+
+    samples, _ = disturbed(engines, ("a", "b"), side, step, act, asked)
+    for sample, whole in zip(samples, undisturbed, strict=True):
+        cut = len(sample.response)
+        assert sample.response.tolist() == whole.response[:cut].tolist()
+        assert (sample.status == "aborted") == (cut < 300) and (cut == 300 or sample.request_id in aborted)
+    for engine in engines.values():
+        engine.withdraw()
+    assert balanced(*engines.values()) and not files_of(pair["a"]) and not files_of(pair["b"])
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("side, step", STEPS)
+def test_an_engine_that_is_killed_at_any_step_loses_no_sample(
+    pair: dict[str, SGLangEngine], side: str, step: str, tmp_path: Path
+) -> None:
+    checkpoint = tiny_mimo.write(tmp_path / "mimo", CONFIG, WEIGHTS)
+    arguments = [*SERVE, *LAUNCHES["adaptive"]]
+    with launch(checkpoint, tmp_path / "log", arguments=arguments, environment=ONE_THREAD) as process:
+        dying = SGLangEngine.of(process.wait(), timeout=120)
+        engines = {"dying": dying, "a": pair["a"], "b": pair["b"]}
+        version = max(int(engine.progress().version) for engine in engines.values()) + 1
+        for engine in engines.values():
+            engine.update_weights(version, WEIGHTS.items())
+            engine.set_schedule(k(3))
+        asked = requests(random.Random(5), f"kill-{side}-{step}")
+        undisturbed = pair["b"].generate(asked, Sampling(max_new_tokens=300, ignore_eos=True))
+        columns = Path(dying.describe()["columns"])
+        route = ("dying", "a") if side == "source" else ("a", "dying")
+        samples, disturbance = disturbed(engines, route, side, step, lambda *_: process.process.kill(), asked)
+        assert texts(samples) == texts(undisturbed) and {sample.status for sample in samples} == {"truncated"}
+        with pytest.raises(EngineError):
+            dying.progress()
+    pair["a"].withdraw()
+    assert balanced(pair["a"], pair["b"])
+    assert not list(columns.parent.glob(f"{columns.name}*")) and not files_of(pair["a"]) and not files_of(pair["b"])
 
 
 @pytest.fixture(scope="module")
@@ -371,13 +498,14 @@ def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SG
     chance = random.Random(0)
     sampling = Sampling(max_new_tokens=300, ignore_eos=True)
     asked = requests(chance, "kill")
+    version = max(engine.progress().version for engine in pair.values()) + 1
     for engine in pair.values():
-        engine.update_weights(9, WEIGHTS.items())
+        engine.update_weights(version, WEIGHTS.items())
         engine.set_schedule(k(3))
     undisturbed = pair["a"].generate(asked, sampling)
     columns = Path(pair["lost"].describe()["columns"])
     threading.Timer(0.5, pair["lost"].close).start()
-    samples, fuzz = fuzzed(pair, asked, sampling, chance, 9)
+    samples, fuzz = fuzzed(pair, asked, sampling, chance, version)
     assert texts(samples) == texts(undisturbed)
     assert sum(len(m.ids) for m in fuzz.moved) > 3
     with pytest.raises(EngineError):

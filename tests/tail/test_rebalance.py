@@ -204,6 +204,11 @@ def test_a_dear_move_is_not_made_and_the_cheaper_way_is_taken():
         rule.ms_per_unit = 1.0
     assert {move.how for move in fast.plan(loads, Lengths(), 8000)} == {"kv"}
     assert {move.how for move in slow.plan(loads, Lengths(), 8000)} == {"recompute"}
+    far = [loads[0], replace(loads[1], node="another machine")]
+    both = planner(transport=Transport(40.0, 150_000, network_gigabytes_per_second=0.01))
+    both.ms_per_unit = 1.0
+    ways = [{move.how for move in both.plan(found, Lengths(), 8000)} for found in (loads, far)]
+    assert ways == [{"kv"}, {"recompute"}]
     only = planner(transport=Transport(0.001, 150_000), modes=("kv",))
     only.ms_per_unit = 1.0
     assert not only.plan([engine("a", [4000] * 12), engine("b", [])], Lengths(), 4010)
@@ -285,7 +290,8 @@ def test_observed_rounds_change_costs_and_acceptance():
     rule.observe(stats)
     assert rule.ms_per_unit > 0 and rule._acceptance.rates[0] > 0.9
     rule.moved([(10_000_000, 10.0)])
-    assert rule.transport.gigabytes_per_second == pytest.approx(1.0)
+    rule.moved([(10_000_000, 100.0)], network=True)
+    assert (rule.transport.rate(network=False), rule.transport.rate(network=True)) == pytest.approx((1.0, 0.1))
     table = L40S.table(CANDIDATES, (1, 8, 64), (64, 1024), Provenance("m", "h", "bf16", "e", "1", "d", True))
     rule = planner(cost=table)
     before = rule.pace.per_round(np.array(8), 100)

@@ -15,7 +15,7 @@ import requests
 import torch
 from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
-from megatron_rlspec.engine import Cargo, EngineDescription, EngineError, Grant, Note
+from megatron_rlspec.engine import Cargo, EngineDescription, EngineError, Grant, Note, Origin, RouteError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
@@ -39,6 +39,7 @@ from megatron_rlspec.weights.push import in_buckets
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
+_NAME = len(uuid.UUID(int=0).hex)  # characters at the end of a path of columns that name them
 logger = logging.getLogger(__name__)
 
 
@@ -71,7 +72,9 @@ class SGLangEngine:
     ) -> None:
         self.url = url.rstrip("/")
         self._columns = ""  # how the paths begin of its files of KV caches
-        api_key = known_key(api_key)
+        self._node: str | None = None
+        self._ranks = 1
+        self._api_key = api_key = known_key(api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
         self._timeout = timeout
@@ -227,8 +230,10 @@ class SGLangEngine:
 
     @property
     def node(self) -> str:
-        """Return the engine's host name. KV caches move between engines of one node."""
-        return urlsplit(self.url).hostname or ""
+        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
+        if self._node is None:
+            self._node = self._field("control/describe", "shared_memory", str)
+        return self._node
 
     def progress(self) -> Load:
         """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
@@ -236,7 +241,7 @@ class SGLangEngine:
         try:
             running = tuple(Held(*row) for row in found["running"])
             version, tp = int(found["version"]), int(found["tp"])
-            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp)
+            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp, self.node)
         except (KeyError, TypeError, ValueError):
             raise self._not_an_engine("control/progress", found) from None
 
@@ -256,22 +261,50 @@ class SGLangEngine:
 
     def _send_off(self, path: str, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
         if columns and not self._columns:
-            self._columns = self._field("control/describe", "columns", str)
+            described = self._post("control/describe")
+            try:
+                self._columns, self._ranks = str(described["columns"]), int(described["tensor_parallel"])
+            except (KeyError, TypeError, ValueError):
+                raise self._not_an_engine("control/describe", described) from None
         new = (f"{self._columns}{uuid.uuid4().hex}" if columns else "" for _ in grants)
         files = {grant.id: file for grant, file in zip(grants, new, strict=True)}
         rows = [{"id": grant.id, "first": grant.first, "path": files[grant.id]} for grant in grants]
+        origin = Origin(self.node, self.url, self._api_key, self._ranks) if columns else None
         return [
-            Cargo(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""))
+            Cargo(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin)
             for row in self._answers(path, {"notes": rows})
         ]
 
     def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
-        """Read the files, and keep their columns until their samples arrive, or `withdraw`."""
-        rows = [{"id": piece.id, "path": piece.path} for piece in cargo]
+        """Read the files, and keep their columns until their samples arrive, or `withdraw`.
+
+        What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
+        """
+        paths = {piece.id: piece.path for piece in cargo}
+        for origin in {piece.origin for piece in cargo if piece.origin is not None}:
+            if not origin.node or origin.node != self.node:
+                paths |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
+        rows = [{"id": piece.id, "path": paths[piece.id]} for piece in cargo]
         return [
             Cargo(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
             for row in self._answers("control/kv_accept", {"notes": rows})
         ]
+
+    def _fetched(self, origin: Origin, cargo: Sequence[Cargo]) -> dict[str, str]:
+        """Return paths on this engine's machine, by the samples' ids. Raises RouteError."""
+        if not (origin.node and self.node):
+            engine = self.url if origin.node else origin.url
+            raise RouteError(f"{engine}: its ranks do not share one /dev/shm, so KV caches cannot leave or reach it")
+        names = [piece.path[-_NAME:] for piece in cargo]
+        try:
+            asked = {"url": origin.url, "key": origin.key, "names": names, "ranks": origin.ranks}
+            found = self._post("columns/fetch", json=asked)
+        except RefusedError as error:
+            raise RouteError(str(error)) from None
+        paths = found.get("paths")
+        if not isinstance(paths, list) or len(paths) != len(cargo):
+            raise self._not_an_engine("columns/fetch", found)
+        return {piece.id: path for piece, path in zip(cargo, paths, strict=True)}
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         self._post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})

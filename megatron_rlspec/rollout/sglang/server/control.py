@@ -132,6 +132,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(SHARED, ""),
         "columns": scratch.columns(scratch.current()),
+        "shared_memory": "" if scheduler.rlspec_apart else mounts.shared_memory(),
     }
 
 
@@ -296,6 +297,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "kv_detach": kv_moves.detach,
     "kv_accept": kv_moves.accept,
     "kv_withdraw": kv_moves.withdraw,
+    "kv_room": kv_moves.room,
     "kv_audit": kv_moves.audit,
 }
 

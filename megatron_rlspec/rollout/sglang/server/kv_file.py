@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rlspec.rollout.sglang.server import bucket_file
 
 _PREFIX = struct.Struct("<QI")
+HEADER_BYTES = 4096  # of a header, at most, beside its tokens
+TOKEN_BYTES = 9  # of a token in it, at most
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -128,6 +128,13 @@ def withdraw(settings: Settings, scheduler: Any, ids: Sequence[str] | None = Non
     return {}
 
 
+def room(settings: Settings, scheduler: Any) -> Answer:
+    """Return how many bytes of columns a rank has room for, the slots included that are reserved."""
+    free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    slots = free + sum(map(len, _reserved.values()))
+    return {"bytes": slots * _layout(scheduler).column_bytes()}
+
+
 def audit(settings: Settings, scheduler: Any) -> Answer:
     """Count the slots of the KV cache: free + evictable + protected + reserved + of requests = total."""
     tree = scheduler.tree_cache

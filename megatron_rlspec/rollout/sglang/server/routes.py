@@ -6,10 +6,11 @@
 `POST /rlspec/abort`              {"ids": [...]} or {} for all
 `POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
 `/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
+`POST /rlspec/columns/send`, `/fetch`  a sample's KV cache between engines that share no memory (`columns.py`)
 
 Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
 {"error": sentence}: 400 for a malformed request, 404 for an unknown route, 409 for one at the wrong time, 413 for one
-that is too large, 500 for a defect of ours, whose traceback is in the log.
+that is too large, 500 for a defect of ours, whose traceback is in the log, 424 if another engine does not deliver.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from megatron_rlspec.rollout.sglang.server import guard, schemas, versions, weight_routes
+from megatron_rlspec.rollout.sglang.server import columns, guard, schemas, versions, weight_routes
 from megatron_rlspec.rollout.sglang.server.bodies import (
     Handler,
     answering,
@@ -242,6 +243,8 @@ ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
     "resume": (resume, schemas.Nothing),
     "sleep": (sleep, schemas.Nothing),
     "wake": (wake, schemas.Nothing),
+    "columns/send": (columns.send, schemas.SendBody),
+    "columns/fetch": (columns.fetch, schemas.FetchBody),
     "weights/begin": (weight_routes.begin, schemas.ScopeQuery),
     "weights/bucket": (weight_routes.bucket, schemas.BucketQuery),
     "weights/file": (weight_routes.file, schemas.FileQuery),

@@ -60,6 +60,7 @@ Version = Annotated[str, Field(pattern=r"^[0-9]{0,18}$")]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]
 ColumnsPath = Annotated[str, Field(max_length=4096, pattern=r"^/([^\x00/]+/)*rlspec-kv-[A-Za-z0-9._-]+$")]
+ColumnsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -200,6 +201,22 @@ class Withdraw(Strict):
     ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
 
 
+class SendBody(Strict):
+    """The file of one rank: `name` is how the path that the engine wrote to ends, without the rank."""
+
+    name: ColumnsName
+    rank: int = Field(ge=0, le=4095)
+
+
+class FetchBody(Strict):
+    """Files of another engine: where it answers, with which key, and of how many ranks."""
+
+    url: Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9._:%\[\]-]+(/[A-Za-z0-9._~/-]*)?$")]
+    key: Annotated[str, Field(max_length=4096, pattern=r"^[\x20-\x7e]*$")] = ""
+    names: list[ColumnsName] = Field(min_length=1, max_length=1 << 16)
+    ranks: int = Field(1, ge=1, le=4096)
+
+
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_schedule": SetSchedule,
@@ -220,6 +237,7 @@ COMMANDS: dict[str, type[Strict]] = {
     "kv_detach": Detach,
     "kv_accept": Accept,
     "kv_withdraw": Withdraw,
+    "kv_room": Nothing,
     "kv_audit": Nothing,
 }
 

@@ -1,0 +1,141 @@
+"""Files of a sample's KV cache between engines that share no memory: the target's server fetches the source's.
+
+A file is named by the 32 digits at the end of its path, so no path crosses the network. It is sent once, in chunks; its
+size is announced before. What it holds, and its checksums, the scheduler examines as in any file (`kv_file.read`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import requests
+import urllib3
+from fastapi import Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.server import bucket_file, kv_file, schemas
+from megatron_rlspec.rollout.sglang.server.bodies import manager, one_line, read_body, run_command
+from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
+
+CHUNK = MEGABYTE
+_SILENT = 10.0  # seconds without a byte after which the source counts as lost
+_LONGEST = 120.0  # seconds that one call may take; looked at between two chunks
+
+
+async def send(request: Request) -> StreamingResponse:
+    """Send one rank's file of this engine, and remove it."""
+    asked = parse(schemas.SendBody, await read_body(request))
+    file = await asyncio.to_thread(_take, f"{asked.name}.{asked.rank}")
+    size = os.fstat(file.fileno()).st_size
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(_parts(file), media_type="application/octet-stream", headers=headers)
+
+
+async def fetch(request: Request) -> JSONResponse:
+    """Fetch the files of all ranks of another engine, all or none; return {"paths"} for `kv_accept`."""
+    asked = parse(schemas.FetchBody, await read_body(request))
+    room = int((await run_command("kv_room", {}))["bytes"])
+    headers = (kv_file.HEADER_BYTES + kv_file.TOKEN_BYTES * manager().context_len) * len(asked.names) * asked.ranks
+    most = room * manager().server_args.tp_size + headers
+    return JSONResponse({"paths": await asyncio.to_thread(_fetch, asked, most)})
+
+
+def _begins() -> str:
+    directory = scratch.current()
+    if directory is None:
+        raise Refusal(409, "this engine has no directory of its own for columns; start it with rlspec serve")
+    return scratch.columns(directory)
+
+
+def _take(name: str) -> BinaryIO:
+    path = f"{_begins()}{name}"
+    try:
+        file = bucket_file.open_regular(path)
+        os.unlink(path)
+    except (OSError, bucket_file.NotRegularError):
+        raise Refusal(404, f"no columns {name} are here; they are sent once") from None
+    return file
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while part := file.read(CHUNK):
+            yield part
+
+
+def _fetch(asked: schemas.FetchBody, most: int) -> list[str]:
+    """Write files of at most so many bytes together. Returns their paths without the rank. Raises Refusal."""
+    paths = [f"{_begins()}{uuid.uuid4().hex}" for _ in asked.names]
+    deadline = time.monotonic() + _LONGEST
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            for rank in range(asked.ranks):
+                for name, path in zip(asked.names, paths, strict=True):
+                    most -= _download(session, asked, {"name": name, "rank": rank}, f"{path}.{rank}", most, deadline)
+    except BaseException as error:
+        for path in paths:
+            scratch.remove_files(path)
+        if isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError)):
+            raise Refusal(424, f"{asked.url}: {_why(error)}") from None
+        if isinstance(error, OSError):
+            raise Refusal(424, f"columns of {asked.url} cannot be kept: {error.strerror or error}") from None
+        raise
+    return paths
+
+
+def _download(
+    session: requests.Session, asked: schemas.FetchBody, what: dict[str, Any], path: str, most: int, deadline: float
+) -> int:
+    """Write one file and return its size. Raises Refusal, OSError, and the errors of requests and urllib3."""
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {asked.key}"} if asked.key else {})
+    url = f"{asked.url.rstrip('/')}/rlspec/columns/send"
+    answer = session.post(
+        url, json=what, headers=headers, stream=True, timeout=(_SILENT, _SILENT), allow_redirects=False
+    )
+    with answer:
+        if answer.status_code != 200:
+            raise Refusal(424, f"{asked.url}: {_refusal(answer)}")
+        text = answer.headers.get("Content-Length", "")
+        size = int(text) if text.isascii() and text.isdigit() and len(text) < 18 else -1
+        if not 0 < size <= most:
+            raise Refusal(424, f"{asked.url} announces {text[:30] or 'no number of'} bytes; expected at most {most}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            while part := answer.raw.read(CHUNK, decode_content=False):
+                file.write(part)
+                if time.monotonic() > deadline:
+                    raise Refusal(424, f"{asked.url}: its columns took longer than {_LONGEST:.0f} s")
+            if file.tell() != size:
+                raise Refusal(424, f"{asked.url}: {file.tell()} of {size} bytes came")
+    return size
+
+
+def _refusal(answer: requests.Response) -> str:
+    if answer.status_code == 401:
+        return "it takes no columns' request with this key"
+    text = ""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        text = json.loads(answer.raw.read(4096, decode_content=False))["error"]
+    return one_line(text) if isinstance(text, str) and text else f"it answered with status {answer.status_code}"
+
+
+def _why(error: Exception) -> str:
+    inner = (*error.args, None)[0]
+    if isinstance(error, requests.ConnectTimeout):
+        return f"no answer within {_SILENT:.0f} s"
+    if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)) or isinstance(
+        inner, urllib3.exceptions.ReadTimeoutError
+    ):
+        return f"silent for {_SILENT:.0f} s"
+    if isinstance(error, requests.ConnectionError):
+        return "this engine cannot connect to it"
+    return "it ended early"
