@@ -149,8 +149,6 @@ class Config(Section):
             raise ValueError(f"{asked} and tail.lane={self.tail.lane}: expected one of the two")
         if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
             raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
-        if self.drafter.kind != "mtp":
-            raise ValueError(f"{asked} splits MTP drafters only; expected drafter.kind=mtp")
         if not self.tail.cost_table:
             sizes = ",".join(map(str, self.tail.tp))
             raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --engine embedded --tp {sizes} writes it")

@@ -43,8 +43,8 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF
-from megatron_rlspec.weights.checkpoint import read_hf
-from megatron_rlspec.weights.model_config import ModelConfigError
+from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
+from megatron_rlspec.weights.model_config import DRAFTER, ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
 NOTES = """\
@@ -319,12 +319,12 @@ def _embedded(args: argparse.Namespace, closing: ExitStack) -> MeasuredEngine:
     """Build the embedded engine, in this process and `tp` - 1 others. Raises SweepError."""
     if args.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise SweepError(f"--dtype {args.dtype}: expected auto, float32, bfloat16, float16 or float64")
-    made = partial(_embedded_rank, args.model, args.dtype, args.steps, args.batches, args.lengths)
+    made = partial(_embedded_rank, args.model, args.draft_model, args.dtype, args.steps, args.batches, args.lengths)
     print(f"rlspec profile: loading {args.model} into the embedded engine", flush=True)
     try:
         if args.tp == 1:
             return made(0, None)
-        Architecture.from_hf(files.read_json(Path(args.model) / "config.json")).check_size(args.tp)
+        Architecture.from_hf(read_model(args.model, args.draft_model)[0]).check_size(args.tp)
         led = LedEngine(made, args.tp)
     except ValueError as error:
         raise SweepError(str(error)) from None
@@ -334,6 +334,7 @@ def _embedded(args: argparse.Namespace, closing: ExitStack) -> MeasuredEngine:
 
 def _embedded_rank(
     model: str,
+    drafter: str,
     dtype: str,
     steps: Sequence[int],
     batches: Sequence[int],
@@ -342,12 +343,14 @@ def _embedded_rank(
     group: torch.distributed.ProcessGroup | None,
 ) -> EmbeddedEngine:
     """Build one rank's engine, with a KV cache for the coarse grid. Raises ValueError."""
-    hf_config, tensors = read_hf(model)
-    configs = [OFF, *chains([k for k in steps if k])] if hf_config.get("num_nextn_predict_layers") else [OFF]
+    hf_config, tensors = read_model(model, drafter)
+    drafts = DRAFTER in hf_config or hf_config.get("num_nextn_predict_layers")
+    configs = [OFF, *chains([k for k in steps if k])] if drafts else [OFF]
     longest = max(lengths) + tokens_of_a_point(len(configs)) + 64
     return EmbeddedEngine(
         hf_config,
-        tensors.items(),
+        weights_of(tensors),
+        draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
         dtype=tensors[next(iter(tensors))].dtype if dtype == "auto" else getattr(torch, dtype),
         device=f"cuda:{rank}" if torch.cuda.is_available() else "cpu",
         candidates=configs,
@@ -361,7 +364,8 @@ def _embedded_rank(
 def _start(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> SGLangEngine:
     steps = sorted({0, *args.steps})  # off is step 0 without the drafter
     given = ["--dtype", args.dtype, "--spec", "adaptive", "--candidate-steps", ",".join(map(str, steps))]
-    given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else []), *serve]
+    given += ["--num-steps", str(steps[-1]), *(["--tp", str(args.tp)] if args.tp > 1 else [])]
+    given += [*(["--draft-model", args.draft_model] if args.draft_model else []), *serve]
     log = args.out.with_name(f"{args.out.stem}.log")
     print(f"rlspec profile: loading {args.model} into an engine; its log: {log}", flush=True)
     process = closing.enter_context(launch(args.model, log, arguments=given))
@@ -420,6 +424,7 @@ def parser() -> arguments.Parser:
     add = p.add_argument
     add("out", type=Path, help="cost table to write (JSON)")
     add("--model", default="", metavar="DIR", help="Hugging Face directory; starts an engine")
+    add("--draft-model", default="", metavar="DIR", help="Hugging Face directory of an EAGLE-3 drafter for --model")
     add("--engine", choices=("sglang", "embedded"), default="sglang", help="engine to measure (default sglang)")
     add("--url", action="append", default=[], help="measure this running `rlspec serve` instead; repeatable")
     add("--api-key", default="", help="key of the engines at --url; better in RLSPEC_API_KEY")

@@ -11,6 +11,7 @@ from typing import Any
 
 import embedded_oracle as oracle
 import numpy as np
+import retile_rank
 import torch
 import torch.distributed as dist
 
@@ -44,10 +45,14 @@ class Script:
         return None if wanted == tp else Change(wanted, (), how, 0.0, 0.0, 0.0)
 
 
-def engine(slots: int = 4096, verifier: str = "position_keyed") -> Any:
+def model(kind: str) -> tuple[Any, Any]:
+    return oracle.tiny(**MODEL) if kind == "mtp" else retile_rank.of_kind(kind)
+
+
+def engine(slots: int = 4096, kind: str = "mtp") -> Any:
     return oracle.engine_of(
-        *oracle.tiny(**MODEL), SWITCHING, dtype=torch.float64, max_length=96, max_total_tokens=slots,
-        max_draft_tokens=16, version=1, verifier=verifier,
+        *model(kind), SWITCHING, dtype=torch.float64, max_length=96, max_total_tokens=slots, max_draft_tokens=16,
+        version=1, draft_words=retile_rank.WORDS if kind == "eagle3" else None,
     )  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def kill_in(module: Any, name: str, calls: int, note: Path) -> None:
     setattr(module, name, dies)
 
 
-def scenario(meeting: str, scripts: list[list[int]], slots: int, verifier: str, adaptive: bool) -> dict[str, Any]:
+def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, adaptive: bool) -> dict[str, Any]:
     """Draw one rollout per script, with a push in the middle. Every rank says what it saw."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -114,7 +119,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, verifier: str, 
     for tp in (2, size):
         groups.of(tp)
     script = Script([])
-    member = Member(engine(slots, verifier), ranks, None, script, groups)
+    member = Member(engine(slots, kind), ranks, None, script, groups)
     for sizes in scripts:
         script.sizes = [*script.sizes, *sizes, 0][:-1]
     if rank:
@@ -136,8 +141,8 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, verifier: str, 
         assert all(set(c) == {"began", "from", "to", "samples", "how", "ms"} for c in sizes)
         found["changes"] += [(c["from"], c["to"]) for c in sizes]
         found["ways"] |= {c["how"] for c in sizes}
-        fleet.update_weights(number + 2, oracle.tiny(**MODEL)[1].items())
-    found["same"] = fleet.fingerprints() == engine().fingerprints()
+        fleet.update_weights(number + 2, model(kind)[1].items())
+    found["same"] = fleet.fingerprints() == engine(kind=kind).fingerprints()
     found["held"] = script.held
     fleet.close()
     member.engine.cache.audit()

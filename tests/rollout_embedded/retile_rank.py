@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rlspec.rollout.embedded import retile
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
-from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
 
 PATH = (1, 2, 4, 1, 4, 2, 1)  # tensor-parallel sizes, one after the other
 
@@ -31,31 +31,53 @@ def meet(meeting: str) -> tuple[int, Groups]:
     return rank, Groups()
 
 
-def model_at(groups: Groups, tp: int, tied: bool = False) -> Decoder:
+KINDS = ("untied", "tied", "eagle3")
+WORDS = torch.tensor([1, 2, 3, 5, 8, 13, 40, 47])
+
+
+def of_kind(kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return config.json and tensors of a model with an MTP layer, or with an EAGLE-3 drafter beside it."""
+    config, tensors = oracle.tiny(vocab=48, heads=8, kv_heads=4, hidden=32, tied=kind == "tied", seed=9)
+    if kind != "eagle3":
+        return config, tensors
+    own = config | {"intermediate_size": 40, "draft_vocab_size": len(WORDS), "num_hidden_layers": 1}
+    own |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0]}}
+    config |= {"num_nextn_predict_layers": 0, "eagle3": own}
+    model = Decoder(Architecture.from_hf(config), torch.float64, "cpu", Solo(), 8)
+    generator = torch.Generator().manual_seed(5)
+    for name in model.tensors.keys() - tensors.keys():
+        drawn = torch.randn(model.full_shape(name), generator=generator, dtype=torch.float64) * 0.3
+        tensors[name] = drawn + 1 if drawn.ndim == 1 else drawn
+    return config, {name: tensors[name] for name in model.tensors}
+
+
+def model_at(groups: Groups, tp: int, kind: str = "untied") -> Decoder:
     """A decoder whose weights were loaded at this size."""
-    config, tensors = oracle.tiny(vocab=48, heads=8, kv_heads=4, hidden=32, tied=tied, seed=9)
+    config, tensors = of_kind(kind)
     model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(tp), 64)
     for name, tensor in tensors.items():
-        if not (tied and name == "lm_head.weight"):
+        if not (kind == "tied" and name == "lm_head.weight"):
             model.write(name, tensor)
-    model.set_draft_vocabulary(torch.tensor([1, 2, 3, 5, 8, 13, 47]))
+    if kind != "eagle3":
+        model.set_draft_vocabulary(WORDS)
     return model
 
 
-def weights(meeting: str, gather: bool, tied: bool) -> list[str]:
+def weights(meeting: str, gather: bool, kind: str) -> list[str]:
     """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
     _, groups = meet(meeting)
-    model = model_at(groups, 1, tied)
+    model = model_at(groups, 1, kind)
     _forward(model, torch.arange(5))
     different = []
     for old, new in zip(PATH, PATH[1:], strict=False):
         retile.retile_weights(model, retile.Switch(groups, old, new), retile.gather if gather else retile.exchange)
-        loaded = model_at(groups, new, tied)
+        loaded = model_at(groups, new, kind)
         for name, shard in model.tensors.items():
             if not torch.equal(shard.view, loaded.tensors[name].view):
                 different.append(f"{old} to {new}: {name}")
         for name in ("head", "draft_head", "draft_ids"):
-            if not torch.equal(getattr(model, name), getattr(loaded, name)):
+            if getattr(model, name) is not None and not torch.equal(getattr(model, name), getattr(loaded, name)):
                 different.append(f"{old} to {new}: {name}")
         tokens = torch.arange(5)
         if not torch.equal(_forward(model, tokens), _forward(loaded, tokens)):
@@ -111,7 +133,8 @@ def paint(cache: Cache, groups: Groups, tp: int) -> None:
                         rng = np.random.default_rng(abs(hash((key, layer, part, first + head))))
                         values = torch.from_numpy(rng.standard_normal(cache.kv[layer].shape[-1])).float()
                         cache.kv[layer][slot, part * heads + head] = values
-            cache.hidden[slot] = torch.from_numpy(np.random.default_rng(abs(key)).standard_normal(32)).float()
+            values = np.random.default_rng(abs(key)).standard_normal(cache.hidden.shape[1])
+            cache.hidden[slot] = torch.from_numpy(values).float()
 
 
 def wrong(cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.Row], seated: dict[str, int]) -> list[str]:
@@ -148,10 +171,10 @@ def wrong(cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.Row]
     return found
 
 
-def caches(meeting: str, share_prefix: bool, slots: int) -> list[str]:
+def caches(meeting: str, share_prefix: bool, slots: int, kind: str) -> list[str]:
     """What is wrong in the caches after switches along PATH; one line a switch says how many rows have room."""
     rank, groups = meet(meeting)
-    model = model_at(groups, 1)
+    model = model_at(groups, 1, kind)
     cache = Cache(model, 16, 64, slots, share_prefix)
     mine = rows_of(cache, rank)
     paint(cache, groups, 1)

@@ -10,15 +10,14 @@ import retile_rank
 from train_ranks import on_ranks
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["exchange", "gather"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_weights_are_those_of_a_model_loaded_at_the_new_size(tmp_path, gather, tied):
-    assert on_ranks(4, retile_rank.weights, str(tmp_path / "meeting"), gather, tied) == [[]] * 4
+@pytest.mark.parametrize(("gather", "kind"), [(False, "untied"), (False, "tied"), (False, "eagle3"), (True, "untied")])
+def test_weights_are_those_of_a_model_loaded_at_the_new_size(tmp_path, gather, kind):
+    assert on_ranks(4, retile_rank.weights, str(tmp_path / "meeting"), gather, kind) == [[]] * 4
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
-def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, share):
-    assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), share, 256) == [[]] * 4
+@pytest.mark.parametrize(("share", "kind"), [(True, "untied"), (False, "eagle3")])
+def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, share, kind):
+    assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), share, 256, kind) == [[]] * 4
 
 
 @pytest.mark.parametrize("slots", [512, 8192], ids=["weights", "caches"])
@@ -27,10 +26,10 @@ def test_peak_memory_grows_by_a_layer_and_a_half_at_most(tmp_path, slots):
         assert max(found) <= 1.5, found
 
 
-def run(tmp_path, scripts, *, slots=4096, verifier="position_keyed", adaptive=False):
+def run(tmp_path, scripts, *, slots=4096, kind="mtp", adaptive=False):
     """Returns what rank 0 saw, after checking that all ranks changed alike."""
     meeting = str(tmp_path / "meeting")
-    found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, verifier, adaptive)
+    found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, kind, adaptive)
     assert all(other["held"] == found["held"] for other in others), "every rank decides on the same loads"
     return found
 
@@ -53,6 +52,16 @@ def test_a_fleet_that_changes_its_size_draws_the_same_texts(tmp_path, undisturbe
     assert len(found["changes"]) >= 8 and {to for _, to in found["changes"]} == {1, 2, 4}
     assert found["ways"] == {"kv", "recompute"}
     assert found["same"] and found["accepted"] > (0 if adaptive else 100)
+
+
+@pytest.mark.lossless
+@pytest.mark.slow
+def test_eagle3_drafts_on_through_changes_of_the_size(tmp_path):
+    requests = oracle.requests(regroup_rank.PROMPTS, group=3)
+    whole = regroup_rank.engine(kind="eagle3").generate(requests, regroup_rank.LONG)
+    found = run(tmp_path, [[2, 4, 1, 4, 2, 1, 2, 2, 4]], kind="eagle3")
+    assert found["texts"] == [[s.tokens.tolist() for s in whole]]
+    assert len(found["changes"]) >= 8 and found["same"] and found["accepted"] > 0
 
 
 @pytest.mark.lossless
