@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
+import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rlspec import files
+from megatron_rlspec import __version__, files
 from megatron_rlspec.types import Sample
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 READ_MOST = 1 << 31  # bytes of a file of records
+VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")  # of packages that decide results
 
 
 class RecordError(ValueError):
@@ -76,7 +80,7 @@ class RewardWatch:
 
 
 class Recorder:
-    """Writes `metrics.jsonl` (one object per step), `events.jsonl`, `samples.jsonl` and TensorBoard files in `run_dir`.
+    """Writes the records of a run in `run_dir`: `docs/runs.md` lists the files.
 
     On resume at step n, records and samples of step n and later are dropped first, so no step is recorded twice.
     """
@@ -93,10 +97,12 @@ class Recorder:
         self._events = self.run_dir / "events.jsonl"
         self._samples = self.run_dir / "samples.jsonl"
         self._moves = self.run_dir / "moves.jsonl"
+        self._process = self.run_dir / "process.jsonl"
         _keep_before(self._metrics, first_step)
         _keep_before(self._samples, first_step)
         _keep_before(self._moves, first_step)
         _drop_torn_line(self._events)
+        _drop_torn_line(self._process)
         self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
         self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
 
@@ -119,10 +125,22 @@ class Recorder:
         rows = []
         for s in samples:
             row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
-            row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted)}
+            row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
             row["pieces"] = pieces(s, decode)
             rows.append(row)
         _append(self._samples, rows)
+
+    def started(self, step: int) -> None:
+        """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""
+        row: dict[str, Any] = {"kind": "start", "time": time.time(), "step": step}
+        row["command"] = shlex.join(["rlspec", *sys.argv[1:]])
+        row["ranks"] = int(os.environ.get("WORLD_SIZE", "1"))
+        _append(self._process, [row | {"versions": versions()}])
+
+    def ended(self, step: int) -> None:
+        """Add to `process.jsonl` that this process trains no more, after `step` steps."""
+        with suppress(OSError):  # the disk may be full, which another line says already
+            _append(self._process, [{"kind": "end", "time": time.time(), "step": step}])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the moves of one rollout, and which engine drew which sample when, to `moves.jsonl`."""
@@ -130,6 +148,17 @@ class Recorder:
 
     def close(self) -> None:
         self._board.close()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, of Python and of the installed packages of `VERSIONS`."""
+    found = {"rlspec": __version__, "python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:

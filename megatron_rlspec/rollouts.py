@@ -605,7 +605,18 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "p90_response": float(np.percentile(lengths, 90)),
         "longest_response": float(max(lengths)),
         "truncated": float(np.mean([s.status == "truncated" for s in samples])),
+        **reward_by_length(samples),
     }
+
+
+def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean reward of each quarter of the samples, from the shortest responses to the longest."""
+    by_length = sorted(samples, key=lambda sample: len(sample.response))
+    found = {}
+    for quarter in range(4 if len(samples) >= 4 else 0):
+        part = by_length[quarter * len(samples) // 4 : (quarter + 1) * len(samples) // 4]
+        found[f"reward_quarter_{quarter + 1}"] = float(np.mean([sample.reward for sample in part]))
+    return found
 
 
 def _seed(*parts: int) -> int:

@@ -154,6 +154,8 @@ class Session:
             engines = starting.wait() if self.generates else {}  # before the first write of the run
             self.recorder = Recorder(self.run_dir, self.done)
             self._closing.callback(self.recorder.close)
+            self.recorder.started(self.done)
+            self._closing.callback(lambda: self.recorder.ended(self.done))
             earlier = read_records(self.run_dir / "metrics.jsonl")
             self._reward_watch = RewardWatch([r["rollout/reward"] for r in earlier if "rollout/reward" in r])
             if moments_event:
