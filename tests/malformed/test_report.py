@@ -50,7 +50,7 @@ def with_directory(here: Path) -> None:
 
 
 CASES = [
-    Case("no run", "report", ("required: run_dir",)),
+    Case("no run", "report", ("required: RUN_DIR",)),
     Case("missing run", "report none", ("none: no metrics.jsonl", "expected a run directory")),
     Case("run is a file", "report f", ("f: no metrics.jsonl",), {"f": "x"}),
     Case("empty run", "report run", ("no metrics.jsonl with at least one step",), lambda here: (here / "run").mkdir()),
