@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megatron_rlspec import data
+from megatron_rlspec import data, sinks
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.rollout.sglang.server.versions import without_eagle3
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -39,6 +39,7 @@ def check_inputs(config: Config, command: Command) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    sinks.check(config)
     draws = command == "train" or (command == "replay" and config.replay.policy_step >= 0)
     evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path) if command == "sft" else draws
     with _reward_checked(config.reward.kind if evaluates else "exact"):

@@ -14,12 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_rlspec import __version__, files
 from megatron_rlspec.types import Sample
+
+if TYPE_CHECKING:
+    from megatron_rlspec.sinks import Sink
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 READ_MOST = 1 << 31  # bytes of a file of records
@@ -85,9 +88,10 @@ class Recorder:
     On resume at step n, records and samples of step n and later are dropped first, so no step is recorded twice.
     """
 
-    def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(
+        self, run_dir: str | Path, first_step: int = 0, open_sinks: Callable[[], Sequence[Sink]] = tuple
+    ) -> None:
+        """`open_sinks` is called once the directory is as at `first_step`."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for left in self.run_dir.glob(".*.partial"):  # from a process that was killed during a write
@@ -104,15 +108,15 @@ class Recorder:
         _drop_torn_line(self._events)
         _drop_torn_line(self._process)
         self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
-        self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step or None)
+        self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the record of a step."""
         record = {"step": step, "time": time.time(), **values}
         _append(self._metrics, [record])
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        for sink in self._sinks:
+            sink.write(step, numbers)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Print one line on stderr, and add the event to `events.jsonl`."""
@@ -147,7 +151,8 @@ class Recorder:
         _append(self._moves, [{"step": step, **record}])
 
     def close(self) -> None:
-        self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def versions() -> dict[str, str]:

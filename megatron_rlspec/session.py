@@ -35,6 +35,7 @@ from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.embedded.fleet import Follower
 from megatron_rlspec.rollout.open import member
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
+from megatron_rlspec.sinks import open_sinks
 from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.train import model, moments, runtime
@@ -152,7 +153,8 @@ class Session:
             self._closing.callback(Follower(member(config)).close)
         if self.main:
             engines = starting.wait() if self.generates else {}  # before the first write of the run
-            self.recorder = Recorder(self.run_dir, self.done)
+            sink = partial(open_sinks, config, self.run_dir, self.done)
+            self.recorder = Recorder(self.run_dir, self.done, sink)
             self._closing.callback(self.recorder.close)
             self.recorder.started(self.done)
             self._closing.callback(lambda: self.recorder.ended(self.done))

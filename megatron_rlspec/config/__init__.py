@@ -11,6 +11,7 @@ from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
 from megatron_rlspec.config.health import HealthConfig
 from megatron_rlspec.config.load import load, load_replay, options
+from megatron_rlspec.config.log import LogConfig
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
@@ -34,6 +35,7 @@ __all__ = [
     "DataConfig",
     "DrafterConfig",
     "HealthConfig",
+    "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -15,6 +15,7 @@ from megatron_rlspec.config.base import ConfigError, Section
 from megatron_rlspec.config.data import DataConfig
 from megatron_rlspec.config.drafter import DrafterConfig
 from megatron_rlspec.config.health import HealthConfig
+from megatron_rlspec.config.log import LogConfig
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.optimizer import OptimizerConfig
 from megatron_rlspec.config.parallel import ParallelConfig
@@ -51,6 +52,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     answer: AnswerConfig = AnswerConfig()
     train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
     replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")

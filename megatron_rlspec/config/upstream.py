@@ -222,9 +222,9 @@ ELSEWHERE: dict[str, str] = {
     "colocate": "engines share the machine's GPUs with the trainer, or run elsewhere with rollout.urls",
     "tokenizer_path": "the tokenizer is read from model.path",
     "api_key": "the engines' key is read from the environment variable RLSPEC_API_KEY",
-    "use_wandb": "metrics are written to train.run_dir, for TensorBoard too",
-    "wandb_project": "metrics are written to train.run_dir, for TensorBoard too",
-    "project_name": "metrics are written to train.run_dir, for TensorBoard too",
+    "use_wandb": "log.sinks=tensorboard,wandb sends the records there, too",
+    "wandb_project": "log.project, for log.sinks=wandb",
+    "project_name": "log.project, for log.sinks=wandb",
     "experiment_name": "metrics are written to train.run_dir, for TensorBoard too",
     "tensorboard_dir": "metrics are written to train.run_dir, for TensorBoard too",
 }

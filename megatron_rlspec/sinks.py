@@ -1,0 +1,91 @@
+"""Other places that get the records of a run: TensorBoard and Weights & Biases, through their own packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rlspec import files
+from megatron_rlspec.config import Config, ConfigError
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # sink -> module that it needs
+
+
+class Sink(Protocol):
+    """Takes the numbers of each step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the record of a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard:
+    """Event files in `run_dir/tensorboard`. After a resume at `first_step`, TensorBoard hides later steps."""
+
+    def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """One run of Weights & Biases for a run directory. A resumed run goes on there, under the id in `wandb_id`.
+
+    Weights & Biases keeps the first value of a step, so steps that a resume repeats keep their old values there.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, first_step: int) -> None:
+        import wandb
+
+        known = run_dir / "wandb_id"
+        if not (first_step and known.exists()):
+            files.write(known, uuid.uuid4().hex)
+        try:
+            self._run = wandb.init(
+                project=config.log.project,
+                name=run_dir.resolve().name,
+                id=known.read_text(),
+                resume="allow",
+                dir=str(run_dir),
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"log.sinks=wandb: {reason}; WANDB_MODE=offline writes to {run_dir}/wandb") from None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError if the package of a sink is not installed."""
+    for name in config.log.sinks:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"log.sinks={','.join(config.log.sinks)}: {name} needs the package {PACKAGES[name]}, which is not "
+                f"installed here: pip install {PACKAGES[name]}"
+            )
+
+
+def open_sinks(config: Config, run_dir: Path, first_step: int) -> Sequence[Sink]:
+    """Open the sinks of `log.sinks`. Raises ConfigError."""
+    check(config)
+    return [SINKS[name](config, run_dir, first_step) for name in config.log.sinks]
