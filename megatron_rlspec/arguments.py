@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             name = str(action.metavar or action.dest).upper()
             if not action.option_strings:
-                yield f"[{name} ...]" if action.nargs == "*" else f"{name} ..." if action.nargs == "+" else name
+                yield {"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(str(action.nargs), name)
             elif action.required:
                 yield f"{action.option_strings[0]} {name}"
         yield "[options]"

@@ -27,7 +27,7 @@ COMMANDS = {
         "megatron_rlspec.rollout.profile:main",
         "measure how long an engine's decode rounds take: a cost table",
     ),
-    "plan": ("megatron_rlspec.speculation.plan:main", "the best speculative config per batch, from a cost table"),
+    "plan": ("megatron_rlspec.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
     "simulate": ("megatron_rlspec.simulate:main", "what a rollout would take on a cluster, under several policies"),
     "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "compare": ("megatron_rlspec.compare:main", "accept lengths of several drafters on one policy, paired"),
