@@ -31,7 +31,8 @@ COMMANDS = {
     "simulate": ("megatron_rlspec.simulate:main", "what a rollout would take on a cluster, under several policies"),
     "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
     "compare": ("megatron_rlspec.compare:main", "accept lengths of several drafters on one policy, paired"),
-    "report": ("megatron_rlspec.report:main", "one HTML page of a run"),
+    "report": ("megatron_rlspec.report:main", "one HTML page of a run, or of several side by side"),
+    "watch": ("megatron_rlspec.watch:main", "the progress of a run that goes on elsewhere, from its directory"),
     "slime": (
         "megatron_rlspec.integrations.slime.launch:main",
         "run a slime command line with a drafter that is trained",

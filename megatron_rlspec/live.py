@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 PARTS = {"generate": "cyan", "train": "magenta", "push": "yellow"}
-HISTORY = 40  # steps in a curve
+HISTORY = 120  # steps in a curve
+LEAST_CURVE = 4  # columns; a narrower panel has no curves
+LEAST_PANEL = 32  # columns; a narrower terminal gets a line each step
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR = 20  # columns of the bar of seconds
 NAMES = 17  # columns of the panel's names
@@ -54,7 +56,8 @@ class View:
         self.console = console or Console()
         self.history: deque[Numbers] = deque(maxlen=HISTORY)
         self.began = time.monotonic()
-        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        drawn = self.console.is_terminal and not self.console.is_dumb_terminal and self.console.width >= LEAST_PANEL
+        self.live = Live(console=self.console, auto_refresh=False) if drawn else None
 
     def __enter__(self) -> View:
         if self.live is not None:
@@ -71,9 +74,14 @@ class View:
             self.console.print(line(step, self.total, values), soft_wrap=True, highlight=False)
             return
         seconds = (time.monotonic() - self.began) / (step + 1 - self.first)
-        left = timedelta(seconds=round(seconds * (self.total - step - 1)))
-        shown = panel(step, self.total, left, self.history, self.events, self.console.width)
-        self.live.update(shown, refresh=True)
+        self.show(step, seconds * (self.total - step - 1))
+
+    def show(self, step: int, left: float, note: str = "") -> None:
+        """Draw the panel, with the seconds that are left. Does nothing where the view prints lines."""
+        if self.live is not None:
+            known = timedelta(seconds=round(left))
+            shown = panel(step, self.total, known, self.history, self.events, self.console.width, note)
+            self.live.update(shown, refresh=True)
 
 
 def line(step: int, total: int, values: Numbers) -> str:
@@ -84,17 +92,24 @@ def line(step: int, total: int, values: Numbers) -> str:
 
 
 def panel(
-    step: int, total: int, left: timedelta, history: Sequence[Numbers], events: Sequence[str], width: int = 100
+    step: int,
+    total: int,
+    left: timedelta,
+    history: Sequence[Numbers],
+    events: Sequence[str],
+    width: int = 100,
+    note: str = "",
 ) -> Panel:
-    """Build a panel of `width` columns: progress, numbers with curves, configurations, seconds, latest events."""
+    """Build a panel of `width` columns: progress, numbers with curves, configurations, seconds, events and a note."""
     now = history[-1]
     beside_names = max(width - EDGES - NAMES - GAP, 1)  # columns
-    curves = min(HISTORY, max(beside_names - VALUES - GAP, 1))
-    numbers = _grid(NAMES, VALUES, curves)
+    curves = min(HISTORY, beside_names - VALUES - GAP)
+    numbers = _grid(NAMES, VALUES, curves) if curves >= LEAST_CURVE else _grid(NAMES, VALUES)
     for key, (name, style) in SHOWN.items():
         if key in now:
-            values = [row.get(key, math.nan) for row in list(history)[-curves:]]
-            numbers.add_row(name, style.format(now[key]), Text(curve(values), "green"))
+            values = [row.get(key, math.nan) for row in list(history)[-max(curves, 1) :]]
+            drawn = [Text(curve(values), "green")] if curves >= LEAST_CURVE else []
+            numbers.add_row(name, style.format(now[key]), *drawn)
     texts = _grid(NAMES, beside_names)
     texts.add_row("configurations", configs(now) or "plain")
     texts.add_row("seconds", split(now, beside_names))
@@ -103,7 +118,7 @@ def panel(
     bar = Table.grid(expand=True)  # a bar ends without a newline, a table of its own adds one
     bar.add_row(ProgressBar(total, step + 1))
     title = f"step {step + 1} of {total}, {left} left"
-    return Panel(Group(bar, numbers, texts), title=title, width=width)
+    return Panel(Group(bar, numbers, texts), title=title, subtitle=note or None, width=width)
 
 
 def _grid(*widths: int) -> Table:

@@ -67,7 +67,7 @@ FULL = RECORD | {
 EVENT = "[health] engine-1: drop: " + "a long reason " * 12
 
 
-@pytest.mark.parametrize("width", [60, 80, 110, 160])
+@pytest.mark.parametrize("width", [60, 80, 110, 160, 200])
 def test_every_row_is_a_line_of_its_own_at_any_width(width):
     console = Console(width=width, record=True, file=io.StringIO())
     history = [FULL | {"rollout/reward": 0.01 * i} for i in range(60)]
@@ -82,7 +82,7 @@ def test_every_row_is_a_line_of_its_own_at_any_width(width):
     values = ["0.590", "2.25", "1234", "812", "0.91", "-0.012", "1.234"]
     assert [row[21:29].strip() for row in rows[:7]] == values
     curves = [row[31:].rstrip("│ ") for row in rows[:7]]
-    assert {len(drawn) for drawn in curves} == {min(40, width - 33)} and curves[0].endswith("█")
+    assert {len(drawn) for drawn in curves} == {min(60, width - 33)} and curves[0].endswith("█")
     assert rows[7][21:].startswith("k3 75%, off 25%, k1 10%")
     for part, exact in (("generate", "123.46"), ("train", "45.67"), ("push", "8.90")):
         assert f"{part} {exact} s" in rows[8] or f"{part} {float(exact):.0f} s" in rows[8], rows[8]
@@ -97,3 +97,32 @@ def test_the_panel_of_a_view_has_its_console_s_width():
     with View(3, 0, [], console) as view:
         view.update(0, FULL)
     assert "│ reward             0.500" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [32, 34, 36, 40, 50])
+def test_a_narrow_panel_keeps_names_and_values(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    history = [FULL | {"rollout/reward": 0.01 * i} for i in range(60)]
+    console.print(panel(59, 90, timedelta(seconds=4000), history, [EVENT], console.width, "last record 3 min ago"))
+    lines = console.export_text().splitlines()
+    assert {len(text) for text in lines} == {width} and "3 min ago" in lines[-1]
+    assert [row[21:29].strip() for row in lines[2:9]] == ["0.590", "2.25", "1234", "812", "0.91", "-0.012", "1.234"]
+    assert ("█" in lines[2]) == (width >= 37)
+
+
+@pytest.mark.parametrize("terminal", [{"width": 31}, {"width": 80, "_environ": {"TERM": "dumb"}}])
+def test_a_terminal_that_can_show_no_panel_gets_lines(terminal):
+    out = io.StringIO()
+    with View(3, 0, [], Console(file=out, force_terminal=True, legacy_windows=False, **terminal)) as view:
+        view.update(0, FULL)
+    assert "step 1/3  reward 0.500" in out.getvalue().replace("\n", "") and "╭" not in out.getvalue()
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}])
+def test_no_color_is_respected(environment):
+    out = io.StringIO()
+    environment = {"TERM": "xterm-256color", **environment}
+    console = Console(file=out, width=80, force_terminal=True, legacy_windows=False, _environ=environment)
+    with View(3, 0, ["[health] engine-1: drop"], console) as view:
+        view.update(0, FULL)
+    assert ("\x1b[32m" in out.getvalue() or "\x1b[33m" in out.getvalue()) == ("NO_COLOR" not in environment)
