@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,13 @@ def test_ranks_with_mounts_of_their_own_are_found(own_mounts):
         assert "\n" not in said
     else:
         assert said == ""
+
+
+def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
+    here = mounts.shared_memory()
+    assert here and here == mounts.shared_memory()
+    monkeypatch.setattr(mounts, "SHARED_MEMORY", Path("/proc"))
+    assert mounts.shared_memory() not in ("", here)
 
 
 def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
