@@ -91,8 +91,8 @@ def lines(
             if not one.dashed:
                 drawing.paths.append((f"dots {colour}", _dots((across(x), up(y)) for x, y in points)))
         else:
-            lower = [(across(x), up(low)) for x, _, low, _ in means]
-            upper = [(across(x), up(high)) for x, _, _, high in means]
+            lower = [(across(x), min(up(low), drawing.bottom)) for x, _, low, _ in means]
+            upper = [(across(x), max(up(high), drawing.top)) for x, _, _, high in means]
             drawing.paths.append((f"band {colour}", _path([*lower, *reversed(upper)]) + "Z"))
             drawing.paths.append((f"dots {colour}", _dots((across(x), up(y)) for x, y in points)))
             drawing.paths.append((f"line {colour}", _path((across(x), up(y)) for x, y, _, _ in means)))
@@ -154,7 +154,8 @@ def smooth(points: Points) -> list[tuple[float, float, float, float]] | None:
     half = max(2, len(points) // WINDOWS // 2)
     found = []
     for i, (x, _) in enumerate(points):
-        mean, error = interval([y for _, y in points[max(0, i - half) : i + half + 1]])
+        first = min(max(0, i - half), len(points) - 2 * half - 1)  # windows at the ends are as long as the others
+        mean, error = interval([y for _, y in points[first : first + 2 * half + 1]])
         found.append((x, mean, mean - error, mean + error))
     return found
 

@@ -28,7 +28,8 @@ def draw(row: TailRow, rollouts: Sequence[TailRow]) -> Drawing:
         places[stay[:3]] = TOP + i * thick + engines.index(stay[1]) * gap
     bottom = TOP + len(order) * thick + len(engines) * gap
     note = "" if len(kept) == len(row.stays) else f"The {len(kept)} of {len(row.stays)} samples that ended last. "
-    drawing = Drawing(f"step {row.step + 1}", note, height=bottom + BOTTOM, width=WIDTH, x_label="seconds")
+    evaluation = ", evaluation" if all(id.startswith("e-") for id, *_ in row.stays) else ""
+    drawing = Drawing(f"step {row.step + 1}{evaluation}", note, height=bottom + BOTTOM, width=WIDTH, x_label="seconds")
     drawing.left, drawing.right, drawing.top, drawing.bottom = LEFT, WIDTH - RIGHT, TOP, bottom
     ends = [stay[3] for stay in kept] + [move.began for move in row.moves]
     ends += [change.began for change in row.sizes if change.began is not None]

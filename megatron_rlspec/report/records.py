@@ -71,6 +71,7 @@ class SizeRow(BaseModel):
     target: int = Field(alias="to")
     samples: int
     ms: float
+    how: str = ""
     began: float | None = None
 
 
