@@ -50,7 +50,6 @@ from megatron_rlspec.types import (
     SpecConfig,
     SpecSchedule,
 )
-from megatron_rlspec.weights import contract
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.weights.health import Health
@@ -203,7 +202,7 @@ class Rollouts:
             rows[: options.canary_prompts],
             self.sampling,
             HealthSettings(options.on_failure, chain, options.canary_tokens, options.canary_share, options.floor_share),
-            lambda record: self.recorder.event("health", contract.summary(record), **record),
+            lambda record: self.recorder.event("health", f"{record['engine']}: {record['action']}", **record),
         )
 
     def _speculate(self, engine: RolloutEngine) -> None:

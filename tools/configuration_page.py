@@ -59,8 +59,8 @@ def page() -> str:
                 "",
                 f"## [{section}]",
                 "",
-                "| option, default | meaning | accepts | elsewhere |",
-                "|---|---|---|---|",
+                "| option | default | accepts | meaning | elsewhere |",
+                "|---|---|---|---|---|",
             ]
         lines.append(row(option, theirs.get(option.name, [])))
     return "\n".join(lines) + "\n"
@@ -69,9 +69,10 @@ def page() -> str:
 def row(option: Option, theirs: list[str]) -> str:
     """Render one row of the table."""
     cells = (
-        f"`{option.name}`" + (f"<br>{option.shown}" if option.shown else ""),
-        option.help,
+        f"`{option.name}`",
+        f"`{option.shown}`" if option.shown else "",
         option.expected,
+        option.help,
         ", ".join(theirs),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

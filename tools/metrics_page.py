@@ -42,12 +42,11 @@ def page() -> str:
         rows[name].append(metric)
     lines = [HEAD]
     for name, title in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| key, unit | meaning | normal | otherwise |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| key | unit | meaning | normal | otherwise |", "|---|---|---|---|---|"]
         for metric in rows[name]:
-            words = (metric.meaning, metric.normal, metric.act)
+            words = (metric.unit, metric.meaning, metric.normal, metric.act)
             cells = [cell.replace("|", "\\|").replace("<", "&lt;") for cell in words]
-            unit = f"<br>{metric.unit}" if metric.unit else ""
-            lines.append("| " + " | ".join([f"`{metric.key}`{unit}", *cells]) + " |")
+            lines.append("| " + " | ".join([f"`{metric.key}`", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -234,7 +234,7 @@ class SimEngine:
             self.waiting.popleft()
             known = sample.group >= 0 and sample.group in self._prompts
             sample.unread = sample.drawn + (0 if known else sample.prompt)
-            sample.missed = sample.context if self.embedded else 0
+            sample.missed = sample.unread if self.embedded else 0
             self._prompts.add(sample.group)
             self._used += sample.context
             self.filling.append(sample)
