@@ -7,6 +7,7 @@ Policies are made of the live decision objects, which engines and runs use, too.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,10 +220,12 @@ class Draw:
         work = self.workload
         lengths = work.lengths.draw(work.prompts, work.samples, work.cap, self._rng(0)).ravel().tolist()
         shares, regimes = work.acceptance.begin(len(lengths), self._rng(2))
-        return [
-            SimSample(f"s{i:06d}", work.prompt_tokens, n, i // work.samples, float(shares[i]), int(regimes[i]))
-            for i, n in enumerate(lengths)
-        ]
+        samples = []
+        for i, length in enumerate(lengths):
+            noise = random.Random((self.seed << 32) + i).random
+            group, share, regime = i // work.samples, float(shares[i]), int(regimes[i])
+            samples.append(SimSample(f"s{i:06d}", work.prompt_tokens, length, group, share, regime, noise=noise))
+        return samples
 
     def _past(self) -> Lengths:
         work = self.workload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,6 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Held, Load, RoundStats, SpecConfig, SpecSchedule
 
 OCTAVES = tuple(2**i for i in range(4, 18))  # mean contexts at which costs are tabulated
-DRAWS = 4096  # random numbers drawn at a time
 CHUNK = 8192  # tokens of a prefill pass: SGLang's `chunked_prefill_size` on large GPUs
 
 
@@ -36,6 +36,7 @@ class SimSample:
     missed: int = 0  # tokens that the drafter has not read
     unread: int = 0  # tokens that the target has not read
     ended_ms: float = -1.0
+    noise: Callable[[], float] | None = None  # uniform in [0, 1): its own, so that policies are compared on equal draws
     places: list[tuple[str, float]] = field(default_factory=list)  # engine, and since when
 
     @property
@@ -86,6 +87,7 @@ class SimEngine:
     """One engine. `step` runs one pass and sets `now` to its end; times are virtual ms.
 
     durations    of rounds. The cost that scores may differ from the one by which the policy decides
+    rng          of samples that bring no noise of their own
     policy       the live decision object: a `SpecRule`, an engine of its own each, or a `SpecSchedule`
     prefill      tokens of a pass -> ms
     chunk        most tokens of a prefill pass
@@ -146,7 +148,6 @@ class SimEngine:
         self._used = 0  # tokens in the cache
         self._full = False  # since a retraction: nothing is admitted before a sample has ended
         self._last: SpecConfig | None = None
-        self._draws: list[float] = []
 
     @property
     def idle(self) -> bool:
@@ -181,7 +182,7 @@ class SimEngine:
     def give(self, samples: Sequence[SimSample]) -> None:
         """Add samples to the queue; those that have begun are computed again."""
         for sample in samples:
-            sample.places.append((self.name, self.now))
+            self._welcome(sample)
             self.waiting.append(sample)
 
     def take(self, ids: Collection[str]) -> list[SimSample]:
@@ -194,9 +195,14 @@ class SimEngine:
     def land(self, samples: Sequence[SimSample]) -> None:
         """Add samples whose KV cache is here."""
         for sample in samples:
-            sample.places.append((self.name, self.now))
+            self._welcome(sample)
             self._used += sample.context
         self.running += samples
+
+    def _welcome(self, sample: SimSample) -> None:
+        sample.places.append((self.name, self.now))
+        if sample.noise is None:
+            sample.noise = random.Random(int(self.rng.integers(1 << 62))).random
 
     def sleep(self) -> list[SimSample]:
         """Give the memory back. Returns the samples that had not ended; their caches are gone."""
@@ -279,13 +285,11 @@ class SimEngine:
         self.busy_ms += ms
         if not self.batches or self.batches[-1][1] != batch:
             self.batches.append((self.now - ms, batch))
-        if len(self._draws) < 2 * batch:
-            self._draws = self.rng.random(max(DRAWS, 2 * batch)).tolist()
-        draw = self._draws.pop
         marks = []
         ended = []
         for i, sample in enumerate(running):
-            first, second = draw(), draw()
+            assert sample.noise is not None
+            first, second = sample.noise(), sample.noise()
             accepted = 0
             if steps and i < drafting:
                 accepted = self.acceptance.accept(sample.regime, steps, first)

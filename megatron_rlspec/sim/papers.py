@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from megatron_rlspec.sim.samples import LengthModel
+from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
+from megatron_rlspec.sim.hardware import Model, hardware_table
+from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
+from megatron_rlspec.tail.pace import Pace
 from megatron_rlspec.types import OFF, SpecConfig
 
 # PAT (seed text, figures 3, 4, 10, 12): LLaMA3.1-8B in bf16 on eight A40.
@@ -101,8 +105,9 @@ def pat_lengths(cap: int, seed: int) -> np.ndarray:
     return LengthModel.of_quantiles(*PAT_TAIL).draw(PAT_BATCH, 1, cap, np.random.default_rng(seed)).ravel()
 
 
-def pat_step_gains(share: float, rollouts: int = 20) -> dict[int, float]:
-    """Return the speedup of a step by response cap, from figure 4 alone; generation takes `share` of it before."""
+@cache
+def pat_generation_gains(rollouts: int = 20) -> dict[int, float]:
+    """Return the mean speedup of generation by response cap, from figure 4 alone."""
     machine = PatMachine()
     gains = {}
     for cap in (6144, 8192, 12288, 16384):
@@ -110,10 +115,16 @@ def pat_step_gains(share: float, rollouts: int = 20) -> dict[int, float]:
         for seed in range(rollouts):
             lengths = pat_lengths(cap, seed)
             ratios.append(machine.static_s(lengths) / machine.switched_s(lengths))
-        gains[cap] = amdahl(share, float(np.mean(ratios)))
+        gains[cap] = float(np.mean(ratios))
     return gains
 
 
+def pat_step_gains(share: float) -> dict[int, float]:
+    """Return the speedup of a step by response cap; generation takes `share` of it before."""
+    return {cap: amdahl(share, gain) for cap, gain in pat_generation_gains().items()}
+
+
+@cache
 def pat_alone(cap: int = 16384, rollouts: int = 40) -> tuple[float, float]:
     """Return the share of a rollout in which one sample is left: over all engines, and within the slowest one."""
     machine = PatMachine()
@@ -144,6 +155,38 @@ def respec_batches(steps: int = 3) -> tuple[float, float]:
     return rate, gain(32, rate)
 
 
+def l40s_rate(samples: int, drafts: int, accept: float, context: float = 600.0) -> float:
+    """Return tokens/s of one L40S with Llama-3.1-8B that verifies `drafts` tokens a sample, by a roofline."""
+    cost = Roofline.of_hardware(*HARDWARE["L40S"], parameters=8.03e9, context_bytes=TOKEN_BYTES)
+    ms = cost.host_ms + (1 + cost.drafter) * cost.target_ms(np.array(samples * drafts), np.array(samples * context))
+    return 1e3 * samples * accept / float(ms)
+
+
+def l40s_gain(drafts: int) -> float:
+    """Return the gain of RLHFSpec's figure 5, with the acceptance that gives 103 tokens/s to one sample."""
+    accept = 103 / l40s_rate(1, drafts, 1.0)
+    rates = {samples: l40s_rate(samples, drafts, accept) for samples in (1, 6, 19, 24)}
+    return (rates[19] + rates[6]) / (rates[24] + rates[1])
+
+
+def break_even(samples: int, drafts: int) -> float:
+    """Return the accept length at which verifying so many tokens a sample is as fast as plain decoding on an L40S."""
+    return l40s_rate(samples, 1, 1.0) / l40s_rate(samples, drafts, 1.0)
+
+
+@cache
+def rlhfspec_breakdown(samples: int, seeds: int = 2) -> list[float]:
+    """Simulate RLHFSpec's figure 13 on eight L40S: gains of a deep chain, of the live rule, and of the live moves."""
+    rates = np.array([[0.9, 0.87, 0.85, 0.83, 0.8, 0.8, 0.8], [0.55, 0.5, 0.45, 0.4, 0.4, 0.4, 0.4]])
+    acceptance = AcceptanceModel(rates, 0.8, np.array([0.4, 0.6, 0.8]))
+    cluster = Cluster(hardware_table("L40S", Model(8.03e9), (1,)), 8)
+    lengths = LengthModel.of_quantiles((0.5, 378), (0.95, 1373), 0.5)
+    work = Workload(lengths, acceptance, prompts=samples, samples=8, cap=2048)
+    names = ("off", "k7", "adaptive", "adaptive+kv")
+    seconds = [[draw(cluster, work, Policies.of(name), seed).makespan_ms for seed in range(seeds)] for name in names]
+    return [float(np.mean(np.divide(seconds[0], row))) for row in seconds[1:]]
+
+
 def _solve(rising: Callable[[float], float], wanted: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -162,6 +205,8 @@ def _rlhfspec() -> list[Finding]:
     above = 1 - 0.5 * (1 + math.erf((math.log(2048) - lengths.mu) / lengths.sigma / math.sqrt(2)))
     gain = (1415 + 765) / (1453 + 103)
     apart = 765 / 6 / 103
+    cost = Roofline.of_hardware(*HARDWARE["L40S"], parameters=8.03e9, context_bytes=TOKEN_BYTES)
+    turning = [Pace(cost, [config], [0.7]).turning_point(600.0) for config in (OFF, SpecConfig(3))]
     return [
         Finding(
             "RLHFSpec, fig. 3: lengths",
@@ -174,8 +219,9 @@ def _rlhfspec() -> list[Finding]:
             "RLHFSpec, fig. 5: five of 24 samples move",
             "1,453 + 103 → 1,415 + 765 tokens/s",
             f"{gain:.2f} x together. Six samples at 765 tokens/s draw {765 / 6:.0f} each, one alone draws 103: samples "
-            f"differ in acceptance by at least {apart:.2f} x",
-            "the four rates and the counts",
+            f"differ in acceptance by at least {apart:.2f} x. A roofline with one acceptance for all gives "
+            f"{l40s_gain(24):.2f} x with 24 verified tokens a sample and {l40s_gain(32):.2f} x with 32",
+            "the four rates and the counts; the tokens verified are missing",
             "follows only if samples differ in acceptance",
         ),
         Finding(
@@ -188,11 +234,54 @@ def _rlhfspec() -> list[Finding]:
             "does not follow from its share",
         ),
         Finding(
-            "RLHFSpec, fig. 4, 9, 13, 14",
-            "n above 48 always loses; 1.18 → 1.95 → 2.32 x; 2,127 → 2,531 tokens/s",
+            "RLHFSpec, fig. 12: the largest gains",
+            "1.50 x and 1.43 x over Verl",
+            f"generation at 2.16 x and 2.32 x gives {amdahl(0.684, 2.16):.2f} x and {amdahl(0.684, 2.32):.2f} x",
+            "share of generation, its largest speedup",
+            "does not follow from its share",
+        ),
+        Finding(
+            "RLHFSpec, fig. 4: draft tokens",
+            "more than 48 a sample always lose",
+            f"48 are as fast as plain decoding at accept lengths of {break_even(8, 48):.1f}, {break_even(24, 48):.1f} "
+            f"and {break_even(40, 48):.1f} with 8, 24 and 40 samples; 24 at {break_even(8, 24):.1f}, "
+            f"{break_even(24, 24):.1f} and {break_even(40, 24):.1f}",
+            "L40S, 8B; depth, temperature and acceptance are missing",
+            "possible for many samples; with 8, a roofline says that 48 still gain. Needs acceptance",
+        ),
+        Finding(
+            "RLHFSpec, fig. 9: threshold of samples",
+            "a roofline; no value",
+            f"{turning[0]} samples for plain decoding and {turning[1]} for chains of 3 at a context of 600 "
+            "(`Pace.turning_point`)",
+            "L40S, 8B",
+            "follows in kind",
+        ),
+        Finding(
+            "RLHFSpec, fig. 11 and 13: generation",
+            "speculation 1.18 x, with selection 1.95 x, with reallocation 2.32 x; means over Verl 2.10 x and 2.17 x",
+            "; ".join(
+                f"{n} samples an engine: " + ", ".join(f"{gain:.2f}" for gain in rlhfspec_breakdown(n)) + " x"
+                for n in (4, 16)
+            )
+            + " (simulated: chains of 7, the live rule, the live moves)",
+            "lengths, L40S, 8B; acceptance is assumed; samples of an engine are missing",
+            "speculation and selection follow in kind; reallocation adds nothing at these lengths: the longest sample "
+            "ends a rollout",
+        ),
+        Finding(
+            "RLHFSpec, fig. 14: five samples move",
+            "2,127 → 2,531 tokens/s: 1.19 x",
             "not computed",
-            "drafter depth, temperature, acceptance, samples of an instance are missing",
-            "needs acceptance and depth",
+            "the samples of both instances are missing",
+            "needs the counts",
+        ),
+        Finding(
+            "RLHFSpec, all overheads",
+            "below 3.87 %",
+            "`benchmarks/tail.py` prints ours",
+            "none",
+            "measured here",
         ),
         Finding(
             "RLHFSpec, table 1: selection against the best n",
@@ -216,8 +305,41 @@ def _respec() -> list[Finding]:
             "does not follow from a roofline: needs overheads that grow with the batch, or wide trees",
         ),
         Finding(
-            "ReSpec, fig. 13: step speedup",
-            "at most 4.53 x",
+            "ReSpec, table 1: shares of a step",
+            "math: generation 83 to 86 %, training 12.3 to 14.6 %",
+            f"infinitely fast generation gives {1 / (1 - 0.83):.1f} to {1 / (1 - 0.86):.1f} x",
+            "the shares",
+            "input of the rest",
+        ),
+        Finding(
+            "ReSpec, fig. 13: mean step speedups of 3B, 7B, 14B",
+            "1.84, 1.69 and 1.50 x",
+            "generation at "
+            + ", ".join(f"{part_for(step, 0.845):.2f}" for step in (1.84, 1.69, 1.50))
+            + " x with a share of 0.845",
+            "share of generation; acceptance and lengths are missing",
+            "possible: accept lengths of 2 to 3 suffice",
+        ),
+        Finding(
+            "ReSpec, fig. 14: distillation, adaptive server, overlap",
+            "1.48 → 1.66 → 1.78 x",
+            "generation at "
+            + ", ".join(f"{part_for(step, 0.845):.2f}" for step in (1.48, 1.66, 1.78))
+            + f" x; or the overlap hides {1 - 1.66 / 1.78:.1%} of the step before it, "
+            f"{(1 - 1.66 / 1.78) / 1.66:.1%} of the first one: a third of its training",
+            "share of generation; seconds of a drafter update are missing",
+            "possible; needs the drafter's seconds. Our grid is below",
+        ),
+        Finding(
+            "ReSpec, fig. 13: largest step speedups of 7B and 14B",
+            "2.41 and 2.60 x",
+            f"generation at {part_for(2.41, 0.86):.1f} and {part_for(2.60, 0.86):.1f} x with a share of 0.86",
+            "share of generation",
+            "possible for accept lengths above 3.5, at small batches",
+        ),
+        Finding(
+            "ReSpec, fig. 13: largest step speedup, 3B",
+            "4.53 x",
             f"at a share of 0.86 generation would be {part_for(4.53, 0.86):.1f} x as fast; an accept length of 5 "
             f"bounds the step at {amdahl(0.86, 5.0):.1f} x",
             "share of generation",
@@ -242,7 +364,16 @@ def _pat() -> list[Finding]:
     size = tokens * TOKEN_BYTES
     wire = 7 / 8 * size / 2.36
     again = tokens * machine.wire[8] / wire
+    longer = 2292.6 / 1780
     return [
+        Finding(
+            "PAT, fig. 4: ms a token by size and batch",
+            "TP 2: 15.37 and 24.41, TP 8: 9.64 and 30.87 at batch 1 and 128",
+            f"all-reduces at {machine.bus / 1e9:.1f} GB/s; {machine.rest[2]:.2f} and {machine.rest[8]:.2f} ms that no "
+            "reading of weights explains",
+            "the four points",
+            "input of the rest",
+        ),
         Finding(
             "PAT, fig. 3b: samples above 16k in a batch",
             "2.8 of 128",
@@ -265,6 +396,30 @@ def _pat() -> list[Finding]:
             "best token, known in advance",
             "figure 4 (calibration), lengths, 5.52 s a change, share",
             "follows in kind; the largest is 0.05 to 0.1 higher than ours",
+        ),
+        Finding(
+            "PAT, fig. 10: sixteen A40, and 14B",
+            "at most 1.19 x; 1.05 to 1.18 x",
+            "not computed",
+            "the latencies of 14B, the batch on sixteen GPUs and the time of training are missing",
+            "needs these",
+        ),
+        Finding(
+            "PAT, fig. 12: a whole change",
+            "58.98 → 5.52 s, 1.23 % of 447 s",
+            f"the parts sum to {7.47 + 19.01 + 3.59:.2f} and {1.03 + 2.36 + 0.73:.2f} s: "
+            f"{58.98 - 7.47 - 19.01 - 3.59:.1f} and {5.52 - 1.03 - 2.36 - 0.73:.1f} s are not named; "
+            f"{5.52 / 447:.2%} of 447 s",
+            "the parts",
+            "follows",
+        ),
+        Finding(
+            "PAT, fig. 13: memory of a change",
+            "2.5 GB instead of 14 GB",
+            f"one layer of caches and weights is {(size + WEIGHTS) / LAYERS / 1e9:.2f} GB; 2.5 GB are "
+            f"{2.5e9 / (size + WEIGHTS) * LAYERS:.1f} layers on one GPU, if it gathers them whole",
+            "9 x 12k tokens, 16.06 GB",
+            "follows in kind",
         ),
         Finding(
             "PAT, fig. 12: moving keys and values, and prefilling again",
@@ -294,6 +449,15 @@ def _pat() -> list[Finding]:
             "134.3 → 87.9 s of 172.5 s: 1.37 x",
             f"{172.5 / (172.5 - 134.3 + 87.9):.3f} x",
             "the three times",
+            "follows",
+        ),
+        Finding(
+            "PAT, fig. 11: tokens/s, H100",
+            "8B 2,570.6 → 3,510.9; 14B 1,780 → 2,292.6 with generation at 133.9 → 91.1 s",
+            f"8B: {2570.6 * 172.5 / 1e3:.0f}k tokens before and {3510.9 * 125.6 / 1e3:.0f}k after. 14B: {longer:.2f} x "
+            f"means a step of {(133.9 - 91.1) / (1 - 1 / longer):.0f} s before, "
+            f"{133.9 * (1 - 1 / longer) / 42.8:.0%} of it generation",
+            "the times and rates",
             "follows",
         ),
         Finding(
