@@ -76,6 +76,7 @@ class ClusterConfig(Section):
     max_tokens: Count = Field(0, description="room of one engine's KV cache; 0: any number")
     chunk: Positive = Field(8192, description="tokens of a prefill pass, at most")
     link: float = Field(25.0, ge=0, le=1e5, description="GB/s out of an engine, and into one; 0: not charged")
+    pause: Cost = Field(1.0, description="seconds between two decisions of the planners, at least")
     switch: float = Field(
         1.0, ge=0, le=1e5, description="seconds of a change of the tensor-parallel size, caches aside"
     )
