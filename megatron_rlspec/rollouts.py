@@ -50,6 +50,7 @@ from megatron_rlspec.types import (
     SpecConfig,
     SpecSchedule,
 )
+from megatron_rlspec.weights import contract
 from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.weights.health import Health
@@ -202,7 +203,7 @@ class Rollouts:
             rows[: options.canary_prompts],
             self.sampling,
             HealthSettings(options.on_failure, chain, options.canary_tokens, options.canary_share, options.floor_share),
-            lambda record: self.recorder.event("health", f"{record['engine']}: {record['action']}", **record),
+            lambda record: self.recorder.event("health", contract.summary(record), **record),
         )
 
     def _speculate(self, engine: RolloutEngine) -> None:

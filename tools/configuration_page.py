@@ -59,8 +59,8 @@ def page() -> str:
                 "",
                 f"## [{section}]",
                 "",
-                "| option | default | accepts | meaning | elsewhere |",
-                "|---|---|---|---|---|",
+                "| option, default | meaning | accepts | elsewhere |",
+                "|---|---|---|---|",
             ]
         lines.append(row(option, theirs.get(option.name, [])))
     return "\n".join(lines) + "\n"
@@ -69,10 +69,9 @@ def page() -> str:
 def row(option: Option, theirs: list[str]) -> str:
     """Render one row of the table."""
     cells = (
-        f"`{option.name}`",
-        f"`{option.shown}`" if option.shown else "",
-        option.expected,
+        f"`{option.name}`" + (f"<br>{option.shown}" if option.shown else ""),
         option.help,
+        option.expected,
         ", ".join(theirs),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

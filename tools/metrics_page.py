@@ -42,11 +42,12 @@ def page() -> str:
         rows[name].append(metric)
     lines = [HEAD]
     for name, title in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| key | unit | meaning | normal | otherwise |", "|---|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| key, unit | meaning | normal | otherwise |", "|---|---|---|---|"]
         for metric in rows[name]:
-            words = (metric.unit, metric.meaning, metric.normal, metric.act)
+            words = (metric.meaning, metric.normal, metric.act)
             cells = [cell.replace("|", "\\|").replace("<", "&lt;") for cell in words]
-            lines.append("| " + " | ".join([f"`{metric.key}`", *cells]) + " |")
+            unit = f"<br>{metric.unit}" if metric.unit else ""
+            lines.append("| " + " | ".join([f"`{metric.key}`{unit}", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 

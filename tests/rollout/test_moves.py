@@ -264,7 +264,7 @@ def check(engines: Sequence[Engine], asked: Sequence[Request]) -> list[Moved]:
     return moving[0].moved
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_moves_change_no_sample(seed: int) -> None:
     chance = random.Random(seed)
     engines = [Engine(f"e{i}", chance, refusals=(0.0, 0.2)[seed % 2]) for i in range(3)]

@@ -219,7 +219,7 @@ class Disturbed(Moving):
 
     def _answer(self, original: Callable, ids: tuple[str, ...], calls: Iterator[int], *args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
-        if next(calls, 0) == self.calls - 1 and ids:
+        if next(calls, -1) == self.calls - 1 and ids:
             self.disturbed = True
             self.act_then(ids)
         return answer

@@ -95,6 +95,7 @@ def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     assert metrics["health/plain_engines"] == 1 and run.engine.schedule == SpecSchedule.fixed(OFF)
     (event,) = run.events()
     assert event["action"] == "plain" and "canary: accept length 1." in event["after_second_push"][0]
+    assert "no speculation until a later push: canary: accept length 1." in event["message"]
     assert run.push(3)["health/plain_engines"] == 0 and run.engine.schedule == SpecSchedule.fixed(CHAIN)
     assert len(run.events()) == 1
 
