@@ -8,4 +8,4 @@ if ! "$python" -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; t
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
 fi
 export NO_MKDOCS_2_WARNING=1
-"$python" -m mkdocs build --quiet --strict --config-file tools/docs/mkdocs.yml "$@"
+"$python" -m mkdocs build --strict --config-file tools/docs/mkdocs.yml "$@"
