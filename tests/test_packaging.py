@@ -1,5 +1,6 @@
 """What `pip install` installs, and the error of commands that need a package that it leaves out."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from megatron_rlspec import __version__
 
 ROOT = Path(__file__).parent.parent
 LEFT_ALONE = ("torch", "megatron-core", "transformers", "sglang")
@@ -94,6 +97,14 @@ def test_the_manifest_names_everything_that_git_tracks():
     single |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}  # setuptools adds these itself
     left_out = {name for name in tracked() if name.partition("/")[0] not in whole and name not in single}
     assert left_out == {".gitignore"}
+
+
+def test_version_changelog_and_citation_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+) \(([0-9-]+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest and newest.groups() == (citation["version"], str(citation["date-released"]))
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
 
 
 def test_issue_forms_have_what_github_asks_for():
