@@ -93,8 +93,8 @@ class Fuzz(Moving):
 
     def act(self, move: Move) -> None:
         wrong = self.chance.random() < 0.1
-        source = self.engines[move.source]
-        source._node = self.chance.choice(["another machine", self.engines[move.target].node])  # type: ignore
+        self.engines[move.target]._node = "this machine"  # type: ignore[attr-defined]
+        self.engines[move.source]._node = self.chance.choice(["this machine", "another machine"])  # type: ignore[attr-defined]
         if self.pushed or self.chance.random() > 0.1:
             self.moved.append(self.mover.move(move, self.version + wrong))
             return
