@@ -2,8 +2,9 @@
 
     python benchmarks/tail.py [--quick] [--json FILE]
 
-skewed    One engine draws 48 samples, the other one 1; 24 move with their KV cache. Tokens per second of both engines
-          after the move over before (RLHFSpec, figure 5).
+skewed    One engine draws 48 samples, the other one 1; 24 move with their KV cache (RLHFSpec, figure 5). Tokens per
+          second of both engines after the move, over the same seconds of a rollout without it: contexts grow, so the
+          seconds before the move would be no fair rival.
 rollout   Log-normal response lengths. Makespans of three ways, in turn within each repetition: `static` deals all
           requests at the start, `in_flight` gives an engine further ones as it runs dry, `moved` is static with a
           `Balancer`. Dealt badly: the long samples are all on one engine. Dealt well: each has its share.
@@ -52,6 +53,7 @@ from megatron_rlspec.weights.checkpoint import write_hf
 K = SpecConfig(2)
 AIMS = {"skewed": 1.25, "badly/static": 1.15, "badly/in_flight": 1.03, "well/static": 0.98}
 CAP = 600  # tokens of the longest response
+LONGEST = 6000  # tokens of a response that never ends by itself here
 Engines = dict[str, SGLangEngine]
 _serial = itertools.count()
 _wanted: dict[str, int] = {}  # request -> the length of its response
@@ -101,35 +103,48 @@ def in_thread(act: Callable[[Owner], None], owner: Owner) -> Iterator[None]:
 # ---- skewed ----------------------------------------------------------------------------------------------------------
 
 
-def skewed(pair: Pair, samples: int, seconds: float) -> tuple[float, float, Moved]:
-    """Return the ratios of tokens per wall second, and per CPU second, and the move."""
+def skewed(pair: Pair, samples: int, seconds: float, move: bool) -> tuple[float, float, Moved | None]:
+    """Return tokens per wall second and per CPU second, after some seconds and perhaps a move; and the move."""
     rates: list[tuple[float, float]] = []
     moved: list[Moved] = []
     pool = EnginePool(list(pair.engines.values()))
 
-    def window() -> None:
+    def act(owner: Owner) -> None:
+        while sum(len(engine.progress().running) for engine in pair.engines.values()) < samples + 1:
+            time.sleep(0.05)
+        time.sleep(seconds)
+        if move:
+            loads = {name: engine.progress() for name, engine in pair.engines.items()}
+            full, empty = sorted(loads, key=lambda name: -len(loads[name].running))
+            ids = tuple(held.id for held in loads[full].running[: samples // 2])
+            moved.append(Mover(owner, pair.engines).move(Move(full, empty, ids, "kv"), loads[full].version))
+            while len(pair.engines[empty].progress().running) < 1 + len(moved[0].ids):
+                time.sleep(0.01)
         tokens, cpu, wall = pair.drawn(), pair.cpu(), time.perf_counter()
         time.sleep(seconds)
         tokens, cpu, wall = pair.drawn() - tokens, pair.cpu() - cpu, time.perf_counter() - wall
         rates.append((tokens.sum() / wall, (tokens / np.maximum(cpu, 1e-3)).sum()))
-
-    def act(owner: Owner) -> None:
-        while sum(len(engine.progress().running) for engine in pair.engines.values()) < samples + 1:
-            time.sleep(0.05)
-        loads = {name: engine.progress() for name, engine in pair.engines.items()}
-        full, empty = sorted(loads, key=lambda name: -len(loads[name].running))
-        window()
-        ids = tuple(held.id for held in loads[full].running[: samples // 2])
-        moved.append(Mover(owner, pair.engines).move(Move(full, empty, ids, "kv"), loads[full].version))
-        while len(pair.engines[empty].progress().running) < 1 + len(moved[0].ids):
-            time.sleep(0.01)
-        window()
         pool.abort()
 
     pool.balance = lambda owner: in_thread(act, owner)
-    pool.generate([request(0, 900) for _ in range(samples)] + [request(1, 900)], Sampling(ignore_eos=True))
-    (wall_before, cpu_before), (wall_after, cpu_after) = rates
-    return wall_after / wall_before, cpu_after / cpu_before, moved[0]
+    asked = [request(0, LONGEST) for _ in range(samples)] + [request(1, LONGEST)]
+    pool.generate(asked, Sampling(ignore_eos=True))
+    return *rates[0], (moved or [None])[0]
+
+
+def skewed_pairs(pair: Pair, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Compare rollouts with and without the move, in turn."""
+    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
+    found: list[Moved] = []
+    for repetition in range(repetitions):
+        runs = {move: skewed(pair, 48, seconds, move) for move in ((False, True), (True, False))[repetition % 2]}
+        for i, unit in enumerate(ratios):
+            ratios[unit].append(runs[True][i] / runs[False][i])
+        found.append(runs[True][2])
+    return {unit: spread(values) for unit, values in ratios.items()} | {
+        "ms": float(np.median([moved.ms for moved in found])),
+        "bytes": float(np.median([moved.bytes for moved in found])),
+    }
 
 
 # ---- rollout ---------------------------------------------------------------------------------------------------------
@@ -235,7 +250,7 @@ def moves(pair: Pair, tokens: int) -> dict[str, Any]:
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
-LAYERS, HIDDEN = 8, 256
+LAYERS, HIDDEN = 8, 512  # large enough that a round of many samples takes longer than one of few
 TOKEN_BYTES = 2 * (LAYERS + 1) * HIDDEN // 2 * 4
 
 
@@ -289,12 +304,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, engines(Path(folder)) as pair:
         for engine in pair.engines.values():
             engine.set_schedule(SpecSchedule.fixed(K))
-        runs = [skewed(pair, 48, 4.0) for _ in range(repetitions)]
-        report["skewed"] = {"wall": spread([r[0] for r in runs]), "cpu": spread([r[1] for r in runs])}
+        report["skewed"] = skewed_pairs(pair, repetitions, 5.0)
         shown("skewed (wall)", report["skewed"]["wall"])
         shown("skewed (CPU)", report["skewed"]["cpu"])
-        print(f"  24 samples moved in {runs[0][2].ms:.0f} ms, {runs[0][2].bytes / 1e6:.1f} MB", flush=True)
-        report["moves"] = [moves(pair, n) for n in ((128, 512, 2048) if options.quick else (128, 512, 2048, 8000))]
+        print(
+            f"  24 samples moved in {report['skewed']['ms']:.0f} ms, {report['skewed']['bytes'] / 1e6:.1f} MB",
+            flush=True,
+        )
+        report["moves"] = [moves(pair, n) for n in ((16, 128, 512) if options.quick else (16, 128, 512, 2048, 8000))]
         for row in report["moves"]:
             kv, again = row["kv"], row["recompute"]
             print(
