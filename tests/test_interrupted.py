@@ -82,8 +82,8 @@ def resumes_as_if_uninterrupted(start: Path, run_dir: Path, whole: Path, **optio
 @pytest.mark.parametrize(
     ("number", "wait"),
     [
-        (signal.SIGINT, 0.0),
-        *(pytest.param(n, w, marks=pytest.mark.slow) for n, w in ((signal.SIGTERM, 0.07), (signal.SIGINT, 0.13))),
+        pytest.param(number, wait, marks=pytest.mark.slow)
+        for number, wait in ((signal.SIGINT, 0.0), (signal.SIGTERM, 0.07), (signal.SIGINT, 0.13))
     ],
 )
 def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):

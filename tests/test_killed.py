@@ -47,7 +47,7 @@ def files(run_dir: Path, steps: int) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("settings", "steps", "kills"),
     [
-        (AHEAD, 20, 2),
+        (AHEAD, 12, 1),
         *(pytest.param(settings, 120, 20, marks=SLOW) for settings in (FIXED, AHEAD, ADAPTIVE, PARTIAL, PARTIAL_AHEAD)),
     ],
 )

@@ -572,7 +572,7 @@ def attack_once(server: Server, path: str, body: object) -> None:
         server.post("/rlspec/weights/end")
 
 
-@settings(fuzz, max_examples=300)
+@settings(fuzz, max_examples=120)
 @given(SENT)
 def test_any_request_is_answered(server: Server, sent: tuple[str, object]) -> None:
     attack_once(server, *sent)

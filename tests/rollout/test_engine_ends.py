@@ -87,7 +87,7 @@ def start(model: Path, log: Path) -> tuple[subprocess.Popen, psutil.Process, Pat
 
 
 @pytest.mark.parametrize(
-    "victim", ["launcher", "all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("server", "scheduler"))]
+    "victim", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("launcher", "server", "scheduler"))]
 )
 def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) -> None:
     launcher, server, directory = start(model, tmp_path / "log")

@@ -472,7 +472,14 @@ def begun(engine: SGLangEngine, asked: list[Request], sampling: Sampling) -> lis
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize(("first", "second"), [("adaptive", "plain"), ("plain", "adaptive"), ("adaptive", "embedded")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("adaptive", "plain"),
+        pytest.param("plain", "adaptive", marks=pytest.mark.slow),
+        pytest.param("adaptive", "embedded", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], first: str, second: str) -> None:
     sampling = Sampling(max_new_tokens=1200, ignore_eos=True)
     asked = requests(6, f"go-{second}")

@@ -141,7 +141,6 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
     if options.spec != "off" and any(text.startswith("--disaggregation-mode") for text in rest):
         raise ServeError(f"--disaggregation-mode: {APART}; remove it, or serve with --spec off")
-    _check_model(options)
     arguments, settings, slots = arguments_for(options, device)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
@@ -163,13 +162,14 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check what needs no import of SGLang or torch. Raises ServeError."""
+    """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
     _check_address(options)
     if not (Path(options.model) / "config.json").is_file():
         raise ServeError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
             "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
         )
+    _check_model(options)
 
 
 @cache
