@@ -149,7 +149,7 @@ def plot(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     batch = np.arange(1, max_batch + 1)
     order = sorted(candidates)
@@ -166,12 +166,17 @@ def plot(
         for i in switches:
             axis.axvline(batch[i], color="grey", ls=":", lw=1)
         axis.axvspan(table.batches()[-1], max(max_batch, table.batches()[-1]), color="grey", alpha=0.15, lw=0)
-        axis.set(xscale="log", xlim=(1, max_batch))
+        axis.set_xscale("log", base=2)
+        axis.set_xlim(1, max_batch)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
     top = panels[0, 0]
     for i in (0, *switches):
         top.text(batch[i] * 1.03, 0.98, str(order[best[i]]), transform=top.get_xaxis_transform(), va="top", fontsize=8)
     top.set(yscale="log", ylabel="tokens/s of one engine")
+    top.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    top.yaxis.set_major_formatter("{x:,g}")
+    top.yaxis.set_minor_formatter("")
     top.legend(fontsize=8, loc="lower right")
     if len(plain):
         panels[1, 0].set(ylabel="times plain decoding")
