@@ -1,6 +1,6 @@
 """Measure moves of running samples between two SGLang engines on a CPU.
 
-    python benchmarks/tail.py [--quick] [--json FILE]
+    python benchmarks/tail.py [--quick] [--repetitions N] [--json FILE]
 
 skewed    One engine draws 48 samples, the other one 1; 24 move with their KV cache (RLHFSpec, figure 5). Tokens per
           second of both engines after the move, over the same seconds of a rollout without it: contexts grow, so the
@@ -294,9 +294,10 @@ def engines(folder: Path) -> Iterator[Pair]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repetition and short moves")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    repetitions, samples = (1, 24) if options.quick else (5, 48)
+    repetitions, samples = (1, 24) if options.quick else (options.repetitions, 48)
     os.environ.setdefault(KEY, secrets.token_urlsafe(32))
     given_lengths()
     report: dict[str, Any] = {"conditions": conditions(quick=options.quick, layers=LAYERS, hidden=HIDDEN)}
