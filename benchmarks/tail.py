@@ -52,8 +52,8 @@ from megatron_rlspec.weights.checkpoint import write_hf
 
 K = SpecConfig(2)
 AIMS = {"skewed": 1.25, "badly/static": 1.15, "badly/in_flight": 1.03, "well/static": 0.98}
-CAP = 600  # tokens of the longest response
-LONGEST = 6000  # tokens of a response that never ends by itself here
+CAP = 3000  # tokens of the longest response
+LONGEST = {48: 1200, 1: 6000}  # tokens of responses that outlast `skewed`, by how many there are; all fit the cache
 Engines = dict[str, SGLangEngine]
 _serial = itertools.count()
 _wanted: dict[str, int] = {}  # request -> the length of its response
@@ -127,7 +127,7 @@ def skewed(pair: Pair, samples: int, seconds: float, move: bool) -> tuple[float,
         pool.abort()
 
     pool.balance = lambda owner: in_thread(act, owner)
-    asked = [request(0, LONGEST) for _ in range(samples)] + [request(1, LONGEST)]
+    asked = [request(0, LONGEST[samples]) for _ in range(samples)] + [request(1, LONGEST[1])]
     pool.generate(asked, Sampling(ignore_eos=True))
     return *rates[0], (moved or [None])[0]
 
@@ -153,7 +153,7 @@ def skewed_pairs(pair: Pair, repetitions: int, seconds: float) -> dict[str, Any]
 def drawn_lengths(samples: int, seed: int) -> list[int]:
     """Draw lengths as RLHFSpec's figure 3 shows them: the 95th percentile is 3.6 times the median."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 0.784, samples)
-    return sorted(np.clip(np.round(90 * drawn), 8, CAP).astype(int).tolist(), reverse=True)
+    return sorted(np.clip(np.round(450 * drawn), 8, CAP).astype(int).tolist(), reverse=True)
 
 
 def dealt(lengths: Sequence[int], badly: bool) -> list[int]:
