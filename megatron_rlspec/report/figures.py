@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_rlspec.report import charts
+import megatron_rlspec.report.charts as charts
 from megatron_rlspec.report.charts import DRAWN_MOST, Drawing, Mark, Points, Series
 from megatron_rlspec.report.records import EventRow, Run
 
