@@ -11,9 +11,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,19 +24,15 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
-from megatron_rlspec.rollout.balancer import Balancer
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.embedded.fleet import Fleet
-from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.tail import Tail
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
-from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.types import (
     Group,
     OpenGroup,
@@ -171,17 +166,14 @@ class Rollouts:
         continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
         lanes = [engines[name] for name in self.starting.lanes]
         self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues, lanes)
-        self.planner = started.planner
-        self.lengths = Lengths()  # of all responses, by which the planner predicts
-        self._timed: list[RoundStats] = []  # rounds that the planner has not seen
         self._rolling = 0  # the step whose rollout runs
-        if self.planner is not None or config.tail.tp != (1,):
-            self.engines.balance = self._balanced
         self.conversations = None
         if rollout.function:
             function = custom.load("rollout.function", rollout.function)
             self.conversations = Conversations(function, self.engines, self.tokenizer)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
+        pushed = self.health.pusher.engines
+        self.tail = Tail(config, started.planner, self.engines, pushed, self.starting.sizes, self._record_moves)
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
@@ -413,29 +405,8 @@ class Rollouts:
         self._record_losses()
         return drawn
 
-    @contextmanager
-    def _balanced(self, owner: Owner) -> Iterator[None]:
-        """Move samples between engines during one `generate`, and record moves and changes of the size."""
-        fleets = [engine for engine in self.engines.engines if isinstance(engine, Fleet)]
-        if fleets:  # its ranks plan and move
-            yield
-            record = fleets[0].record()
-            if record["moves"] or record["sizes"]:
-                self.recorder.moves(self._rolling, record)
-            return
-        assert self.planner is not None
-        timed, self._timed = self._timed, []
-        self.planner.observe(timed)
-        serving = self.engines.engines
-        engines = {name: engine for name, engine in self.health.pusher.engines.items() if engine in serving}
-        movable = {name: engine for name, engine in engines.items() if isinstance(engine, SGLangEngine)}
-        balancer = Balancer(
-            owner, movable, self.planner, self.lengths, self.sampling.max_new_tokens, self.config.tail.every
-        )
-        with balancer:
-            yield
-        if balancer.moves:
-            self.recorder.moves(self._rolling, balancer.record())
+    def _record_moves(self, record: Mapping[str, Any]) -> None:
+        self.recorder.moves(self._rolling, record)
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
@@ -564,16 +535,13 @@ class Rollouts:
         adaptive = self.config.spec.mode == "adaptive"
         reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
         expected = self.learning.accept_lengths()
-        names = {id(engine): name for name, engine in self.health.pusher.engines.items()}
         seen: list[RoundStats] = []
-        for engine, stats in self.engines.everywhere(lambda engine: (engine, engine.stats())):
+        for name, stats in self.tail.rounds():
             seen += stats
-            name = names[id(engine)]
             if finding := self.health.watch(name, stats, expected):
                 message = f"{name}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=name, found=[finding.detector])
         self.rounds = seen
-        self._timed += seen
         found = self.learning.observe(seen, reports) | self.learning.expect(prediction)
         files.write(self.run_dir / "spec_rule.json", json.dumps(self.learning.rule()))
         return found

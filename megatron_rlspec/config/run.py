@@ -117,6 +117,12 @@ class Config(Section):
             )
         return self
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the tensor-parallel sizes of which `tail.cost_table` must have rounds."""
+        engines = self.tail.tp if len(self.tail.tp) > 1 else (self.placement.tensor,)
+        return tuple(sorted({*engines, self.tail.lane} - {0}))
+
     def _check_moves(self) -> None:
         asked = f"tail.rebalance={self.tail.rebalance}"
         if self.spec.mode != "off" and self.spec.verifier != "position_keyed":

@@ -60,13 +60,15 @@ class StartingEngines:
         self._closed = False
         self._attached: dict[str, RolloutEngine] = {}
         self.lanes: list[str] = []  # names of the engines of tail.lane
+        self.sizes: dict[str, int] = {}  # tensor-parallel sizes by name, of engines that are launched, or have a lane
         self._fleet: Fleet | None = None
         if config.rollout.engine == "sglang" and not config.rollout.urls:
-            for index in range(config.rollout.engines):
-                self._launch(f"{_NAME}{index}")
+            self.sizes = {f"{_NAME}{index}": config.placement.tensor for index in range(config.rollout.engines)}
             if config.tail.lane:
                 self.lanes = [LANE]
-                self._launch(LANE)
+                self.sizes[LANE] = config.tail.lane
+            for name in self.sizes:
+                self._launch(name)
         elif config.rollout.engine == "sglang":
             self._attached = {url: self._attach(url) for url in config.rollout.urls}
             self.lanes = self._of_lane()
@@ -114,18 +116,19 @@ class StartingEngines:
     def _of_lane(self) -> list[str]:
         """Return which running engines are the fast lane. Raises ConfigError unless all have one of the two sizes."""
         lane, tensor = self._config.tail.lane, self._config.placement.tensor
-        sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()} if lane else {}
-        if lane and set(sizes.values()) != {lane, tensor}:
-            held = ", ".join(f"{url} has {size}" for url, size in sizes.items())
+        if lane:
+            self.sizes = {url: engine.describe()["tensor_parallel"] for url, engine in self._attached.items()}
+        if lane and set(self.sizes.values()) != {lane, tensor}:
+            held = ", ".join(f"{url} has {size}" for url, size in self.sizes.items())
             raise ConfigError(
                 f"tail.lane={lane}: expected engines of this tensor-parallel size in rollout.urls, and others of "
                 f"placement.tensor={tensor}; {held}"
             )
-        return [url for url, size in sizes.items() if size == lane]
+        return [url for url, size in self.sizes.items() if size == lane]
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
         log = self._logs / f"{name}{suffix}.log"
-        index = self._config.rollout.engines if name == LANE else int(name.removeprefix(_NAME))
+        index = list(self.sizes).index(name)
         environment = self._layout.environment(index)
         arguments = engine_arguments(self._config, self._layout, index)
         if name == LANE and not self._layout.engines:
@@ -206,12 +209,8 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     if tail.rebalance == "off":
         return None
     cost: CostTable | LearntCost
-    sizes: dict[int, CostTable] = {}
     if tail.lane:
-        table = CostTable.load(Path(tail.cost_table))
-        for tp in (config.placement.tensor, tail.lane):
-            table.check(tp=tp)
-        cost, sizes = table.at(config.placement.tensor), {tail.lane: table.at(tail.lane)}
+        cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
     elif spec.cost_table:
         table = CostTable.load(Path(spec.cost_table))
         cost = table if len(table.tps) == 1 else table.at(config.placement.tensor)
@@ -224,7 +223,6 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         gain=tail.gain,
         rule=tail.rule,
         modes=("kv", "recompute") if tail.rebalance == "auto" else (tail.rebalance,),
-        sizes=sizes,
     )
 
 

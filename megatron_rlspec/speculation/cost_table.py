@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -150,12 +150,18 @@ class CostTable:
                 )
         return self
 
-    def calibrated(self, observed: Iterable[RoundStats], tp: int | None = None, prior_rounds: float = 32) -> CostTable:
+    def calibrated(
+        self,
+        observed: Iterable[RoundStats],
+        tp: int | None = None,
+        prior_rounds: float = 32,
+        like: Collection[int] = (),
+    ) -> CostTable:
         """Scale the rows of each configuration to the durations that engines observed.
 
         The factor of a configuration is the median of observed / predicted ms. It is averaged with the factor of all
         configurations together, which has the weight of `prior_rounds` rounds. An engine that is equally slow for all
-        configurations therefore changes no choice.
+        configurations therefore changes no choice. Rows of the sizes in `like` are scaled by that common factor.
         """
         tp = self._tp(tp)
         known = set(self.configs(tp))
@@ -172,10 +178,10 @@ class CostTable:
             rounds = sum(n for _, n in logs.get(config, []))
             own = _weighted_median(logs[config]) if rounds else common
             factor[config] = math.exp((rounds * own + prior_rounds * common) / (rounds + prior_rounds))
-        scaled = (
-            replace(c, ms=c.ms * factor[c.config], spread_ms=c.spread_ms * factor[c.config]) if c.tp == tp else c
-            for c in self.rounds
-        )
+        scaled = []
+        for c in self.rounds:
+            by = factor[c.config] if c.tp == tp else math.exp(common) if c.tp in like else 1.0
+            scaled.append(replace(c, ms=c.ms * by, spread_ms=c.spread_ms * by))
         return self._with(scaled)
 
     def to_json(self) -> dict[str, Any]:

@@ -6,9 +6,8 @@ No wall clock enters a plan. Ranks that have the same loads, lengths and observa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -61,10 +60,9 @@ class Rebalancer:
     and the rounds that a sample misses. A prompt that the target holds is free. Steps repeat until none pays, each
     judged by itself, so a plan that follows a plan is empty.
 
-    cost        a `CostTable` of one tensor-parallel size, a `Roofline` or a `LearntCost`
+    cost        a `Roofline`, a `LearntCost`, or a `CostTable`. Of a table of several tensor-parallel sizes, an engine
+                has the rounds of its own size (`Load.tp`)
     candidates  the configurations that engines choose from
-    sizes       tables of engines of further tensor-parallel sizes (`Load.tp`), where `cost` is a table, too. Then all
-                count as they were profiled, because statistics of rounds do not tell sizes apart
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Rebalancer:
         gain: float = 0.05,
         rule: Rule = "makespan",
         modes: Sequence[How] = ("kv", "recompute"),
-        sizes: Mapping[int, CostTable] = MappingProxyType({}),
     ) -> None:
         if not modes or not candidates:
             raise ValueError(f"modes={list(modes)}, candidates={list(candidates)}: expected at least one of each")
@@ -88,28 +85,45 @@ class Rebalancer:
         self.modes = tuple(modes)
         self.ms_per_unit = 1.0 if isinstance(cost, CostTable) else 0.0  # 0: not known
         self._acceptance = Acceptance(max(1, *(config.num_steps for config in candidates)))
-        self.sizes = dict(sizes)
+        self._timed: set[int] = set()  # sizes of which rounds were observed
         self.renew()
 
     def renew(self) -> None:
         """Compute how fast engines are from the costs and the acceptance known by now."""
-        self.pace = Pace(self.cost, self.candidates, self._acceptance.rates)
-        self._paces = {tp: Pace(table, self.candidates, self._acceptance.rates) for tp, table in self.sizes.items()}
+        tables = {tp: self.cost.at(tp) for tp in self.cost.tps} if isinstance(self.cost, CostTable) else {}
+        self._paces = {tp: Pace(table, self.candidates, self.rates) for tp, table in tables.items()}
+        self.pace = self._paces[self.sizes[0]] if tables else Pace(self.cost, self.candidates, self.rates)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the tensor-parallel sizes of the table; () without a table."""
+        return self.cost.tps if isinstance(self.cost, CostTable) else ()
+
+    @property
+    def rates(self) -> list[float]:
+        """Return the acceptance by depth, as in `expected_tokens`."""
+        return self._acceptance.rates
 
     def pace_of(self, load: Load) -> Pace:
         """Return how fast an engine is."""
         return self._paces.get(load.tp, self.pace)
 
-    def observe(self, stats: Iterable[RoundStats]) -> None:
-        """Learn acceptance, and from `ms` also costs. Rounds of 0 ms teach acceptance only."""
+    def observe(self, stats: Iterable[RoundStats], tp: int | None = None) -> None:
+        """Learn acceptance, and from `ms` also costs. Rounds of 0 ms teach acceptance only.
+
+        tp  tensor-parallel size of the engine that ran them, which a table of several sizes needs: they correct the
+            rows of that size. A size of which no round was observed is taken to be as much slower as this one
+        """
         timed = []
         for s in stats:
             if not s.config.off and any(s.accepted):
                 self._acceptance.observe_histogram(s.config.num_steps, s.accepted, s.rounds)
-            if s.ms > 0 and s.rounds > 0 and s.batch > 0 and not self.sizes:
+            if s.ms > 0 and s.rounds > 0 and s.batch > 0:
                 timed.append(s)
         if timed and isinstance(self.cost, CostTable):
-            self.cost = self.cost.calibrated(timed)
+            own = self.sizes[0] if len(self.sizes) == 1 else tp
+            self._timed |= {own} if own is not None else set()
+            self.cost = self.cost.calibrated(timed, own, like=set(self.sizes) - self._timed)
         elif timed:
             if isinstance(self.cost, LearntCost):
                 for s in timed:
@@ -188,7 +202,7 @@ class Rebalancer:
     def _prefill(self, tokens: float, target: Load) -> float:
         if isinstance(self.cost, CostTable):
             try:
-                return self.sizes.get(target.tp, self.cost).prefill_ms(tokens)
+                return self.cost.prefill_ms(tokens, tp=target.tp if target.tp in self.sizes else self.sizes[0])
             except CostTableError:  # no prefill was measured: as in the largest round of plain decoding
                 return tokens * float(self.pace_of(target).per_round(BATCHES[-1:], tokens)[0]) / float(BATCHES[-1])
         roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost

@@ -127,16 +127,20 @@ class TPPlanner:
                 f"cost table holds tp={list(table.tps)}: expected at least two sizes that divide {ranks} ranks; "
                 "measure them with `rlspec profile --tp 1,2`"
             )
-        self.table = table
         self.costs = costs
         self.ranks = ranks
         self.remaining = remaining
         self.gain = gain
-        known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
-        for tp, configs in known.items():
+        self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
+        for tp, configs in self._known.items():
             if not configs:
                 raise CostTableError(f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}")
-        self.paces: Mapping[int, Pace] = {tp: Pace(table.at(tp), known[tp], rates) for tp in self.sizes}
+        self.renew(table, rates)
+
+    def renew(self, table: CostTable, rates: Sequence[float]) -> None:
+        """Decide by these costs from now on, of the same sizes and configurations, and by this acceptance."""
+        self.table = table
+        self.paces: Mapping[int, Pace] = {tp: Pace(table.at(tp), self._known[tp], rates) for tp in self.sizes}
 
     def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.

@@ -121,7 +121,7 @@ def makespan(lengths, narrow: int, lane: bool, cap: int) -> float:
 
     engines = [of(f"e{i}", 2) for i in range(narrow)] + ([of("lane", 8, lane=True)] if lane else [])
     transport = Transport(5.0, 131072)
-    planner = Rebalancer(table.at(2), [OFF], transport, modes=["kv"], sizes={8: table.at(8)} if lane else {})
+    planner = Rebalancer(table, [OFF], transport, modes=["kv"])
     trace = rollout(samples(lengths), engines, cap, rebalancer=planner, every=64, cost=MoveCost(131072, 5.0, 30.0))
     assert trace.tokens == lengths.sum() and not (lane and not trace.moves)
     return trace.makespan_ms

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.lengths import Lengths
@@ -118,7 +118,7 @@ def of_sizes(**options) -> Rebalancer:
             rounds += [RoundCost(tp, batch, batch * length, OFF, ms) for length in (512, 16384)]
     fills = [PrefillCost(tp, 1, n, n * 0.17) for tp in ANCHORS for n in (1024, 65536)]
     table = CostTable(here, rounds, fills)
-    return Rebalancer(table.at(2), [OFF], sizes={8: table.at(8)}, **options)
+    return Rebalancer(table, [OFF], **options)
 
 
 def test_stragglers_go_to_the_fast_lane_where_that_pays():
@@ -133,6 +133,26 @@ def test_stragglers_go_to_the_fast_lane_where_that_pays():
     others = [engine("a", [], free=10**7), engine("b", [], free=10**7)]
     back = rule.plan([*others, replace(engine("lane", [400] * 128), tp=8)], Lengths(), 16384)
     assert {move.source for move in back} == {"lane"}  # many samples are faster on the others
+
+
+def test_rounds_correct_the_costs_of_their_engine_s_size():
+    def seen(tp: int, factor: float) -> RoundStats:
+        return RoundStats(OFF, 4, 4 * 2048, 500, 500 * factor * profiled.ms(OFF, 4, 4 * 2048, tp))
+
+    def factors() -> list[float]:
+        return [rule.pace_of(Load("", (), 0, 0, 1, tp)).per_round(4, 2048) / profiled.ms(OFF, 4, 8192, tp)
+                for tp in (2, 8)]  # fmt: skip
+
+    rule = of_sizes()
+    profiled = rule.cost
+    rule.observe([seen(2, 1.5)], 2)
+    assert factors() == pytest.approx([1.5, 1.5], rel=0.02)  # nothing is known of size 8 but that the machine is slower
+    rule.observe([seen(8, 0.8)], 8)
+    assert factors() == pytest.approx([1.5, 0.8], rel=0.02)
+    rule.observe([seen(2, 1.2)], 2)
+    assert factors() == pytest.approx([1.2, 0.8], rel=0.02)
+    with pytest.raises(CostTableError, match="choose one of them"):
+        rule.observe([seen(2, 1.0)])
 
 
 @settings(deadline=None, max_examples=15)

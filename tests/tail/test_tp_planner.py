@@ -11,7 +11,7 @@ from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Pr
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner, choose, deal
-from megatron_rlspec.types import OFF, Held, Load, SpecConfig
+from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
 
 HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
@@ -82,6 +82,16 @@ def test_the_cheaper_way_brings_the_samples_over():
     assert never is None
 
 
+def test_measured_rounds_change_the_decision():
+    """A size that turns out to be slower than profiled is left alone."""
+    plan = planner()
+    situation = loads([4000], [], [], [])
+    assert plan.decide(situation, 2, Lengths(), 16384) is not None
+    slow = RoundStats(OFF, 1, 4000, 500, 500 * 1.8 * plan.table.ms(OFF, 1, 4000, 8))
+    plan.renew(plan.table.calibrated([slow], 8), [0.5])
+    assert plan.decide(situation, 2, Lengths(), 16384) is None
+
+
 def test_requests_that_wait_keep_the_size():
     assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
 
@@ -108,7 +118,7 @@ def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
 
 def choice(*groups: list[int], lane: bool, switch: bool = True, cap: int = 16384, gigabytes: float = 5.25):
     sizes = table()
-    moving = Rebalancer(sizes.at(2), [OFF], Transport(gigabytes, 131072), sizes={8: sizes.at(8)}, modes=["kv"])
+    moving = Rebalancer(sizes, [OFF], Transport(gigabytes, 131072), modes=["kv"])
     situation = [replace(load, tp=2, free_tokens=10**8) for load in loads(*groups)]
     if lane:
         situation.append(Load("lane", (), 0, 10**8, 1, 8))
