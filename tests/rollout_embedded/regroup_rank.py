@@ -57,7 +57,7 @@ def engine(slots: int = 4096, kind: str = "mtp") -> Any:
 
 
 ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
-DYING = {"headers": (regroup, "_luggage", 0), "weights": (retile, "exchange", 5), "caches": (retile, "_move", 1)}
+DYING = {"headers": (regroup, "_luggage", 0), "weights": (retile, "exchange", 1), "caches": (retile, "_move", 1)}
 
 
 def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:

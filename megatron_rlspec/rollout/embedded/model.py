@@ -6,6 +6,7 @@ A query heads and K key/value heads of this rank; D head dimension; V vocabulary
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -397,23 +398,30 @@ class Decoder:
         for name, view in parameter.blocks().items():
             self.tensors[name] = Shard(view, parameter.split)
 
-    def retile(self, comm: Solo | TensorParallel, moved: Callable[[Parameter, Parameter], None]) -> None:
-        """Change to the tensor-parallel group `comm`, one parameter after the other.
+    def retile(self, comm: Solo | TensorParallel, moved: Callable[[list[tuple[Parameter, Parameter]]], None]) -> None:
+        """Change to the tensor-parallel group `comm`, as many parameters at a time as are no larger than a layer.
 
-        `moved(old, new)` fills this rank's new part of a split parameter. Every reference to a parameter stays valid.
-        The largest parameters go while the model is small: first if it grows on a rank, last if it shrinks.
+        `moved` fills this rank's new parts from pairs (old, new). Every reference to a parameter stays valid. The
+        largest parameters go while the model is small: first if it grows on a rank, last if it shrinks.
         Raises ValueError for a size that does not divide the model; nothing has changed then.
         """
         self.arch.check_size(comm.size)
         grows = comm.size < self.comm.size
         split = [(index, old) for index, old in enumerate(self.parameters) if old.split is not None]
-        for index, old in sorted(split, key=lambda pair: pair[1].fused.numel(), reverse=grows):
-            new = old.resized(self.comm.size, comm.size)
-            moved(old, new)
-            self.packed.forget(old.fused)
-            old.fused.data = new.fused
-            self.parameters[index] = new._replace(fused=old.fused)
-            self._name(self.parameters[index])
+        split.sort(key=lambda pair: pair[1].fused.numel(), reverse=grows)
+        layer = self.layers[0]
+        most = sum(x.numel() for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        while split:
+            sizes = itertools.accumulate(old.fused.numel() for _, old in split)
+            count = max(1, sum(size <= most for size in sizes))
+            changes = [(old, old.resized(self.comm.size, comm.size)) for _, old in split[:count]]
+            moved(changes)
+            for (index, old), (_, new) in zip(split, changes, strict=False):
+                self.packed.forget(old.fused)
+                old.fused.data = new.fused
+                self.parameters[index] = new._replace(fused=old.fused)
+                self._name(self.parameters[index])
+            split = split[count:]
         self.comm = comm
         self.heads = self.arch.heads // comm.size
         self.kv_heads = self.arch.kv_heads // comm.size

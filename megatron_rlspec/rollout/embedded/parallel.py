@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+Piece = tuple[int, torch.Tensor]  # a rank of the group, and what it is sent or sends
+
 
 class Solo:
     """One rank without tensor parallelism."""
@@ -20,8 +22,8 @@ class Solo:
     def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return x
 
-    def swap(self, parts: torch.Tensor, sent: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
-        return parts
+    def trade(self, leaving: Sequence[Piece], arriving: Sequence[Piece]) -> list[dist.Work]:
+        return []
 
 
 class TensorParallel:
@@ -41,11 +43,14 @@ class TensorParallel:
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    def swap(self, parts: torch.Tensor, sent: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
-        """Send the next `sent[i]` elements of the flat `parts` to rank i, and return `coming[i]` elements of each."""
-        received = parts.new_empty(sum(coming))
-        dist.all_to_all_single(received, parts, list(coming), list(sent), group=self.group)
-        return received
+    def trade(self, leaving: Sequence[Piece], arriving: Sequence[Piece]) -> list[dist.Work]:
+        """Begin to send contiguous tensors to ranks, and to receive others in place. Returns what to wait for.
+
+        Between two ranks tensors arrive in the order in which they leave.
+        """
+        ops = [dist.P2POp(dist.isend, part, group=self.group, group_peer=rank) for rank, part in leaving]
+        ops += [dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank) for rank, part in arriving]
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 class Groups:

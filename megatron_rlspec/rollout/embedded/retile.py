@@ -18,8 +18,6 @@ from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo, TensorParallel
 
-MOST = 1 << 22  # elements of a shard's piece that are exchanged at a time
-
 
 class Switch:
     """A change of the tensor-parallel size from `old` to `new`, seen from one rank.
@@ -88,58 +86,57 @@ def retile_weights(model: Decoder, switch: Switch, how: Callable[..., None] | No
     """Give every rank its part of the weights at the new size. `how`: `exchange` (default) or `gather`."""
     move = how or exchange
     with torch.no_grad():
-        model.retile(switch.after, lambda old, new: move(switch, old, new))
+        model.retile(switch.after, lambda changes: move(switch, changes))
 
 
-def exchange(switch: Switch, old: Parameter, new: Parameter) -> None:
-    """Fill this rank's new part of a parameter from the ranks of its old group that hold pieces of it.
+def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
+    """Fill this rank's part of new parameters from the ranks of its old group that hold pieces of it.
 
-    Messages hold at most `MOST` elements of a piece at a time, so that they take little memory beside the parameter.
+    All messages are under way at once, and what this rank has itself is copied meanwhile. Rows travel from parameter to
+    parameter; of columns, one of both sides makes a contiguous copy.
     """
-    assert old.split is not None
-    sources = [block.movedim(old.split, 0) for block in old.blocks().values()]
-    targets = [block.movedim(old.split, 0) for block in new.blocks().values()]
-    for source, target in zip(sources, targets, strict=True):
-        lines = source[0].numel()
-        step = max(1, MOST * max(lines, 1) // source.numel())
-        for first in range(0, lines, step):
-            if source.ndim == 1:
-                _exchange(switch, source, target)
-            else:
-                _exchange(switch, source[:, first : first + step], target[:, first : first + step])
-
-
-def _exchange(switch: Switch, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Exchange the first dimension of `source`, this rank's old shard, for that of `target`, its new one."""
-    me = switch.wide.rank
-    old_unit = len(source) * switch.old // switch.wide.size
-    new_unit = len(target) * switch.new // switch.wide.size
-    leaving = []
-    arriving = []
-    for rank in switch.ranks:
-        near = rank // switch.old == me // switch.old  # each old group holds the whole model
-        count, first, _ = switch.units(me, rank)
-        going = source.narrow(0, first * old_unit, count * old_unit * near)
-        count, first, new_first = switch.units(rank, me)
-        coming = target.narrow(0, new_first * new_unit, count * new_unit * near)
-        if rank == me:
+    pieces = [piece for old, new in changes for piece in _pieces(switch, old, new)]
+    others = [piece for piece in pieces if piece[0] != switch.wide.rank]
+    arriving = [(rank, coming) for rank, _, coming in others if coming.numel()]
+    landing = [(rank, x if x.is_contiguous() else x.new_empty(x.shape)) for rank, x in arriving]
+    leaving = [(rank, going.contiguous()) for rank, going, _ in others if going.numel()]
+    works = switch.wide.trade(leaving, landing)
+    for rank, going, coming in pieces:
+        if rank == switch.wide.rank:
             coming.copy_(going)
-        leaving.append(going if rank != me else going[:0])
-        arriving.append(coming if rank != me else coming[:0])
-    if switch.old == 1:
-        return  # every rank holds all
-    received = switch.wide.swap(_flat(leaving, source), [x.numel() for x in leaving], [x.numel() for x in arriving])
-    for part, flat in zip(arriving, received.split([x.numel() for x in arriving]), strict=True):
-        part.copy_(flat.view(part.shape))
+    for work in works:
+        work.wait()
+    for (_, coming), (_, landed) in zip(arriving, landing, strict=True):
+        coming.copy_(landed)
 
 
-def gather(switch: Switch, old: Parameter, new: Parameter) -> None:
-    """Fill this rank's new part of a parameter: gather the whole in the old group, and slice."""
-    assert old.split is not None
-    targets = new.blocks()
-    for name, block in old.blocks().items():
-        full = switch.before.concat(block, old.split)
-        targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
+def _pieces(switch: Switch, old: Parameter, new: Parameter) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each rank of the old group, which holds the whole, with the views that it gets from here and sends here."""
+    me = switch.wide.rank
+    first = switch.old_group * switch.old
+    for source, target in zip(old.blocks().values(), new.blocks().values(), strict=True):
+        for rank in range(first, first + switch.old):
+            count, begin, _ = switch.units(me, rank)
+            going = _units(source, old.split, count, begin, switch.wide.size // switch.old)
+            count, _, begin = switch.units(rank, me)
+            yield rank, going, _units(target, old.split, count, begin, switch.wide.size // switch.new)
+
+
+def _units(shard: torch.Tensor, split: int | None, count: int, first: int, held: int) -> torch.Tensor:
+    """Return `count` of the `held` units of a shard, from the unit `first` on."""
+    assert split is not None
+    unit = shard.shape[split] // held
+    return shard.narrow(split, first * unit, count * unit)
+
+
+def gather(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
+    """Fill this rank's part of new parameters: gather each whole one in the old group, and slice."""
+    for old, new in changes:
+        assert old.split is not None
+        targets = new.blocks()
+        for name, block in old.blocks().items():
+            full = switch.before.concat(block, old.split)
+            targets[name].copy_(full.chunk(switch.new, old.split)[switch.after.rank])
 
 
 class Row(NamedTuple):
@@ -285,27 +282,24 @@ def _move(
         groups = (source // switch.old, target // switch.new)
         return [s for s in stretches if (s.source, s.target) == groups and s.last > s.first]
 
-    leaving = []
+    send = []
     coming: list[list[Stretch]] = []
     sizes = []
     for rank in switch.ranks:
         count, first, _ = shared(me, rank)
         going = between(me, rank) if count else []
-        leaving.append([pool[s.old, :, first : first + count] for s in going])
+        send.append(_flat([pool[s.old, :, first : first + count] for s in going], pool))
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
         sizes.append(sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3])
-    own = _flat(leaving[me], pool)
-    leaving[me] = []
-    sizes[me] = 0
-    sent = [sum(part.numel() for part in parts) for parts in leaving]
-    send = _flat([part for parts in leaving for part in parts], pool)
-    del leaving
     _, parts, _, width = pool.shape
     pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
-    received = list(switch.wide.swap(send, sent, sizes).split(sizes))
-    received[me] = own
-    del send
+    received = [send[me] if rank == me else pool.new_empty(size) for rank, size in enumerate(sizes)]
+    leaving = [(rank, flat) for rank, flat in enumerate(send) if rank != me and len(flat)]
+    arriving = [(rank, flat) for rank, flat in enumerate(received) if rank != me and len(flat)]
+    for work in switch.wide.trade(leaving, arriving):
+        work.wait()
+    del send, leaving, arriving
     pools[index] = pool.new_zeros(slots, parts, heads, width)
     for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
         count, _, first = shared(rank, me)
