@@ -101,9 +101,13 @@ def test_the_manifest_names_everything_that_git_tracks():
 
 def test_version_changelog_and_citation_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    newest = re.search(r"^## (\S+) \(([0-9-]+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\S+) \(([0-9-]+)\)$", changes, re.M)
     assert newest and newest.groups() == (citation["version"], str(citation["date-released"]))
     assert citation["version"] == __version__
+    for version in re.split(r"^## ", changes, flags=re.M):
+        headings = re.findall(r"^(?:###.*|\*\*.*\*\*)$", version, re.M)
+        assert len(headings) == len(set(headings)), f"a heading stands twice in one version: {headings}"
     assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class Lengths:
         """Return P(length > u), `[longest + 1]`; empty without samples."""
         if not self._seen:
             return np.zeros(0)
-        lengths, cut = np.array(self._seen, np.int64).T
+        flat = np.fromiter(chain.from_iterable(self._seen), np.int64, 2 * len(self._seen))
+        lengths, cut = flat[::2], flat[1::2]
         size = int(lengths.max()) + 1
         ended = np.bincount(lengths[cut == 0], minlength=size)
         at_risk = np.bincount(lengths, minlength=size)[::-1].cumsum()[::-1]
@@ -56,17 +58,22 @@ class Lengths:
         """Return the sum of `_survival` over all u < n, `[longest + 2]`."""
         return np.concatenate([[0.0], np.cumsum(self._survival)])
 
-    def survival(self, length: int, more: np.ndarray) -> np.ndarray:
-        """Return the probability that a sample of `length` tokens draws more than `more` further ones, as `more`."""
+    def survival(self, length: int | np.ndarray, more: np.ndarray) -> np.ndarray:
+        """Return the probability that samples of `length` tokens draw more than `more` further ones (broadcast)."""
         known = self._survival
+        length = np.asarray(length)
         reached = length + np.maximum(np.asarray(more, float), 0.0)
         if not len(known):
             return np.ones_like(reached)
-        if length < len(known) and known[length] > 0:
-            reaches: np.ndarray = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / known[length]
-        else:
-            reaches = max(length, 1) / np.maximum(reached, 1.0)
-        return reaches
+        now = self._now(length)
+        inside = known[np.minimum(reached, len(known) - 1).astype(np.int64)] / np.where(now > 0, now, 1.0)
+        found: np.ndarray = np.where(now > 0, inside, np.maximum(length, 1) / np.maximum(reached, 1.0))
+        return found
+
+    def _now(self, length: np.ndarray) -> np.ndarray:
+        """Return P(length > `length`), 0 where it is not known."""
+        known = self._survival
+        return np.where(length < len(known), known[np.minimum(length, len(known) - 1)], 0.0)
 
     def remaining(self, length: int, cap: int) -> float:
         """Return the expected further tokens of a sample of `length` tokens that ends at `cap` at the latest."""

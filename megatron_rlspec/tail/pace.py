@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -69,44 +70,38 @@ class Drain:
     alive: np.ndarray
     context: np.ndarray
 
-    def finish(self, pace: Pace, start: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the expected times until the last of `start` and of the first k samples has ended, for k in `counts`.
+    def finish(self, pace: Pace) -> float:
+        """Return the expected time until the last sample has ended."""
+        return float(drained(pace, self.times, self.terms.sum(1, keepdims=True))[0])
 
-        `start` is [3, T]: the sums, over samples that always take part, of log(1 - alive), alive and alive * context.
-        """
-        mine = np.stack(self._terms())
-        sums = np.concatenate([np.zeros((3, 1, len(self.times))), mine.cumsum(1)], 1)[:, counts] + start[:, None]
-        some = -np.expm1(sums[0])  # the probability that at least one runs
-        there = np.maximum(some, 1e-9)
-        batch = np.maximum(sums[1] / there, 1.0)
-        length = sums[2] / np.maximum(sums[1], 1e-9)
-        speed = some * pace.per_token(batch, length)
-        finish: np.ndarray = ((speed[:, 1:] + speed[:, :-1]) / 2 * np.diff(self.times)).sum(1)
-        return finish
+    @cached_property
+    def terms(self) -> np.ndarray:
+        """Return log(1 - alive), alive and alive * context, [3, n, T]."""
+        return np.stack([np.log1p(-np.minimum(self.alive, 1 - 1e-9)), self.alive, self.alive * self.context])
 
-    def sums(self) -> np.ndarray:
-        """Return the `start` of `finish` for all samples of this drain, [3, T]."""
-        return np.stack([term.sum(0) for term in self._terms()])
 
-    def _terms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return np.log1p(-np.minimum(self.alive, 1 - 1e-9)), self.alive, self.alive * self.context
-
-    def take(self, order: Sequence[int]) -> Drain:
-        chosen = list(order)
-        return Drain(self.times, self.alive[chosen], self.context[chosen])
+def drained(pace: Pace, times: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Return the expected times [K] until the last of K sets of samples has ended; `sums` [3, K, T] of `terms`."""
+    some = -np.expm1(sums[0])  # the probability that at least one runs
+    batch = np.maximum(sums[1] / np.maximum(some, 1e-9), 1.0)
+    length = sums[2] / np.maximum(sums[1], 1e-9)
+    speed = some * pace.per_token(batch, length)
+    found: np.ndarray = ((speed[:, 1:] + speed[:, :-1]) / 2 * np.diff(times)).sum(1)
+    return found
 
 
 def _interpolated(table: np.ndarray, batch: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Interpolate `table [BATCHES, CONTEXTS]` linearly. Outside, the nearest edge counts, times the larger batch."""
-    i, u = _cell(BATCHES, batch)
-    j, v = _cell(CONTEXTS, length)
+    i = _CELLS[np.minimum(batch, BATCHES[-1]).astype(np.int64)]
+    j = np.clip(np.frexp(length)[1] - 5, 0, len(CONTEXTS) - 2)  # floor(log2(length / CONTEXTS[0]))
+    u = np.clip((batch - BATCHES[i]) / _STEPS[i], 0.0, 1.0)
+    v = np.clip((length - CONTEXTS[j]) / CONTEXTS[j], 0.0, 1.0)  # a cell is as wide as its lower edge
     low = table[i, j] * (1 - v) + table[i, j + 1] * v
     high = table[i + 1, j] * (1 - v) + table[i + 1, j + 1] * v
     found: np.ndarray = (low * (1 - u) + high * u) * np.maximum(batch / BATCHES[-1], 1.0)
     return found
 
 
-def _cell(edges: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    index = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
-    share = (at - edges[index]) / (edges[index + 1] - edges[index])
-    return index, np.clip(share, 0.0, 1.0)
+_STEPS = np.diff(BATCHES)
+_WHOLE = np.arange(int(BATCHES[-1]) + 1)
+_CELLS = np.clip(np.searchsorted(BATCHES, _WHOLE, side="right") - 1, 0, len(BATCHES) - 2)  # edges are whole numbers

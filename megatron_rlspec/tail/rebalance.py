@@ -17,7 +17,7 @@ from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import Cost
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.pace import BATCHES, Drain, Pace
+from megatron_rlspec.tail.pace import BATCHES, Drain, Pace, drained
 from megatron_rlspec.types import Held, Load, Move, RoundStats, SpecConfig
 
 Rule = Literal["threshold", "makespan"]
@@ -172,7 +172,7 @@ class Rebalancer:
     def finish(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> float:
         """Return the expected time to the end of the last sample."""
         running = [held.context - held.prompt for load in loads for held in load.running]
-        return max(_State(self, loads, lengths.beside(running), cap).finish) if running else 0.0
+        return float(_State(self, loads, lengths.beside(running), cap).finish.max()) if running else 0.0
 
     def charge(self, loads: Sequence[Load], moves: Sequence[Move]) -> float:
         """Return the time that the most burdened target needs to take in what moves to it."""
@@ -191,23 +191,31 @@ class Rebalancer:
 
     def work(self, tokens: float, target: Load, network: bool = False) -> tuple[float, How]:
         """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
-        found: list[tuple[float, How]] = []
-        if "kv" in self.modes:
-            rate = self.transport.rate(network) * 1e6 * self.ms_per_unit  # bytes per unit of time
-            found.append((tokens * self.transport.token_bytes / rate if rate else 0.0, "kv"))
-        if "recompute" in self.modes:
-            found.append((self._prefill(tokens, target), "recompute"))
-        return min(found)
+        ways = self.ways(np.array([tokens]), target, np.array([network]))
+        return min((float(times[0]), how) for how, times in ways.items())
 
-    def _prefill(self, tokens: float, target: Load) -> float:
+    def ways(self, tokens: np.ndarray, target: Load, network: np.ndarray) -> dict[How, np.ndarray]:
+        """Return the time of each way, as `work`, for every one of several samples."""
+        found: dict[How, np.ndarray] = {}
+        if "kv" in self.modes:
+            far, near = (self.transport.rate(way) * 1e6 * self.ms_per_unit for way in (True, False))
+            rate = np.where(network, far or np.inf, near or np.inf)  # bytes per unit of time
+            found["kv"] = tokens * self.transport.token_bytes / rate
+        if "recompute" in self.modes:
+            found["recompute"] = self._prefill(tokens, target)
+        return found
+
+    def _prefill(self, tokens: np.ndarray, target: Load) -> np.ndarray:
         if isinstance(self.cost, CostTable):
+            tp = target.tp if target.tp in self.sizes else self.sizes[0]
             try:
-                return self.cost.prefill_ms(tokens, tp=target.tp if target.tp in self.sizes else self.sizes[0])
+                return np.array([self.cost.prefill_ms(n, tp=tp) for n in tokens.tolist()])
             except CostTableError:  # no prefill was measured: as in the largest round of plain decoding
-                return tokens * float(self.pace_of(target).per_round(BATCHES[-1:], tokens)[0]) / float(BATCHES[-1])
+                most = BATCHES[-1:]
+                times: np.ndarray = tokens * self.pace_of(target).per_round(most, tokens) / most
+                return times
         roofline = self.cost.fitted if isinstance(self.cost, LearntCost) else self.cost
-        n = np.array(float(tokens))
-        return float(roofline.target_ms(n, n)) * (1 + roofline.drafter)
+        return roofline.target_ms(tokens, tokens) * (1 + roofline.drafter)
 
     def _by_threshold(self, loads: Sequence[Load]) -> list[Move]:
         threshold = self.threshold(loads)
@@ -221,10 +229,10 @@ class Rebalancer:
             order = order[1:-1]
             if largest.version == smallest.version:
                 chosen = sorted(largest.running, key=lambda held: (held.context, held.accept, held.id))[:count]
-                moves += self.ways(largest, smallest, [(held, held.context) for held in chosen])
+                moves += self.by_way(largest, smallest, [(held, held.context) for held in chosen])
         return moves
 
-    def ways(self, source: Load, target: Load, chosen: Sequence[tuple[Held, int]]) -> list[Move]:
+    def by_way(self, source: Load, target: Load, chosen: Sequence[tuple[Held, int]]) -> list[Move]:
         """Return at most two moves, one by KV and one by recomputation. `chosen`: samples, and tokens to bring over."""
         ways: dict[How, list[str]] = {}
         for held, tokens in chosen:
@@ -242,153 +250,225 @@ def after(loads: Sequence[Load], moves: Sequence[Move]) -> list[Load]:
     for move in moves:
         for id in move.ids:
             where[id] = (move.target, where[id][1])
+    here: dict[str, list[Held]] = {load.engine: [] for load in loads}
+    for engine, held in where.values():
+        here[engine].append(held)
     result = []
     for load in loads:
-        running = tuple(held for engine, held in where.values() if engine == load.engine)
+        running = tuple(here[load.engine])
         used = sum(held.context for held in running) - sum(held.context for held in load.running)
         result.append(replace(load, running=running, free_tokens=load.free_tokens - used))
     return result
 
 
+class _Running:
+    """All N running samples, in the order of their ids, as arrays.
+
+    origin, prompt, context  [N] index of the engine at the start; tokens
+    group                    [N] index of the prompt; -1: not known
+    needs                    [N] tokens at the expected end
+    left                     [N] expected time to the end
+    times, terms             [T], [3, N, T] of `Drain`
+    fresh                    [3, T] the terms of a sample that waits
+    """
+
+    def __init__(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> None:
+        found = [(held, i) for i, load in enumerate(loads) for held in load.running]
+        average = float(np.mean([held.accept for held, _ in found]))
+        prompt = int(np.mean([held.prompt for held, _ in found]))
+        found.sort(key=lambda one: one[0].id)
+        self.held = [held for held, _ in found]
+        self.origin = np.array([i for _, i in found])
+        self.prompt = np.array([held.prompt for held in self.held])
+        self.context = np.array([held.context for held in self.held])
+        groups = np.unique([held.group for held in self.held])
+        self.group = np.searchsorted(groups, [held.group for held in self.held])
+        self.group[[held.group < 0 for held in self.held]] = -1
+        drawn = self.context - self.prompt
+        remaining = np.array([lengths.remaining(n, cap) for n in drawn.tolist()])
+        speed = np.array([held.accept / average if held.accept > 0 and average > 0 else 1.0 for held in self.held])
+        self.needs = self.context + remaining
+        self.left = remaining / speed
+        most = max(cap, 2)
+        grids = (np.geomspace(1, most, 16), np.linspace(0, most, 65), np.geomspace(most, FASTEST * most, 12))
+        self.times = np.unique(np.concatenate(grids))
+        speed = np.append(np.clip(speed, 1 / FASTEST, FASTEST), 1.0)
+        tokens = speed[:, None] * self.times
+        done = np.append(drawn, 0)[:, None]
+        most_tokens = np.maximum(cap - done, 0)
+        alive = np.where(tokens < most_tokens, lengths.survival(done, tokens), 0.0)
+        context = np.append(self.context, prompt)[:, None] + np.minimum(tokens, most_tokens)
+        terms = Drain(self.times, alive, context).terms
+        self.terms = terms[:, :-1]
+        self.fresh = terms[:, -1]
+
+
 class _State:
-    """A search for moves that let engines finish earlier. It changes a copy of the loads, step by step."""
+    """A search for moves that let engines finish earlier. It notes where samples are, step by step.
+
+    finish  [E] expected times to the end of the engines' last samples
+    """
 
     def __init__(self, planner: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> None:
         self.planner = planner
         self.loads = list(loads)
-        self.lengths = lengths
-        self.cap = cap
-        self.origin = {held.id: i for i, load in enumerate(loads) for held in load.running}
-        self.accept = float(np.mean([held.accept for load in loads for held in load.running]))
-        most = max(cap, 2)
-        grids = (np.geomspace(1, most, 16), np.linspace(0, most, 65), np.geomspace(most, FASTEST * most, 12))
-        self.times = np.unique(np.concatenate(grids))
-        self._known: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}
-        prompts = [held.prompt for load in loads for held in load.running]
-        fresh = Held("", int(np.mean(prompts)), int(np.mean(prompts)), self.accept)
-        self.waits = [self._drain([fresh]).sums() * load.waiting for load in loads]
-        self.sums = [np.zeros(0)] * len(loads)
-        self.finish = [0.0] * len(loads)
+        self.all = _Running(loads, lengths, cap)
+        self.paces = [planner.pace_of(load) for load in loads]
+        self.nodes = np.unique([load.node for load in loads], return_inverse=True)[1]
+        self.free = [load.free_tokens for load in loads]
+        self.waits = [self.all.fresh * load.waiting for load in loads]
+        order = np.argsort(self.all.origin, kind="stable")
+        firsts = np.searchsorted(self.all.origin[order], np.arange(1, len(loads)))
+        self.here = np.split(order, firsts)  # engine -> its samples, in the order of their ids
+        self.groups = np.zeros((len(loads), int(self.all.group.max()) + 2), bool)  # those that an engine holds
+        self.sums = np.zeros((3, len(loads), len(self.all.times)))
+        self.finish = np.zeros(len(loads))
+        self._changes = [0] * len(loads)
+        self._stuck: dict[int, list[tuple[int, int]]] = {}  # source -> it and its targets, by their changes
         self._refresh(range(len(loads)))
 
-    def _refresh(self, changed: Iterable[int]) -> None:
-        """Compute sums and finishes of engines that have changed. The order of their samples makes no difference."""
+    def _refresh(self, changed: Sequence[int]) -> None:
+        """Compute what is known of engines that have changed."""
         for i in changed:
-            running = tuple(sorted(self.loads[i].running, key=lambda held: held.id))
-            self.loads[i] = replace(self.loads[i], running=running)
-            drain = self._drain(running)
-            self.sums[i] = drain.sums() + self.waits[i]
-            pace = self.planner.pace_of(self.loads[i])
-            self.finish[i] = float(drain.finish(pace, self.waits[i], np.array([len(running)]))[0])
+            self.sums[:, i] = self.all.terms[:, self.here[i]].sum(1) + self.waits[i]
+            self.groups[i] = False
+            self.groups[i, self.all.group[self.here[i]]] = True
+            self.groups[i, -1] = False  # the column of unknown groups
+            self._changes[i] += 1
+        for pace in dict.fromkeys(self.paces[i] for i in changed):
+            alike = [i for i in changed if self.paces[i] is pace]
+            self.finish[alike] = drained(pace, self.all.times, self.sums[:, alike])
 
-    def _drain(self, running: Sequence[Held]) -> Drain:
-        for held in running:
-            if held.id not in self._known:
-                self._known[held.id] = self._sample(held)
-        if not running:
-            return Drain(self.times, np.zeros((0, len(self.times))), np.zeros((0, len(self.times))))
-        alive, context = zip(*(self._known[held.id][:2] for held in running), strict=True)
-        return Drain(self.times, np.array(alive), np.array(context))
-
-    def _sample(self, held: Held) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return a row of `Drain.alive`, one of `Drain.context`, and the expected time to the sample's end."""
-        length = held.context - held.prompt
-        speed = held.accept / self.accept if held.accept > 0 and self.accept > 0 else 1.0
-        drawn = self.times * min(max(speed, 1 / FASTEST), FASTEST)
-        most = max(self.cap - length, 0)
-        alive = np.where(drawn < most, self.lengths.survival(length, drawn), 0.0)
-        return alive, held.context + np.minimum(drawn, most), self.lengths.remaining(length, self.cap) / speed
-
-    def best_step(self) -> tuple[int, int, list[Held]] | None:
+    def best_step(self) -> tuple[int, int, np.ndarray] | None:
         """Return (source, target, samples) of the step that saves most, from the engine that finishes last; or None."""
-        latest = max(self.finish)
-        for source in sorted(range(len(self.loads)), key=lambda i: (-self.finish[i], i)):
+        rising = np.argsort(self.finish, kind="stable").tolist()
+        latest = self.finish.max()
+        for source in np.argsort(-self.finish, kind="stable").tolist():
             if self.finish[source] < WORTH * latest:
                 break
-            targets = sorted(range(len(self.loads)), key=lambda i: (self.finish[i], i))
-            possible = [target for target in targets if self._possible(source, target)][:TARGETS]
-            steps = [self._step(source, target) for target in possible]
-            found = [step for step in steps if step is not None]
-            if found:
-                _, target, chosen = max(found, key=lambda step: (step[0], -step[1]))
-                return source, target, chosen
+            targets = self._targets(source, rising)
+            known = [(i, self._changes[i]) for i in (source, *targets)]
+            if not targets or self._stuck.get(source) == known:
+                continue
+            step = _Source(self, source).best_step(targets)
+            if step is not None:
+                return source, *step
+            self._stuck[source] = known
         return None
 
-    def _possible(self, source: int, target: int) -> bool:
-        same = self.loads[source].version == self.loads[target].version
-        return same and len(self.loads[source].running) > 0 and self.finish[target] < self.finish[source]
+    def _targets(self, source: int, rising: Sequence[int]) -> list[int]:
+        """Return the engines of one version with `source` that finish first, and before it."""
+        found: list[int] = []
+        if len(self.here[source]):
+            for target in rising:
+                if len(found) == TARGETS or self.finish[target] >= self.finish[source]:
+                    break
+                if self.loads[target].version == self.loads[source].version:
+                    found.append(target)
+        return found
 
-    def _step(self, source: int, target: int) -> tuple[float, int, list[Held]] | None:
-        """Return (time saved, target, samples) of the best move between two engines, or None if none pays."""
-        best: tuple[float, int, list[Held]] | None = None
-        before = self.finish[source]
-        count = len(self.loads[source].running)
-        counts = np.unique(np.linspace(1, count, COUNTS).round().astype(int))
-        here, there = (self.planner.pace_of(self.loads[i]) for i in (source, target))
-        for order in self._orders(source, target):
-            mine = self._drain(order)
-            arriving = mine.finish(there, self.sums[target], counts)
-            staying = mine.take(range(count)[::-1]).finish(here, self.waits[source], count - counts)
-            later = np.maximum(staying, arriving + self._charges(order, target, counts))
-            later[self._needs(order)[counts - 1] > self.loads[target].free_tokens] = np.inf
-            saved = before - later
-            i = int(saved.argmax())
-            if saved[i] > self.planner.gain * before and (best is None or saved[i] > best[0]):
-                best = float(saved[i]), target, order[: counts[i]]
-        return best
+    def new_tokens(self, samples: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Return the tokens to bring over: without the prompt, where an engine runs a sample of it (`known` [G])."""
+        found: np.ndarray = self.all.context[samples] - self.all.prompt[samples] * known[self.all.group[samples]]
+        return found
 
-    def _orders(self, source: int, target: int) -> list[list[Held]]:
-        """Return the orders in which samples are tried: cheap ones, long ones, and those that end soon first."""
-        running = self.loads[source].running
-        cheap = sorted(running, key=lambda held: (self._new_tokens(held, target), held.id))
-        soon = sorted(running, key=lambda held: (self._known[held.id][2], held.id))
-        found = [cheap, soon[::-1], soon]
-        return [order for i, order in enumerate(found) if order not in found[:i]]
+    def works(self, samples: np.ndarray, target: int) -> np.ndarray:
+        """Return the times in which samples come to an engine."""
+        network = self.nodes[self.all.origin[samples]] != self.nodes[target]
+        ways = self.planner.ways(self.new_tokens(samples, self.groups[target]), self.loads[target], network)
+        found: np.ndarray = np.minimum.reduce(list(ways.values()))
+        return found
 
-    def _new_tokens(self, held: Held, target: int) -> int:
-        """Return the tokens that must be brought over: without the prompt, if a sample of it runs there."""
-        known = held.group >= 0 and any(other.group == held.group for other in self.loads[target].running)
-        return held.context - held.prompt if known else held.context
+    def missed(self, samples: np.ndarray, target: int, counts: np.ndarray) -> np.ndarray:
+        """Return the time of the rounds that moved samples miss, for `counts` of `samples`."""
+        length = float(np.mean(self.all.context[samples]))
+        rounds = self.paces[target].per_round(len(self.here[target]) + counts, length)
+        return self.planner.transport.rounds * rounds
 
-    def _network(self, held: Held, target: int) -> bool:
-        """Return whether a sample's first engine and the target share no memory."""
-        return self.loads[self.origin[held.id]].node != self.loads[target].node
-
-    def _charges(self, order: Sequence[Held], target: int, counts: np.ndarray) -> np.ndarray:
-        """Return what it costs the target to take the first k samples of `order`, for k in `counts`."""
-        planner = self.planner
-        load = self.loads[target]
-        works = [planner.work(self._new_tokens(held, target), load, self._network(held, target))[0] for held in order]
-        work = np.cumsum(works)[counts - 1]
-        length = _mean_context(order)
-        batch = len(load.running) + counts
-        charges: np.ndarray = work + planner.transport.rounds * planner.pace_of(load).per_round(batch, length)
-        return charges
-
-    def _needs(self, order: Sequence[Held]) -> np.ndarray:
-        """Return the tokens that must be free for the first 1, 2, … samples of `order`, with what they will draw."""
-        tokens = [held.context + self.lengths.remaining(held.context - held.prompt, self.cap) for held in order]
-        return np.cumsum(tokens)
-
-    def apply(self, source: int, target: int, chosen: Sequence[Held]) -> None:
-        move = Move(self.loads[source].engine, self.loads[target].engine, tuple(held.id for held in chosen), "kv")
-        self.loads = after(self.loads, [move])
+    def apply(self, source: int, target: int, samples: np.ndarray) -> None:
+        used = int(self.all.context[samples].sum())
+        self.here[source] = np.setdiff1d(self.here[source], samples)
+        self.here[target] = np.union1d(self.here[target], samples)
+        self.free[source] += used
+        self.free[target] -= used
         self._refresh((source, target))
 
     def moves(self) -> list[Move]:
         """Return the moves from where samples were to where they are now."""
-        pairs: dict[tuple[int, int], list[tuple[Held, int]]] = {}
-        for target, load in enumerate(self.loads):
-            for held in load.running:
-                if (source := self.origin[held.id]) != target:
-                    pairs.setdefault((source, target), []).append((held, self._new_tokens_before(held, target)))
-        found: list[Move] = []
-        for (source, target), chosen in sorted(pairs.items()):
-            found += self.planner.ways(self.loads[source], self.loads[target], chosen)
-        return found
+        found: dict[tuple[int, int], list[Move]] = {}
+        for target, here in enumerate(self.here):
+            origin = self.all.origin[here]
+            known = np.zeros(self.groups.shape[1], bool)  # groups of the samples that were there from the start
+            known[self.all.group[here[origin == target]]] = True
+            known[-1] = False
+            for source in np.unique(origin[origin != target]).tolist():
+                samples = here[origin == source]
+                tokens = self.new_tokens(samples, known).tolist()
+                chosen = [(self.all.held[i], n) for i, n in zip(samples, tokens, strict=True)]
+                found[source, target] = self.planner.by_way(self.loads[source], self.loads[target], chosen)
+        return [move for _, moves in sorted(found.items()) for move in moves]
 
-    def _new_tokens_before(self, held: Held, target: int) -> int:
-        """Return `_new_tokens` for the samples that were there from the start."""
-        stays = [other for other in self.loads[target].running if self.origin[other.id] == target]
-        known = held.group >= 0 and any(other.group == held.group for other in stays)
-        return held.context - held.prompt if known else held.context
+
+class _Source:
+    """An engine from which the first samples of some order may move: what does not depend on the target.
+
+    counts  numbers of samples that are compared
+    """
+
+    def __init__(self, state: _State, source: int) -> None:
+        self.state = state
+        self.samples = state.here[source]
+        self.finish = state.finish[source]
+        self.waits = state.waits[source]
+        self.pace = state.paces[source]
+        count = len(self.samples)
+        self.counts = np.unique(np.linspace(1, count, COUNTS).round().astype(int))
+        self.soon = np.argsort(state.all.left[self.samples], kind="stable")
+        self._known: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def best_step(self, targets: Sequence[int]) -> tuple[int, np.ndarray] | None:
+        """Return the target and the samples that save most time, or None if none pays."""
+        best: tuple[float, int, np.ndarray] | None = None
+        for target in targets:
+            step = self._step(target)
+            if step is not None and (best is None or (step[0], -target) > (best[0], -best[1])):
+                best = step[0], target, step[1]
+        return None if best is None else best[1:]
+
+    def _step(self, target: int) -> tuple[float, np.ndarray] | None:
+        """Return (time saved, samples) of the best move to an engine, or None if none pays."""
+        state = self.state
+        cheap = np.argsort(state.new_tokens(self.samples, state.groups[target]), kind="stable")
+        orders = [cheap, self.soon[::-1], self.soon]  # those that come cheap, long ones, and those that end soon first
+        least = state.planner.gain * self.finish
+        best: tuple[float, np.ndarray] | None = None
+        works: np.ndarray | None = None
+        for order in orders:
+            arriving, staying, needs = self._parts(order)
+            tried = np.flatnonzero((self.finish - staying > least) & (needs <= state.free[target]))
+            if not len(tried):
+                continue
+            if works is None:
+                works = state.works(self.samples, target)
+                missed = state.missed(self.samples, target, self.counts)
+            sums = arriving[:, tried] + state.sums[:, target, None]
+            later = drained(state.paces[target], state.all.times, sums)
+            later += np.cumsum(works[order])[self.counts - 1][tried] + missed[tried]
+            saved = self.finish - np.maximum(staying[tried], later)
+            i = int(saved.argmax())
+            if saved[i] > least and (best is None or saved[i] > best[0]):
+                best = float(saved[i]), self.samples[order[: self.counts[tried[i]]]]
+        return best
+
+    def _parts(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return, for the first k samples of an order: their terms' sums, when the rest finishes, and their tokens."""
+        key = order.tobytes()
+        if key not in self._known:
+            everything = self.state.all
+            terms = everything.terms[:, self.samples[order]]
+            first = terms.cumsum(1)[:, self.counts - 1]
+            rest = np.concatenate([np.zeros_like(terms[:, :1]), terms[:, ::-1].cumsum(1)], 1)
+            rest = rest[:, len(order) - self.counts] + self.waits[:, None]
+            staying = drained(self.pace, everything.times, rest)
+            self._known[key] = first, staying, np.cumsum(everything.needs[self.samples[order]])[self.counts - 1]
+        return self._known[key]

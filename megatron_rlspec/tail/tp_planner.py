@@ -178,9 +178,7 @@ class TPPlanner:
             if group:
                 parts = [drains[held.id] for held in group]
                 alive, context = (np.concatenate([getattr(p, x) for p in parts]) for x in ("alive", "context"))
-                drain = Drain(parts[0].times, alive, context)
-                start = np.zeros((3, len(drain.times)))
-                latest = max(latest, float(drain.finish(self.paces[tp], start, np.array([len(group)]))[0]))
+                latest = max(latest, Drain(parts[0].times, alive, context).finish(self.paces[tp]))
         return latest
 
     def cost(

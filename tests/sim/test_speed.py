@@ -20,9 +20,9 @@ SHORT = LengthModel.of_quantiles((0.5, 378), (0.95, 1373), 0.5)
     ("policies", "engines", "prompts", "lengths", "cap", "seconds", "least"),
     [
         ("adaptive", 8, 16, LONG, 16384, 3, 20_000),
-        ("adaptive+auto", 8, 16, LONG, 16384, 6, 10_000),
-        ("adaptive", 1000, 1000, SHORT, 2048, 60, 15_000),
-        ("adaptive+auto", 100, 100, SHORT, 2048, 60, 1_000),
+        ("adaptive+auto", 8, 16, LONG, 16384, 3, 20_000),
+        ("adaptive", 1000, 1000, SHORT, 2048, 60, 20_000),
+        ("adaptive+auto", 1000, 1000, SHORT, 2048, 60, 20_000),
     ],
 )
 def test_rounds_a_cpu_second(policies, engines, prompts, lengths, cap, seconds, least):

@@ -13,7 +13,8 @@ from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Pr
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport, _State, after
+from megatron_rlspec.tail.pace import Drain
+from megatron_rlspec.tail.rebalance import WORTH, Rebalancer, Transport, _State, after
 from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(3))
@@ -157,7 +158,7 @@ def test_rounds_correct_the_costs_of_their_engine_s_size():
 
 @settings(deadline=None, max_examples=15)
 @given(fleets(most_engines=3, most_samples=12), st.sampled_from([0.001, 0.1, 40.0]), st.booleans(), st.integers(0, 3))
-def test_moves_between_sizes_save_more_than_they_cost_and_are_not_undone(loads, bandwidth, known, lane):
+def test_moves_between_sizes_save_time_with_their_cost_and_are_not_undone(loads, bandwidth, known, lane):
     """What a plan's first step saves is computed again here, from the finishes of engines before and after it."""
     loads = [replace(load, tp=8 if i == lane else 2) for i, load in enumerate(loads)]
     rule = of_sizes(transport=Transport(bandwidth, 150_000, 2.0))
@@ -170,11 +171,84 @@ def test_moves_between_sizes_save_more_than_they_cost_and_are_not_undone(loads, 
         return
     state = _State(rule, loads, lengths.beside(running), 512)
     source, target, chosen = state.best_step()
-    cost = sum(rule.work(state._new_tokens(held, target), loads[target])[0] for held in chosen)
+    cost = float(state.works(chosen, target).sum())
     before = state.finish[source]
     state.apply(source, target, chosen)
-    saving = before - max(state.finish[source], state.finish[target])
-    assert saving > cost and before - max(state.finish[source], state.finish[target] + cost) > rule.gain * before
+    assert before - max(state.finish[source], state.finish[target] + cost) > rule.gain * before
+
+
+def saving_by_hand(rule, loads, lengths, cap, times, source, target, chosen):
+    """The time that a step saves, one sample after the other; -inf without room."""
+    average = np.mean([held.accept for load in loads for held in load.running])
+
+    def finish(load, running):
+        rows = []
+        for held in running:
+            tokens = times * np.clip(held.accept / average, 0.25, 4.0)
+            drawn = held.context - held.prompt
+            alive = np.where(tokens < cap - drawn, lengths.survival(drawn, tokens), 0.0)
+            rows.append((alive, held.context + np.minimum(tokens, cap - drawn)))
+        alive, context = (np.reshape(column, (-1, len(times))) for column in zip(*rows, strict=True)) if rows else (
+            np.zeros((2, 0, len(times)))
+        )  # fmt: skip
+        return Drain(times, alive, context).finish(rule.pace_of(load))
+
+    groups = {held.group for held in target.running} - {-1}
+    cost = sum(rule.work(h.context - (h.prompt if h.group in groups else 0), target)[0] for h in chosen)
+    length = np.mean([held.context for held in source.running])
+    cost += rule.transport.rounds * rule.pace.per_round(np.array(len(target.running) + len(chosen)), length)
+    if sum(h.context + lengths.remaining(h.context - h.prompt, cap) for h in chosen) > target.free_tokens:
+        return -np.inf
+    rest = [held for held in source.running if held not in chosen]
+    arrived = [*target.running, *chosen]
+    return finish(source, source.running) - max(finish(source, rest), finish(target, arrived) + cost)
+
+
+@settings(deadline=None, max_examples=15)
+@given(fleets(most_engines=3, most_samples=8), st.sampled_from([0.0, 0.1, 40.0]))
+def test_a_step_saves_as_much_as_the_best_one_by_hand(loads, bandwidth):
+    """All targets, orders and numbers of samples of the engine that gives, each from the start."""
+    loads = [replace(load, waiting=0, version=7) for load in loads]
+    running = [held.context - held.prompt for load in loads for held in load.running]
+    if not running:
+        return
+    rule = planner(cost=STEEP, transport=Transport(bandwidth, 150_000, 2.0))
+    rule.ms_per_unit = 1.0
+    lengths = of_past_rollouts().beside(running)
+    state = _State(rule, loads, lengths, 512)
+
+    def best(source):
+        left = {h.id: lengths.remaining(h.context - h.prompt, 512) / h.accept for h in loads[source].running}
+        soon = sorted(loads[source].running, key=lambda held: (left[held.id], held.id))
+        found = [-np.inf]
+        for target in (load for i, load in enumerate(loads) if state.finish[i] < state.finish[source]):
+            groups = {held.group for held in target.running} - {-1}
+            cheap = sorted(soon, key=lambda h: (h.context - (h.prompt if h.group in groups else 0), h.id))
+            for order in (cheap, soon, soon[::-1]):
+                for count in range(1, len(order) + 1):
+                    args = (rule, loads, lengths, 512, state.all.times, loads[source], target, order[:count])
+                    found.append(saving_by_hand(*args))
+        return max(found)
+
+    step = state.best_step()
+    sources = [i for i in np.argsort(-state.finish, kind="stable") if state.finish[i] >= WORTH * state.finish.max()]
+    for source in sources:
+        most = best(source)
+        if step is None or source != step[0]:
+            assert most <= rule.gain * state.finish[source] * (1 + 1e-9)
+            continue
+        chosen = [state.all.held[i] for i in step[2]]
+        found = saving_by_hand(rule, loads, lengths, 512, state.all.times, loads[source], loads[step[1]], chosen)
+        assert found == pytest.approx(most) and found > 0
+        break
+
+
+def test_an_engine_that_gives_nothing_is_asked_again_when_another_has_room():
+    """At first neither b nor c has room for a sample of a. Then b gives some to c."""
+    small = {"free": 1500}
+    loads = [engine("a", [1500] * 12, prompt=1400), engine("b", [100] * 12, **small), engine("c", [], **small)]
+    moves = planner(cost=STEEP, gain=0.01).plan(loads, of_past_rollouts(), 512)
+    assert [(move.source, move.target) for move in moves] == [("a", "b"), ("b", "c")]
 
 
 def test_the_paper_s_example_moves():
@@ -239,9 +313,10 @@ def test_a_prompt_that_the_target_holds_is_free():
     rule.ms_per_unit = 1.0
     alone = [engine("a", [3100] * 6, prompt=3000, group=5), engine("b", [], group=5)]
     beside = [alone[0], engine("b", [3050], prompt=3000, group=5)]
-    state = [_State(rule, loads, of_past_rollouts(), 512) for loads in (alone, beside)]
-    charges = [s._charges(list(alone[0].running), 1, np.array([6]))[0] for s in state]
-    assert charges[0] > 3 * charges[1]
+    unknown = [engine("a", [3100] * 6, prompt=3000), engine("b", [3050], prompt=3000)]
+    state = [_State(rule, loads, of_past_rollouts(), 512) for loads in (alone, beside, unknown)]
+    works = [s.works(s.here[0], 1).sum() for s in state]
+    assert works[0] == works[2] > 3 * works[1]
 
 
 def test_waiting_requests_count():
@@ -265,15 +340,13 @@ def test_one_straggler_stays():
 def makespan(rule, loads, moved, lengths, cap) -> float:
     """The latest finish, with the costs of moves on the engines that take them."""
     state = _State(rule, loads, lengths, cap)
-    finish = list(state.finish)
-    for i, load in enumerate(loads):
-        arrived = [sample for sample in load.running if sample.id in moved[i]]
-        if arrived:
-            rest = [sample for sample in load.running if sample not in arrived]
-            state.loads[i] = Load(load.engine, tuple(rest), 0, 0, 0)
-            finish[i] += float(state._charges(arrived, i, np.array([len(arrived)]))[0])
-            state.loads[i] = load
-    return max(finish)
+    finish = state.finish
+    for i, here in enumerate(state.here):
+        arrived = np.array([sample for sample in here if state.all.held[sample].id in moved[i]], int)
+        if len(arrived):
+            state.here[i] = np.setdiff1d(here, arrived)
+            finish[i] += state.works(arrived, i).sum() + state.missed(arrived, i, np.array([len(arrived)]))[0]
+    return float(finish.max())
 
 
 def best_of_all(rule, loads, lengths, cap) -> float:
@@ -319,12 +392,19 @@ def test_observed_rounds_change_costs_and_acceptance():
     assert rule.pace.per_round(np.array(8), 100) > 1.5 * before
 
 
-def test_a_plan_takes_milliseconds():
-    """Eight engines with 167 samples; about 60 ms on a busy machine; two engines of 24 and 1 take 5."""
-    loads = [engine(f"e{i}", range(100, 100 + n)) for i, n in enumerate((64, 48, 40, 8, 4, 2, 1, 0))]
+@pytest.mark.parametrize(
+    ("samples", "limit"), [((24, 1), 20), ((64, 24), 20), ((64, 64), 20), ((64, 48, 40, 8, 4, 2, 1, 0), 150)]
+)
+def test_a_plan_takes_milliseconds(samples, limit):
+    """About 2 CPU ms for two engines and 20 for eight. The limits (ms) leave room for a busy machine."""
+    drawn = np.random.default_rng(0)
+    loads = [engine(f"e{i}", drawn.integers(100, 500, n).tolist()) for i, n in enumerate(samples)]
     rule = planner()
     lengths = of_past_rollouts()
-    rule.plan(loads, lengths, 1024)
-    began = time.process_time()
-    rule.plan(loads, lengths, 1024)
-    assert time.process_time() - began < 0.5
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        rule.plan(loads, lengths, 1024)
+        took.append(1e3 * (time.process_time() - began))
+    print(f"\n{samples}: {np.median(took):.1f} CPU ms")
+    assert np.median(took) < limit
