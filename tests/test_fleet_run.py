@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from pathlib import Path
 
+import psutil
 import pytest
-from short_run import run
+from short_run import run, train
+from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.trajectory import FOLDER
 from megatron_rlspec.types import OFF, SpecConfig
 from megatron_rlspec.weights.checkpoint import read_hf
 
@@ -84,6 +89,34 @@ def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "two" / "moves.jsonl").read_text().splitlines()]
     changes = [(change["from"], change["to"]) for row in rows for change in row["sizes"]]
     assert (1, 2) in changes and (2, 1) in changes
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
+    """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
+    options = OPTIONS | {"tail__rebalance": "off", "tail__tp": "1,2", "train__record": "true", "train__steps": 4}
+    options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(start, whole, ranks=2, **options)
+    monkeypatch.setenv("RUN", str(killed))
+    moment = tmp_path / "killed.killed"
+    process = train(start, killed, program=Path(__file__).parent / "dying_run.py", ranks=2, **options)
+    while not moment.exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.01)
+    line = told(process, 1, psutil.Process(process.pid).children(recursive=True))
+    assert time.time() - moment.stat().st_mtime < 20
+    assert "another rank ended or cannot be reached" in line
+    assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == [0, 1]
+    recorded = {path.name: path.read_bytes() for path in (killed / FOLDER).iterdir()}
+    assert len(recorded) == 2
+    run(start, killed, ranks=2, **options, train__resume="true")
+    assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == list(range(4))
+    for name, content in recorded.items():
+        assert (killed / FOLDER / name).read_bytes() == content, name
+    for folder in (FOLDER, "hf", "checkpoints/step-000004"):
+        for path in (whole / folder).glob("*.safetensors"):
+            assert path.read_bytes() == (killed / folder / path.name).read_bytes(), path
 
 
 @pytest.mark.parametrize(

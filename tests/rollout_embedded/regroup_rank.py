@@ -27,6 +27,7 @@ from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedul
 
 MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+WORDS = torch.arange(48)[torch.arange(48) % 6 != 0]  # of the EAGLE-3 drafter
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
 SWITCHING = SpecSchedule((1, 3, 6), (0, 80), ((SpecConfig(3), OFF), (OFF, SpecConfig(2)), (SpecConfig(1), OFF)))
 
@@ -46,14 +47,47 @@ class Script:
 
 
 def model(kind: str) -> tuple[Any, Any]:
-    return oracle.tiny(**MODEL) if kind == "mtp" else retile_rank.of_kind(kind)
+    return oracle.tiny(**MODEL) if kind == "mtp" else eagle3()
 
 
-def engine(slots: int = 4096, kind: str = "mtp") -> Any:
-    return oracle.engine_of(
-        *model(kind), SWITCHING, dtype=torch.float64, max_length=96, max_total_tokens=slots, max_draft_tokens=16,
-        version=1, draft_words=retile_rank.WORDS if kind == "eagle3" else None,
+def eagle3() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Make a target that is nearly a bigram model, and an EAGLE-3 drafter whose attention passes the newest embedding.
+
+    Embeddings lie in the dimensions that the key heads hold. Their parts have one length, so that each column scores
+    itself highest. Noise lets drafts depend on the hidden states and on all columns.
+    """
+    config, tensors = retile_rank.of_kind("eagle3", WORDS, 0.05, drafter="close", sharpness=2.0)
+    heads, width = MODEL["kv_heads"], MODEL["hidden"] // MODEL["heads"]
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, heads * width :] = 0
+    parts = embedding[:, : heads * width].unflatten(1, (heads, width))
+    parts *= 2 / parts.norm(dim=-1, keepdim=True)
+    to_keys = torch.eye(heads * width, MODEL["hidden"], dtype=torch.float64)
+    to_queries = to_keys.unflatten(0, (heads, width)).repeat_interleave(MODEL["heads"] // heads, 0).flatten(0, 1)
+    for name, matrix in {"q": 2 * to_queries, "k": 2 * to_keys, "v": to_keys}.items():
+        tensors[f"eagle3.midlayer.self_attn.{name}_proj.weight"][:, : MODEL["hidden"]] += matrix
+    tensors["eagle3.midlayer.self_attn.o_proj.weight"] += 3 * to_queries.T
+    tensors["eagle3.lm_head.weight"] = tensors["lm_head.weight"][WORDS].clone()
+    return config, tensors
+
+
+def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
+    """Make the engine of one rank. `phases`: a sample drafts 3 steps where its length is in every other 8 tokens.
+
+    Then the drafts of a sample depend on its own tokens alone, and not on the batch.
+    """
+    made = oracle.engine_of(
+        *model(kind), SpecSchedule.fixed(SpecConfig(3)) if phases else SWITCHING, dtype=torch.float64, max_length=96,
+        max_total_tokens=slots, max_draft_tokens=16, version=1, draft_words=WORDS if kind == "eagle3" else None,
     )  # fmt: skip
+    if phases:
+        made.rounds.can_draft = lambda rows: (made.cache.length[rows] > 1) & (made.cache.length[rows] // 8 % 2 == 0)
+    return made
+
+
+def accepted(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    """Return the rounds and the accepted drafts of samples."""
+    return [(s.accepted, s.accepted_spans) for s in samples]
 
 
 ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
@@ -108,8 +142,11 @@ def kill_in(module: Any, name: str, calls: int, note: Path) -> None:
     setattr(module, name, dies)
 
 
-def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, adaptive: bool) -> dict[str, Any]:
-    """Draw one rollout per script, with a push in the middle. Every rank says what it saw."""
+def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:
+    """Draw one rollout per script, with a push in the middle. Every rank says what it saw.
+
+    speculation  by a "schedule", a "rule", or in "phases" of each sample
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -119,7 +156,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, adap
     for tp in (2, size):
         groups.of(tp)
     script = Script([])
-    member = Member(engine(slots, kind), ranks, None, script, groups)
+    member = Member(engine(slots, kind, speculation == "phases"), ranks, None, script, groups)
     for sizes in scripts:
         script.sizes = [*script.sizes, *sizes, 0][:-1]
     if rank:
@@ -127,15 +164,15 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, adap
         member.engine.cache.audit()
         return {"changes": [(c["from"], c["to"]) for c in member.changes], "held": script.held}
     fleet = Fleet(member, every=3)
-    if adaptive:
+    if speculation == "rule":
         rule = {"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], "roofline": Roofline.of_layers(2).to_json()}
         fleet.set_spec_rule(rule)
-    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": 0, "changes": [], "ways": set()}
+    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
     for number in range(len(scripts)):
         samples = fleet.generate(oracle.requests(PROMPTS, group=3), LONG)
         found["texts"].append([s.tokens.tolist() for s in samples])
         found["logprobs"].append(np.concatenate([s.behaviour_logprobs for s in samples]))
-        found["accepted"] += sum(last - first for s in samples for first, last in s.accepted_spans)
+        found["accepted"].append(accepted(samples))
         assert all(s.policy_versions == ((number + 1, 0, 60),) for s in samples)
         sizes = fleet.record()["sizes"]
         assert all(set(c) == {"began", "from", "to", "samples", "how", "ms"} for c in sizes)

@@ -1,0 +1,28 @@
+"""Run `rlspec train`, whose rank 1 is killed in the middle of a change of the tensor-parallel size, in the third step.
+
+RUN in the environment is the run's directory. The file RUN.killed tells the moment.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from megatron_rlspec import cli
+from megatron_rlspec.metrics import read_records
+from megatron_rlspec.rollout.embedded import retile
+
+exchange = retile.exchange
+moved = []
+
+
+def dies(switch, old, new):
+    moved.append(old)
+    if os.environ["RANK"] == "1" and len(moved) % 7 == 0 and len(read_records(Path(RUN) / "metrics.jsonl")) == 2:
+        Path(f"{RUN}.killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange(switch, old, new)
+
+
+RUN = os.environ["RUN"]
+retile.exchange = dies
+cli.main()
