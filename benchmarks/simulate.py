@@ -27,7 +27,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,12 +49,12 @@ from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
 from megatron_rlspec.sim.rollout import MoveCost
 from megatron_rlspec.sim.rollout import rollout as simulated
 from megatron_rlspec.sim.samples import AcceptanceModel, rounds_of
-from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
+from megatron_rlspec.speculation.cost_rows import Provenance
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
-from megatron_rlspec.types import OFF, Load, Move, Prompt, Request, RoundStats, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Load, Move, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 LAYERS, HIDDEN = 3, 128
 K1, K3 = SpecConfig(1), SpecConfig(3)
@@ -64,7 +64,8 @@ MOST = 32  # samples that run at once
 CONTEXT = 768
 CAP = 400
 BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # of the profile; between 2 and 4 samples costs jump
-LENGTHS = (4, 100, 256)
+LENGTHS = (4, 100, 256, 540)
+BURST = 8  # rounds that an engine runs before another one does, so that its caches are as warm as on its own core
 EVERY = 16  # rounds of each engine between two plans
 AIMS = {"makespan, median": 0.05, "makespan, worst": 0.10, "rounds, worst": 0.05}
 
@@ -92,25 +93,30 @@ def moody() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 class Yardstick:
-    """Times a round of four samples on an engine of its own, which neighbours on the machine slow as they do any."""
+    """Times a round of eight samples on an engine of its own, which neighbours on the machine slow as they do any."""
 
     def __init__(self, model: tuple[dict, dict]) -> None:
-        self.engine = EmbeddedEngine(model[0], model[1].items(), max_length=CONTEXT, max_running_requests=4)
+        self.engine = EmbeddedEngine(model[0], model[1].items(), max_length=CONTEXT, schedule=SpecSchedule.fixed(K3))
         self.ms: list[float] = []
         self._serial = itertools.count()
 
-    def measure(self) -> None:
-        if not self.engine.running:
-            requests = [Request(f"y{next(self._serial):08d}", Prompt(i, np.arange(3, 99)), i) for i in range(4)]
-            self.engine.submit([(request, Sampling(max_new_tokens=50, ignore_eos=True)) for request in requests])
+    def measure(self, rounds: int = 5) -> None:
+        for _ in range(rounds):
+            self._measure()
+
+    def _measure(self) -> None:
+        if len(self.engine.running) < 8:
+            self.engine.drop([run.request.id for run in self.engine.running])
+            requests = [Request(f"y{next(self._serial):08d}", Prompt(i, np.arange(3, 99)), i) for i in range(8)]
+            self.engine.submit([(request, Sampling(max_new_tokens=80, ignore_eos=True)) for request in requests])
             self.engine.step()  # with the prefill: not timed
         began = time.thread_time()
         self.engine.step()
         self.ms.append(1e3 * (time.thread_time() - began))
 
     def drain(self) -> float:
-        """Return the mean of the last times, and forget them."""
-        found = float(np.mean(self.ms))
+        """Return the median of the last times, and forget them."""
+        found = float(np.median(self.ms))
         self.ms = []
         return found
 
@@ -145,11 +151,16 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What a rollout took. ms is corrected by the yardstick; `rounds` counts those of each configuration."""
+    """What a rollout took, corrected by the yardstick.
+
+    rounds  of each configuration
+    steady  (configuration, batch, context tokens, ms) of the rounds in which the drafter read no prompt: those after a
+            round of the same configuration
+    """
 
     ms: float
     rounds: Counter[SpecConfig]
-    stats: list[RoundStats] = field(default_factory=list)
+    steady: list[tuple[SpecConfig, int, int, float]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)  # of each sample's rounds
     moved: int = 0
     transfers: list[tuple[int, float]] = field(default_factory=list)  # by KV: (tokens, ms of both engines)
@@ -187,6 +198,8 @@ class Timed:
         if schedule is None:
             assert table is not None
             self.engine.set_spec_rule({"table": table.to_json()})
+        for cache in (*self.engine.cache.kv, self.engine.cache.hidden):
+            cache.fill_(0)  # else the first use of each page costs time, as in a run's first rollout only
         self.mover = Mover(self.engine)
         self.runs: list[ActiveRequest] = []
         self.now = 0.0
@@ -285,42 +298,40 @@ class Lab:
         )
         self.model = moody()
         self.yard = Yardstick(self.model)
+        self.here = Provenance("bigram", "cpu", "float32", "embedded", "", "")
+        self.tables: list[CostTable] = []
         self.table: CostTable | None = None
-        self.standard = 0.0  # ms of the yardstick during the profile
+        self.standard = 0.0  # ms of a round of the yardstick, at first
 
     def models(self, noise: float) -> tuple[dict, dict]:
         config, tensors = self.model
         return config, tensors | worse_drafter(tensors, noise) if noise else tensors
 
-    def profile(self, quick: bool) -> CostTable:
-        """Measure a cost table."""
+    def profile(self) -> None:
+        """Measure every cell of the cost table once more. `table` then holds the medians of all times so far."""
         plain = Scenario("profile", (), spec=OFF)
         engine = Timed("a", self.models(0.0), plain, None).engine
-        bench = Bench(engine, CONFIGS, VOCAB)
-        here = Provenance("bigram", "cpu", "float32", "embedded", "", "")
-        run = Sweep([bench], here, samples=12)
-        run.add_prefill([32, 256])
-        cells: list[tuple[float, RoundCost]] = []
-        for point in [*itertools.product(BATCHES, LENGTHS)] * (1 if quick else 2):
-            for _ in range(12):
-                self.yard.measure()
+        run = Sweep([Bench(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
+        run.add_prefill([32, 256, 620])
+        speeds = {}
+        for point in itertools.product(BATCHES, LENGTHS):
+            self.yard.measure(20)
             run.add(point)
-            for _ in range(12):
-                self.yard.measure()
-            yard = self.yard.drain()
-            cells += [(yard, cell) for cell in run.cells[point]]
-        self.standard = float(np.median([yard for yard, _ in cells]))
-        by_point: dict[tuple[int, int, SpecConfig], list[float]] = {}
-        for yard, cell in cells:
-            ms = cell.ms * self.standard / yard
-            by_point.setdefault((cell.batch, cell.context_tokens, cell.config), []).append(ms)
+            self.yard.measure(20)
+            speeds[point] = self.speed()
+        prefill = [replace(cell, ms=cell.ms * speeds[1, LENGTHS[0]]) for cell in run.prefill]
         table = run.table()
-        rounds = [
-            replace(cell, ms=float(np.mean(by_point[cell.batch, cell.context_tokens, cell.config])))
-            for cell in table.rounds
+        cells = [
+            replace(cell, ms=cell.ms * speeds[point]) for point, measured in run.cells.items() for cell in measured
         ]
-        self.table = CostTable(here, rounds, table.prefill, (), table.switch_ms, table.catch_up_ms)
-        return self.table
+        self.tables.append(CostTable(self.here, cells, prefill, (), table.switch_ms, table.catch_up_ms))
+        self.table = median_table(self.tables)
+
+    def speed(self) -> float:
+        """Return what to multiply durations with, since the last call, to get those at the first call's speed."""
+        now = self.yard.drain()
+        self.standard = self.standard or now
+        return self.standard / now
 
     def rollout(self, scenario: Scenario, seed: int) -> Outcome:
         """Draw all samples, and return what happened."""
@@ -340,7 +351,7 @@ class Lab:
         lengths = past(scenario)
         outcome = Outcome(0.0, Counter())
         ended: list[ActiveRequest] = []
-        rounds = planned = 0
+        rounds = planned = measured = 0
         while True:
             for engine in engines:
                 while queue and len(engine.runs) < scenario.in_flight:
@@ -348,9 +359,15 @@ class Lab:
             busy = [engine for engine in engines if not engine.idle]
             if not busy:
                 break
-            new = min(busy, key=lambda engine: engine.now).step()
-            rounds += 1
-            if rounds % 3 == 0:
+            engine = min(busy, key=lambda engine: engine.now)
+            new = []
+            for _ in range(BURST):
+                new += engine.step()
+                rounds += 1
+                if engine.idle or queue:
+                    break
+            if rounds >= measured:
+                measured = rounds + 32
                 self.yard.measure()
             lengths.observe([len(run.response) for run in new], [len(run.response) >= CAP for run in new])
             if planner is not None and rounds - planned >= EVERY * len(engines):
@@ -361,12 +378,19 @@ class Lab:
             ended += new
         ended.sort(key=lambda run: run.request.id)
         outcome.accepted = [rounds_of(run.sample) for run in ended if run.sample is not None]
-        speed = self.standard / self.yard.drain()
+        speed = self.speed()
         for engine in engines:
-            outcome.rounds.update(config for config, *_ in engine.engine.recent_rounds())
-            outcome.stats += [replace(stats, ms=stats.ms * speed) for stats in engine.engine.stats()]
+            drawn = engine.engine.recent_rounds()
+            outcome.rounds.update(config for config, *_ in drawn)
+            for (before, *_), (config, batch, context, ms) in itertools.pairwise(drawn):
+                if before == config and ms is not None:
+                    outcome.steady.append((config, batch, context, ms * speed))
         outcome.ms = max(engine.now for engine in engines) * speed
         return outcome
+
+
+def middle(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
 
 
 def past(scenario: Scenario) -> Lengths:
@@ -389,41 +413,64 @@ def drawn_lengths(count: int, seed: int, median: float = 100.0, cap: int = 200) 
 class Calibration:
     """All that the simulator knows.
 
-    shares      of easy tokens, of the samples of each prompt; new prompts draw from all
-    move        the mean ms of both engines for a move by KV
+    shares      of easy tokens, of the samples of each prompt; a new prompt is like a known one
+    move        what both engines spend on a move by KV
     """
 
     table: CostTable
     acceptance: AcceptanceModel
     shares: dict[int, list[float]]
-    prefill_ms: float
     move: MoveCost
 
     @classmethod
-    def of(cls, table: CostTable, scenario: Scenario, seen: Outcome, move: MoveCost) -> Calibration:
-        table = scaled(table, seen.stats)
-        acceptance = AcceptanceModel.fit(seen.accepted, K3.num_steps)
+    def of(
+        cls,
+        table: CostTable | None,
+        scenario: Scenario,
+        seen: Sequence[Outcome],
+        transfers: Sequence[tuple[int, float]],
+    ) -> Calibration:
+        """Fit all to one rollout, which was run several times with the same texts, and to moves (tokens, ms)."""
+        assert table is not None
+        table = scaled(table, [duration for outcome in seen for duration in outcome.steady])
+        acceptance = AcceptanceModel.fit(seen[0].accepted, K3.num_steps)
         own: dict[int, list[float]] = {}
         for work, share in zip(scenario.work, acceptance.shares, strict=True):
             own.setdefault(work.prompt, []).append(float(share))
-        slope = (table.prefill_ms(256) - table.prefill_ms(32)) / (256 - 32)
-        return cls(table, acceptance, own, slope, move)
+        slope, fixed = np.polyfit(*np.array(transfers).T, 1) / 2  # half on each engine
+        return cls(table, acceptance, own, MoveCost(busy_ms=max(fixed, 0.0), busy_token_ms=max(slope, 0.0)))
+
+    def prefill_ms(self, tokens: int) -> float:
+        """Return the ms of a pass over prompts. A measured prefill includes the round that draws one token."""
+        return self.table.prefill_ms(tokens) - self.table.ms(OFF, 1, tokens)
 
 
-def scaled(table: CostTable, seen: Sequence[RoundStats]) -> CostTable:
+def scaled(table: CostTable, steady: Sequence[tuple[SpecConfig, int, int, float]]) -> CostTable:
     """Scale a table so that the rounds that were seen take as long in sum, as a makespan is one."""
-    rounds = [s for s in seen if s.rounds]
-    predicted = sum(s.rounds * table.ms(s.config, s.batch, s.context_tokens) for s in rounds)
-    factor = sum(s.ms for s in rounds) / predicted
+    factor = sum(ms for *_, ms in steady) / sum(table.ms(config, b, context) for config, b, context, _ in steady)
     cells = [replace(cell, ms=cell.ms * factor) for cell in table.rounds]
     return CostTable(table.provenance, cells, table.prefill, (), table.switch_ms, table.catch_up_ms)
+
+
+def median_table(tables: Sequence[CostTable]) -> CostTable:
+    """Return the median of each duration."""
+    rounds = [
+        replace(cells[0], ms=middle(cell.ms for cell in cells))
+        for cells in zip(*(t.rounds for t in tables), strict=True)
+    ]
+    prefill = [
+        replace(cells[0], ms=middle(cell.ms for cell in cells))
+        for cells in zip(*(t.prefill for t in tables), strict=True)
+    ]
+    switch = middle(table.switch_ms for table in tables)
+    return CostTable(tables[0].provenance, rounds, prefill, (), switch, middle(table.catch_up_ms for table in tables))
 
 
 def mean_acceptance(known: Calibration, accepted: Sequence[Sequence[int]]) -> Calibration:
     """Return the control: every draft of every sample is accepted independently, with the mean rates."""
     drafts = np.concatenate([np.asarray(rounds, int) for rounds in accepted])
     rates = [float((drafts > d).sum() / (drafts >= d).sum()) for d in range(K3.num_steps)]
-    return replace(known, acceptance=AcceptanceModel.independent(rates), shares={})
+    return replace(known, acceptance=AcceptanceModel.independent(rates), shares={0: [1.0]})
 
 
 def predict(known: Calibration, scenario: Scenario, seeds: int) -> list[Outcome]:
@@ -432,11 +479,10 @@ def predict(known: Calibration, scenario: Scenario, seeds: int) -> list[Outcome]
 
 def _predict(known: Calibration, scenario: Scenario, seed: int) -> Outcome:
     rng = np.random.default_rng(seed)
-    drawn, _ = known.acceptance.begin(len(scenario.work), rng)
-    shares = [
-        float(rng.choice(known.shares[w.prompt])) if w.prompt in known.shares else float(share)
-        for w, share in zip(scenario.work, drawn, strict=True)
-    ]
+    like = {
+        w.prompt: w.prompt if w.prompt in known.shares else int(rng.choice(list(known.shares))) for w in scenario.work
+    }
+    shares = [float(rng.choice(known.shares[like[w.prompt]])) for w in scenario.work]
     samples = [
         SimSample(f"s{i:04d}", w.tokens, w.length, w.prompt, share, int(rng.random() >= share))
         for i, (w, share) in enumerate(zip(scenario.work, shares, strict=True))
@@ -454,7 +500,7 @@ def _predict(known: Calibration, scenario: Scenario, seed: int) -> Outcome:
                 policy,
                 known.acceptance,
                 rng,
-                prefill=lambda tokens: tokens * known.prefill_ms,
+                prefill=known.prefill_ms,
                 chunk=2048,
                 max_running=scenario.most,
                 embedded=True,
@@ -494,7 +540,9 @@ def work(
     return tuple(Work(first + i // group % PROMPTS, tokens, length) for i, length in enumerate(drawn))
 
 
-CALIBRATION = Scenario("calibration", work(32, 7, group=4, median=150.0, cap=240))
+CALIBRATION = Scenario("calibration", work(64, 7, group=4, median=150.0, cap=240))
+OTHER_DRAFTER = Scenario("calibration, worse drafter", CALIBRATION.work[::2], noise=0.7)
+TRANSFERS = Scenario("transfers", tuple(Work(i % PROMPTS, 200, 120, 0) for i in range(12)), engines=2)
 
 
 def badly(samples: tuple[Work, ...]) -> tuple[Work, ...]:
@@ -526,7 +574,7 @@ def error(real: float, guess: float) -> float:
 
 def compare(table: CostTable, reals: Sequence[Outcome], guesses: Sequence[Outcome]) -> dict[str, Any]:
     """Return relative errors: of the makespan, and of the rounds of each configuration with a twentieth of them."""
-    real, guess = (float(np.mean([o.ms for o in outcomes])) for outcomes in (reals, guesses))
+    real, guess = (middle(o.ms for o in outcomes) for outcomes in (reals, guesses))
     found: dict[str, Any] = {"real_ms": real, "ms": guess, "makespan": error(real, guess), "rounds": {}}
     total = sum(sum(o.rounds.values()) for o in reals)
     for config in CONFIGS:
@@ -535,9 +583,7 @@ def compare(table: CostTable, reals: Sequence[Outcome], guesses: Sequence[Outcom
             found["rounds"][str(config)] = [*counts, error(*counts)]
     low, high = np.quantile([o.ms for o in guesses], (0.05, 0.95))
     found["inside"] = [bool(low <= o.ms <= high) for o in reals]
-    pairs = [
-        (s.ms, s.rounds * table.ms(s.config, s.batch, s.context_tokens)) for o in reals for s in o.stats if s.rounds
-    ]
+    pairs = [(ms, table.ms(config, batch, context)) for o in reals for config, batch, context, ms in o.steady]
     found["rounds_ms"] = error(*np.sum(pairs, 0).tolist())  # of the table alone, at the real batches and contexts
     found["moved"] = [float(np.mean([o.moved for o in outcomes])) for outcomes in (reals, guesses)]
     return found
@@ -552,7 +598,7 @@ def move_cases(count: int) -> list[tuple[Scenario, Scenario]]:
     found = []
     for case in range(count):
         full, other = int(rng.integers(6, 15)), int(rng.integers(1, 11))
-        tokens = int(rng.choice([32, 240]))
+        tokens = int(rng.choice([32, 560]))
         drawn = rng.integers(40, 150, full + other).tolist()
         samples = tuple(
             Work(int(rng.integers(PROMPTS)), tokens, length, int(i >= full)) for i, length in enumerate(drawn)
@@ -572,20 +618,18 @@ def free(known: Calibration, scenario: Scenario) -> tuple[Calibration, Scenario]
     return replace(known, move=MoveCost()), replace(scenario, forced=(call, replace(move, how="kv")))
 
 
-def moves(lab: Lab, known: Calibration, cases: int, repetitions: int, seeds: int) -> list[dict[str, Any]]:
-    """Compare whether moves pay. Each real pair draws the same texts, in turn, `repetitions` times."""
+def moves(
+    known: Calibration, cases: Sequence[tuple[Scenario, Scenario]], reals: Sequence[Sequence[float]], seeds: int
+) -> list[dict[str, Any]]:
+    """Compare whether moves pay. `reals`: of each case, the makespans with the move over those without."""
     rows = []
-    for stays, goes in move_cases(cases):
-        real = []
-        for seed in range(repetitions):
-            pair = [lab.rollout(scenario, 1 + seed).ms for scenario in (stays, goes)]
-            real.append(pair[1] / pair[0])
+    for (stays, goes), runs in zip(cases, reals, strict=True):
         guesses = {}
         for name, (its, scenario) in {"simulated": (known, goes), "free moves": free(known, goes)}.items():
             without, with_move = (predict(its, one, seeds) for one in (stays, scenario))
             guesses[name] = sum(o.ms for o in with_move) / sum(o.ms for o in without)
         assert goes.forced is not None
-        rows.append({"how": goes.forced[1].how, "real": float(np.mean(real)), "runs": real} | guesses)
+        rows.append({"how": goes.forced[1].how, "real": middle(runs), "runs": list(runs)} | guesses)
     return rows
 
 
@@ -604,25 +648,32 @@ def mean_length(scenario: Scenario) -> Scenario:
     return replace(scenario, work=tuple(replace(w, length=mean) for w in scenario.work))
 
 
-def calibrate(lab: Lab, quick: bool) -> tuple[Calibration, Calibration, Outcome]:
-    """Measure one profile, two moves, and one rollout, whose times are those of three runs of the same texts.
+@dataclass
+class Measurements:
+    """All that real engines did, in passes: a slow minute of the machine slows the profile and all rollouts alike."""
 
-    Returns what the simulator knows, and what it knows with the mean acceptance.
-    """
-    table = lab.profile(quick)
-    runs = [lab.rollout(CALIBRATION, 0) for _ in range(3)]
-    seen = replace(
-        runs[0], stats=[stats for run in runs for stats in run.stats], ms=float(np.mean([r.ms for r in runs]))
-    )
-    samples = tuple(Work(i % PROMPTS, 32, 120, 0) for i in range(12))
-    transfers = []
-    for count in (2, 8):
-        move = Move("a", "b", tuple(f"s{i:04d}" for i in range(count)), "kv")
-        transfers += lab.rollout(Scenario("moves", samples, engines=2, forced=(2, move)), 1).transfers
-    cost = MoveCost(downtime_ms=float(np.mean([ms for _, ms in transfers])))
-    known = Calibration.of(table, CALIBRATION, seen, cost)
-    lab.table = known.table
-    return known, mean_acceptance(known, seen.accepted), seen
+    cases: list[tuple[Scenario, Scenario]]
+    calibration: list[Outcome] = field(default_factory=list)
+    transfers: list[tuple[int, float]] = field(default_factory=list)  # by KV: (tokens, ms of both engines)
+    few: list[Outcome] = field(default_factory=list)  # of the drafter with noise
+    rollouts: dict[str, list[Outcome]] = field(default_factory=dict)
+    moves: list[list[float]] = field(default_factory=list)  # of each case: makespan with the move over that without
+
+    def add(self, lab: Lab) -> None:
+        """Run one pass. Its rollouts draw texts of their own; those for calibration are the same in every pass."""
+        seed = len(self.calibration) + 1
+        lab.profile()
+        self.calibration.append(lab.rollout(CALIBRATION, 0))
+        self.few.append(lab.rollout(OTHER_DRAFTER, 0))
+        for count in (2, 8):
+            move = Move("a", "b", tuple(f"s{i:04d}" for i in range(count)), "kv")
+            self.transfers += lab.rollout(replace(TRANSFERS, forced=(2, move)), 1).transfers
+        for scenario in SCENARIOS:
+            self.rollouts.setdefault(scenario.name, []).append(lab.rollout(scenario, seed))
+        self.moves = self.moves or [[] for _ in self.cases]
+        for pair, found in zip(self.cases, self.moves, strict=True):
+            stays, goes = (lab.rollout(scenario, seed).ms for scenario in pair)
+            found.append(goes / stays)
 
 
 def show(name: str, row: dict[str, Any]) -> None:
@@ -677,38 +728,33 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write calibration and rollouts for a test")
     options = parser.parse_args()
-    repetitions, cases, seeds = (3, 10, 16) if options.quick else (6, 24, 32)
+    passes, cases, seeds = (4, 10, 16) if options.quick else (8, 24, 32)
     report: dict[str, Any] = {"conditions": conditions(quick=options.quick, layers=LAYERS, hidden=HIDDEN)}
     print(json.dumps(report["conditions"]), flush=True)
     lab = Lab()
-    known, mean, seen = calibrate(lab, options.quick)
-    print(
-        f"profile of {len(known.table.rounds)} cells, a rollout of {seen.ms:.0f} ms; prefill {known.prefill_ms:.3f} ms"
-    )
+    done = Measurements(move_cases(cases))
+    for turn in range(passes):
+        print(f"pass {turn + 1} of {passes}", flush=True)
+        done.add(lab)
+    known = Calibration.of(lab.table, CALIBRATION, done.calibration, done.transfers)
+    worse = Calibration.of(lab.table, OTHER_DRAFTER, done.few, done.transfers)
     rows: dict[str, dict[str, Any]] = {}
-    kept: list[dict[str, Any]] = []
     for scenario in SCENARIOS:
-        reals = [lab.rollout(scenario, 1 + seed) for seed in range(repetitions)]
-        its, its_mean = known, mean
-        if scenario.noise:  # the drafter is another: its acceptance is fitted to a few short samples
-            few = lab.rollout(replace(scenario, work=CALIBRATION.work[::2]), 99)
-            acceptance = AcceptanceModel.fit(few.accepted, K3.num_steps)
-            its = replace(known, acceptance=acceptance, shares={})
-            its_mean = mean_acceptance(its, few.accepted)
-        row = compare(known.table, reals, predict(its, scenario, seeds))
+        reals = done.rollouts[scenario.name]
+        its, seen = (worse, done.few) if scenario.noise else (known, done.calibration)
+        mean = mean_acceptance(its, seen[0].accepted)
+        row = compare(its.table, reals, predict(its, scenario, seeds))
         controls = {
-            "mean acceptance": compare(known.table, reals, predict(its_mean, scenario, seeds))["makespan"],
-            "mean length": compare(known.table, reals, predict(its, mean_length(scenario), seeds))["makespan"],
+            "mean acceptance": compare(its.table, reals, predict(mean, scenario, seeds))["makespan"],
+            "mean length": compare(its.table, reals, predict(its, mean_length(scenario), seeds))["makespan"],
         }
-        print(f"    {[round(o.ms) for o in reals]} ms", flush=True)
         if scenario.modes:
-            controls["free moves"] = compare(known.table, reals, predict(*free(its, scenario), seeds))["makespan"]
+            controls["free moves"] = compare(its.table, reals, predict(*free(its, scenario), seeds))["makespan"]
         rows[scenario.name] = row | {"controls": controls}
+        print(f"    {[round(o.ms) for o in reals]} ms", flush=True)
         show(scenario.name, rows[scenario.name])
-        if scenario.name in RECORDED:
-            kept.append(recorded(scenario, reals))
     report["rollouts"] = rows
-    report["moves"] = moves(lab, known, cases, 2, seeds)
+    report["moves"] = moves(known, done.cases, done.moves, seeds)
     for one in report["moves"]:
         print(f"{one['how']:10} real {one['real']:.3f}, simulated {one['simulated']:.3f}, free {one['free moves']:.3f}")
     report["summary"] = summary(rows, report["moves"])
@@ -718,8 +764,9 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.record:
-        calibration = {"prefill_ms": known.prefill_ms, "prompts": [w.prompt for w in CALIBRATION.work]}
-        calibration |= {"table": known.table.to_json(), "accepted": seen.accepted}
+        calibration = {"table": known.table.to_json(), "prompts": [w.prompt for w in CALIBRATION.work]}
+        calibration["accepted"] = done.calibration[0].accepted
+        kept = [recorded(scenario, done.rollouts[scenario.name]) for scenario in SCENARIOS if scenario.name in RECORDED]
         options.record.write_text(json.dumps({"calibration": calibration, "rollouts": kept}) + "\n")
 
 

@@ -144,7 +144,7 @@ class SimEngine:
         self.asleep = False
         self.batches: list[tuple[float, int]] = []  # (since when, samples in a round), for pictures
         self._rounds: dict[tuple[SpecConfig, int], _Rounds] = {}
-        self._prompts: set[int] = set()  # groups whose prompt is in the cache
+        self._prompts: dict[int, int] = {}  # group whose prompt is in the cache -> its samples here
         self._used = 0  # tokens in the cache
         self._full = False  # since a retraction: nothing is admitted before a sample has ended
         self._last: SpecConfig | None = None
@@ -190,14 +190,22 @@ class SimEngine:
         chosen = [s for s in self.running if s.id in ids]
         self.running = [s for s in self.running if s.id not in ids]
         self._used -= sum(s.context for s in chosen)
+        for sample in chosen:
+            self._forget(sample)
         return chosen
 
     def land(self, samples: Sequence[SimSample]) -> None:
         """Add samples whose KV cache is here."""
         for sample in samples:
             self._welcome(sample)
+            self._remember(sample)
             self._used += sample.context
         self.running += samples
+
+    def occupy(self, ms: float) -> None:
+        """Spend time on something else than decoding."""
+        self.now += ms
+        self.busy_ms += ms
 
     def _welcome(self, sample: SimSample) -> None:
         sample.places.append((self.name, self.now))
@@ -241,7 +249,7 @@ class SimEngine:
             known = sample.group >= 0 and sample.group in self._prompts
             sample.unread = sample.drawn + (0 if known else sample.prompt)
             sample.missed = sample.unread if self.embedded else 0
-            self._prompts.add(sample.group)
+            self._remember(sample)
             self._used += sample.context
             self.filling.append(sample)
 
@@ -315,6 +323,16 @@ class SimEngine:
         if sample.drawn >= sample.length:
             sample.ended_ms = self.now
             self._used -= sample.context
+            self._forget(sample)
+
+    def _remember(self, sample: SimSample) -> None:
+        self._prompts[sample.group] = self._prompts.get(sample.group, 0) + 1
+
+    def _forget(self, sample: SimSample) -> None:
+        """Note that a sample has left. The embedded engine frees a prompt with its last sample; SGLang keeps it."""
+        self._prompts[sample.group] -= 1
+        if self.embedded and not self._prompts[sample.group]:
+            del self._prompts[sample.group]
 
     def _retract(self) -> None:
         """Put samples back into the queue until a round has room: as SGLang, those with the fewest tokens first."""

@@ -38,11 +38,18 @@ class MoveCost:
 
     token_bytes, gigabytes_per_second   of one token's KV cache, and of the way out of an engine, or into one
     downtime_ms                         that a sample misses, whatever its size
+    busy_ms, busy_token_ms              that each of both engines works on a move instead of decoding: the fixed part,
+                                        and of each token whose KV cache moves
     """
 
     token_bytes: int = 0
     gigabytes_per_second: float = 0.0
     downtime_ms: float = 0.0
+    busy_ms: float = 0.0
+    busy_token_ms: float = 0.0
+
+    def busy(self, samples: Sequence[SimSample]) -> float:
+        return self.busy_ms + self.busy_token_ms * sum(sample.context for sample in samples)
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,7 @@ class _Rollout:
         """Take the samples out at the end of the source's round, and send what they drew meanwhile."""
         source = self.engines[move.source]
         samples = source.take(set(move.ids))
+        source.occupy(self.cost.busy(samples) if move.how == "kv" else self.cost.busy_ms)
         more = max(sum(s.context for s in samples) - sent, 0) if move.how == "kv" else 0
         arrived = partial(self.downtime, move, samples)
         self.clock.at(
@@ -264,6 +272,7 @@ class _Rollout:
     def arrive(self, move: Move, samples: Sequence[SimSample]) -> None:
         target = self.engines[move.target]
         if move.how == "kv":
+            target.occupy(self.cost.busy(samples))
             target.land(samples)
         else:
             target.give(samples)

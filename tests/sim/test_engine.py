@@ -42,6 +42,15 @@ def test_samples_of_a_prompt_share_its_prefill():
     assert both == alone == 210 and other.makespan_ms == 410
 
 
+def test_an_embedded_engine_reads_a_prompt_again_after_its_last_sample():
+    """Each sample runs alone: 200 ms of prompt, and two rounds. SGLang's first token comes with the prefill."""
+    pair = [sample("a", 2, 200, 0), sample("b", 2, 200, 0)]
+    options = {"prefill": float, "max_running": 1}
+    assert rollout(pair, [engine(embedded=True, **options)], 10).makespan_ms == 2 * (200 + 20)
+    pair = [sample("a", 2, 200, 0), sample("b", 2, 200, 0)]
+    assert rollout(pair, [engine(**options)], 10).makespan_ms == 200 + 10 + 10
+
+
 def test_decoding_waits_for_the_prefill_of_others_unless_the_engine_is_embedded():
     def ends(embedded):
         samples = [sample("a", 3), sample("b", 3), sample("c", 3)]
@@ -130,6 +139,19 @@ def test_a_source_decodes_on_while_a_cache_travels():
     assert len(trace.moves) == 1 and a.tokens > 12 and b.tokens > 30 and a.tokens + b.tokens == 50
     away = trace.makespan_ms - 49 * 10
     assert away == pytest.approx(7 + a.tokens - 3, abs=2)  # the rest of the cache, and the pause
+
+
+def test_engines_do_not_decode_while_they_work_on_a_move():
+    """One sample of 102 tokens moves after two rounds. Each engine works 3 ms, and 0.5 ms a token, for it."""
+    moves = Once([Move("a", "b", ("s",), "kv")], [])
+    a, b = engine("a", embedded=True), engine("b", embedded=True)
+    a.give([sample("s", 50), sample("t", 40)])
+    b.give([sample("u", 60)])
+    trace = rollout([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(busy_ms=3.0, busy_token_ms=0.5))
+    assert len(trace.moves) == 1
+    busy = 3 + 0.5 * 102
+    assert trace.ended_ms["t"] == pytest.approx(40 * 10 + busy, abs=1)
+    assert trace.ended_ms["u"] == pytest.approx(60 * 10 + busy, abs=1)
 
 
 def test_a_move_without_room_stays_away():
