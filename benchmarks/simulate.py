@@ -1,409 +1,62 @@
 """Hold the simulator against rollouts of real engines on a CPU.
 
-    python benchmarks/simulate.py [--quick] [--json FILE] [--record FILE]
+    python benchmarks/simulate.py [--quick] [--engine sglang] [--json FILE] [--record FILE]
 
 The simulator is calibrated on one profile (`rollout/sweep.py`, as `rlspec profile` measures it) and on one rollout: the
 accepted drafts of its samples. Then it predicts other rollouts: batches, lengths, prompts, drafters, schedules, queues,
 one and two engines, with and without moves.
 
-rollouts  makespan and rounds of each configuration, against the mean of several real rollouts with seeds of their own
+rollouts  makespan and rounds of each configuration, against real rollouts with seeds of their own
 moves     whether a given move pays, against the same rollout with and without it (the same texts, position-keyed)
 controls  the same with independent draws of the mean acceptance, with the mean length, and with free moves
 
-Engines are the embedded ones, in one process. Each has a clock: the CPU seconds of its own work, so two engines run as
-if each had a core, and other work on the machine does not count. It still slows memory and caches, so rounds of a
-fixed engine are timed in between, and durations are divided by theirs. A makespan is the largest clock. Lengths are
-given.
-
-The model is random and nearly a bigram model. Half of its words lead to easy stretches, half to hard ones, and each
-prompt has a temperature of its own, so that samples differ in acceptance and keep their differences.
+Engines are embedded ones in one process, or one of SGLang (`timed_rollouts.py`). Lengths are given. Real engines run in
+passes, each with a part of the profile, the rollout for calibration, and all others: so a slow minute of the machine
+slows all of them alike. Figures are medians over passes.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from bigram_model import VOCAB, checkpoint, worse_drafter
 from synthetic import conditions
+from timed_rollouts import (
+    BY_BATCH,
+    CAP,
+    CONFIGS,
+    EVERY,
+    K1,
+    K3,
+    MOST,
+    EmbeddedLab,
+    Outcome,
+    Scenario,
+    SGLangLab,
+    Work,
+    drawn_lengths,
+    middle,
+    past,
+    planner_of,
+    sglang_lab,
+)
 
-from megatron_rlspec.rollout import sweep as sweeping
-from megatron_rlspec.rollout.embedded import engine as embedded
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.move import Arrivals, Cargo, Mover
-from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.rollout.sweep import Bench, Sweep
 from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
 from megatron_rlspec.sim.rollout import MoveCost
 from megatron_rlspec.sim.rollout import rollout as simulated
-from megatron_rlspec.sim.samples import AcceptanceModel, rounds_of
-from megatron_rlspec.speculation.cost_rows import Provenance
+from megatron_rlspec.sim.samples import AcceptanceModel
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport
-from megatron_rlspec.types import OFF, Load, Move, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Move, SpecConfig, SpecSchedule
 
-LAYERS, HIDDEN = 3, 128
-K1, K3 = SpecConfig(1), SpecConfig(3)
-CONFIGS = [OFF, K1, K3]
-BY_BATCH = SpecSchedule((1, 6, 16), (0,), ((K3,), (K1,), (OFF,)))
-MOST = 32  # samples that run at once
-CONTEXT = 768
-CAP = 400
-BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # of the profile; between 2 and 4 samples costs jump
-LENGTHS = (4, 100, 256, 540)
-BURST = 8  # rounds that an engine runs before another one does, so that its caches are as warm as on its own core
-EVERY = 16  # rounds of each engine between two plans
 AIMS = {"makespan, median": 0.05, "makespan, worst": 0.10, "rounds, worst": 0.05}
-
-
-# ---- the model, and a machine whose speed is known -------------------------------------------------------------------
-
-
-def moody() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make a bigram model whose first half of words lead to sharp distributions, the other half to flat ones.
-
-    A word leads mostly to words of its own half: coordinate 0 of the embeddings holds the half, and the head reads it.
-    Coordinate 1 fills embeddings up to one length, so that the norm does not undo the flatness.
-    """
-    config, tensors = checkpoint(4.0, LAYERS, HIDDEN)
-    words, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    half = VOCAB // 2
-    side = torch.where(torch.arange(VOCAB) < half, 1.0, -1.0)
-    head[:, :2] = 0
-    words[:, :2] = 0
-    words[half:] *= 0.5
-    words[:, 0] = torch.where(side > 0, side, 0.35 * side)
-    head[:, 0] = 1.5 * side
-    words[:, 1] = (HIDDEN - (words**2).sum(1)).clamp(min=0).sqrt()
-    return config, tensors
-
-
-class Yardstick:
-    """Times a round of eight samples on an engine of its own, which neighbours on the machine slow as they do any."""
-
-    def __init__(self, model: tuple[dict, dict]) -> None:
-        self.engine = EmbeddedEngine(model[0], model[1].items(), max_length=CONTEXT, schedule=SpecSchedule.fixed(K3))
-        self.ms: list[float] = []
-        self._serial = itertools.count()
-
-    def measure(self, rounds: int = 5) -> None:
-        for _ in range(rounds):
-            self._measure()
-
-    def _measure(self) -> None:
-        if len(self.engine.running) < 8:
-            self.engine.drop([run.request.id for run in self.engine.running])
-            requests = [Request(f"y{next(self._serial):08d}", Prompt(i, np.arange(3, 99)), i) for i in range(8)]
-            self.engine.submit([(request, Sampling(max_new_tokens=80, ignore_eos=True)) for request in requests])
-            self.engine.step()  # with the prefill: not timed
-        began = time.thread_time()
-        self.engine.step()
-        self.ms.append(1e3 * (time.thread_time() - began))
-
-    def drain(self) -> float:
-        """Return the median of the last times, and forget them."""
-        found = float(np.median(self.ms))
-        self.ms = []
-        return found
-
-
-# ---- real rollouts ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """A sample to draw."""
-
-    prompt: int
-    tokens: int  # of the prompt
-    length: int
-    engine: int = -1  # that draws it; -1: prompts are dealt in turns
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One rollout. spec: a configuration, a schedule, or None for the live rule; forced: moves at a planning round."""
-
-    name: str
-    work: tuple[Work, ...]
-    engines: int = 1
-    spec: SpecConfig | SpecSchedule | None = K3
-    most: int = MOST
-    in_flight: int = 0
-    modes: tuple[str, ...] = ()  # of a live rebalancer
-    forced: tuple[int, Move] | None = None
-    noise: float = 0.0  # of the drafter
-
-
-@dataclass
-class Outcome:
-    """What a rollout took, corrected by the yardstick.
-
-    rounds  of each configuration
-    steady  (configuration, batch, context tokens, ms) of the rounds in which the drafter read no prompt: those after a
-            round of the same configuration
-    """
-
-    ms: float
-    rounds: Counter[SpecConfig]
-    steady: list[tuple[SpecConfig, int, int, float]] = field(default_factory=list)
-    accepted: list[list[int]] = field(default_factory=list)  # of each sample's rounds
-    moved: int = 0
-    transfers: list[tuple[int, float]] = field(default_factory=list)  # by KV: (tokens, ms of both engines)
-
-
-class Forced:
-    """A planner with one given move, at its n-th call."""
-
-    def __init__(self, call: int, move: Move) -> None:
-        self.call = call
-        self.move = move
-
-    def plan(self, loads: Sequence[Load], lengths: Lengths, cap: int) -> list[Move]:
-        self.call -= 1
-        here = {held.id for load in loads if load.engine == self.move.source for held in load.running}
-        ids = tuple(id for id in self.move.ids if id in here)
-        return [replace(self.move, ids=ids)] if self.call == 0 and ids else []
-
-
-class Timed:
-    """One engine, and its clock."""
-
-    def __init__(self, name: str, model: tuple[dict, dict], scenario: Scenario, table: CostTable | None) -> None:
-        self.name = name
-        schedule = scenario.spec
-        self.engine = EmbeddedEngine(
-            model[0],
-            model[1].items(),
-            schedule=SpecSchedule.fixed(schedule) if isinstance(schedule, SpecConfig) else schedule,
-            candidates=CONFIGS,
-            max_running_requests=scenario.most,
-            max_total_tokens=MOST * CONTEXT,
-            max_length=CONTEXT,
-        )
-        if schedule is None:
-            assert table is not None
-            self.engine.set_spec_rule({"table": table.to_json()})
-        for cache in (*self.engine.cache.kv, self.engine.cache.hidden):
-            cache.fill_(0)  # else the first use of each page costs time, as in a run's first rollout only
-        self.mover = Mover(self.engine)
-        self.runs: list[ActiveRequest] = []
-        self.now = 0.0
-
-    @property
-    def idle(self) -> bool:
-        return not (self.engine.running or self.engine.waiting)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        began = time.thread_time()
-        yield
-        self.now += 1e3 * (time.thread_time() - began)
-
-    def step(self, landing: Arrivals | None = None) -> list[ActiveRequest]:
-        """Run a round. Returns what has ended."""
-        with self.working():
-            self.engine.step(landing)
-        ended = [run for run in self.runs if run.sample is not None]
-        self.runs = [run for run in self.runs if run.sample is None]
-        return ended
-
-    def give(self, requests: Sequence[tuple[Request, Sampling]]) -> None:
-        with self.working():
-            self.runs += self.engine.submit(requests)
-
-
-def carry_out(move: Move, engines: dict[str, Timed], outcome: Outcome) -> list[ActiveRequest]:
-    """Move samples as a fleet does, in two stages. Returns samples that ended meanwhile."""
-    source, target = engines[move.source], engines[move.target]
-    tokens = sum(held.context for held in source.engine.load("").running if held.id in move.ids)
-    spent = -source.now - target.now
-    if move.how == "recompute":
-        with source.working():
-            gone = source.mover.detach(move.ids)
-            source.mover.settle([])
-        target.now = max(target.now, source.now)
-        target.give(gone)
-        ended = []
-    else:
-        with source.working():
-            offer = source.mover.offer(move.ids)
-        with target.working():
-            grants = target.mover.grant(offer)
-        with source.working():
-            first = source.mover.begin(grants).pack()
-        spent += source.now
-        ended = source.step()
-        spent -= source.now
-        with target.working():
-            target.mover.take(Cargo.unpack(first))
-        with source.working():
-            rests = [cargo.pack() for cargo in source.mover.finish([grant.id for grant in grants])]
-        outcome.transfers.append((tokens, spent + source.now + target.now))
-        target.now = max(target.now, source.now)
-        with target.working():
-            drafters = [([grant.id for grant in grants], Cargo.unpack(rests[0]))]
-            arrivals = Arrivals(target.mover, drafters, [lambda: Cargo.unpack(rests[1])])
-        target.runs += arrivals.runs
-        ended += target.step(arrivals)
-        arrivals.close()
-        source.mover.settle([])
-    here = [*source.engine.running, *source.engine.waiting]
-    source.runs = [run for run in source.runs if run in here]
-    return ended
-
-
-def planner_of(scenario: Scenario, table: CostTable) -> Any:
-    if scenario.forced is not None:
-        return Forced(*scenario.forced)
-    if scenario.modes:
-        return Rebalancer(table, [K3], Transport(), modes=scenario.modes)  # type: ignore[arg-type]
-    return None
-
-
-def requests_of(scenario: Scenario, seed: int) -> list[tuple[Request, Sampling]]:
-    found = []
-    for i, work in enumerate(scenario.work):
-        rng = np.random.default_rng(work.prompt)
-        temperature = float(rng.uniform(0.3, 1.2))
-        prompt = Prompt(work.prompt, rng.integers(0, VOCAB, work.tokens))
-        sampling = Sampling(temperature=temperature, max_new_tokens=work.length, ignore_eos=True)
-        found.append((Request(f"s{i:04d}", prompt, 1000 * seed + i), sampling))
-    return found
-
-
-class Lab:
-    """Runs real rollouts."""
-
-    def __init__(self) -> None:
-        torch.set_num_threads(1)
-        # Durations inside the engine and of a profile are CPU times, too.
-        embedded.time = SimpleNamespace(perf_counter=time.thread_time, sleep=time.sleep)  # type: ignore[attr-defined]
-        sweeping.time = SimpleNamespace(  # type: ignore[attr-defined]
-            perf_counter=time.thread_time, monotonic=time.monotonic
-        )
-        self.model = moody()
-        self.yard = Yardstick(self.model)
-        self.here = Provenance("bigram", "cpu", "float32", "embedded", "", "")
-        self.tables: list[CostTable] = []
-        self.table: CostTable | None = None
-        self.standard = 0.0  # ms of a round of the yardstick, at first
-
-    def models(self, noise: float) -> tuple[dict, dict]:
-        config, tensors = self.model
-        return config, tensors | worse_drafter(tensors, noise) if noise else tensors
-
-    def profile(self) -> None:
-        """Measure every cell of the cost table once more. `table` then holds the medians of all times so far."""
-        plain = Scenario("profile", (), spec=OFF)
-        engine = Timed("a", self.models(0.0), plain, None).engine
-        run = Sweep([Bench(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
-        run.add_prefill([32, 256, 620])
-        speeds = {}
-        for point in itertools.product(BATCHES, LENGTHS):
-            self.yard.measure(20)
-            run.add(point)
-            self.yard.measure(20)
-            speeds[point] = self.speed()
-        prefill = [replace(cell, ms=cell.ms * speeds[1, LENGTHS[0]]) for cell in run.prefill]
-        table = run.table()
-        cells = [
-            replace(cell, ms=cell.ms * speeds[point]) for point, measured in run.cells.items() for cell in measured
-        ]
-        self.tables.append(CostTable(self.here, cells, prefill, (), table.switch_ms, table.catch_up_ms))
-        self.table = median_table(self.tables)
-
-    def speed(self) -> float:
-        """Return what to multiply durations with, since the last call, to get those at the first call's speed."""
-        now = self.yard.drain()
-        self.standard = self.standard or now
-        return self.standard / now
-
-    def rollout(self, scenario: Scenario, seed: int) -> Outcome:
-        """Draw all samples, and return what happened."""
-        engines = [
-            Timed(name, self.models(scenario.noise), scenario, self.table) for name in "abcd"[: scenario.engines]
-        ]
-        named = {engine.name: engine for engine in engines}
-        queue = deque(requests_of(scenario, seed))
-        if not scenario.in_flight:
-            groups: dict[int, int] = {}
-            while queue:
-                pair = queue.popleft()
-                at = scenario.work[int(pair[0].id[1:])].engine
-                turn = groups.setdefault(pair[0].prompt.id, len(groups)) if at < 0 else at
-                engines[turn % len(engines)].give([pair])
-        planner = planner_of(scenario, self.table) if self.table else None
-        lengths = past(scenario)
-        outcome = Outcome(0.0, Counter())
-        ended: list[ActiveRequest] = []
-        rounds = planned = measured = 0
-        while True:
-            for engine in engines:
-                while queue and len(engine.runs) < scenario.in_flight:
-                    engine.give([queue.popleft()])
-            busy = [engine for engine in engines if not engine.idle]
-            if not busy:
-                break
-            engine = min(busy, key=lambda engine: engine.now)
-            new = []
-            for _ in range(BURST):
-                new += engine.step()
-                rounds += 1
-                if engine.idle or queue:
-                    break
-            if rounds >= measured:
-                measured = rounds + 32
-                self.yard.measure()
-            lengths.observe([len(run.response) for run in new], [len(run.response) >= CAP for run in new])
-            if planner is not None and rounds - planned >= EVERY * len(engines):
-                planned = rounds
-                for move in planner.plan([engine.engine.load(engine.name) for engine in engines], lengths, CAP):
-                    new += carry_out(move, named, outcome)
-                    outcome.moved += len(move.ids)
-            ended += new
-        ended.sort(key=lambda run: run.request.id)
-        outcome.accepted = [rounds_of(run.sample) for run in ended if run.sample is not None]
-        speed = self.speed()
-        for engine in engines:
-            drawn = engine.engine.recent_rounds()
-            outcome.rounds.update(config for config, *_ in drawn)
-            for (before, *_), (config, batch, context, ms) in itertools.pairwise(drawn):
-                if before == config and ms is not None:
-                    outcome.steady.append((config, batch, context, ms * speed))
-        outcome.ms = max(engine.now for engine in engines) * speed
-        return outcome
-
-
-def middle(values: Iterable[float]) -> float:
-    return float(np.median(list(values)))
-
-
-def past(scenario: Scenario) -> Lengths:
-    found = Lengths()
-    drawn = drawn_lengths(200, 1)
-    found.observe(drawn, [length >= CAP for length in drawn])
-    return found
-
-
-def drawn_lengths(count: int, seed: int, median: float = 100.0, cap: int = 200) -> list[int]:
-    """Draw lengths as RLHFSpec's figure 3 shows them: the 95th percentile is 3.6 times the median."""
-    drawn = np.random.default_rng(seed).lognormal(math.log(median), 0.784, count)
-    return np.clip(np.round(drawn), 8, cap).astype(int).tolist()
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
@@ -413,10 +66,12 @@ def drawn_lengths(count: int, seed: int, median: float = 100.0, cap: int = 200) 
 class Calibration:
     """All that the simulator knows.
 
+    embedded    whether it is about embedded engines
     shares      of easy tokens, of the samples of each prompt; a new prompt is like a known one
     move        what both engines spend on a move by KV
     """
 
+    embedded: bool
     table: CostTable
     acceptance: AcceptanceModel
     shares: dict[int, list[float]]
@@ -437,12 +92,17 @@ class Calibration:
         own: dict[int, list[float]] = {}
         for work, share in zip(scenario.work, acceptance.shares, strict=True):
             own.setdefault(work.prompt, []).append(float(share))
-        slope, fixed = np.polyfit(*np.array(transfers).T, 1) / 2  # half on each engine
-        return cls(table, acceptance, own, MoveCost(busy_ms=max(fixed, 0.0), busy_token_ms=max(slope, 0.0)))
+        move = MoveCost()
+        if transfers:
+            tokens, ms = np.array(transfers).T
+            slope, fixed = np.polyfit(tokens, ms / 2, 1).clip(min=0)  # half on each engine
+            move = MoveCost(busy_ms=float(fixed), busy_token_ms=float(slope))
+        return cls(table.provenance.engine == "embedded", table, acceptance, own, move)
 
     def prefill_ms(self, tokens: int) -> float:
-        """Return the ms of a pass over prompts. A measured prefill includes the round that draws one token."""
-        return self.table.prefill_ms(tokens) - self.table.ms(OFF, 1, tokens)
+        """Return the ms of a pass over prompts. Embedded engines draw the first token in a round, which is measured."""
+        drawing = self.table.ms(OFF, 1, tokens) if self.embedded else 0.0
+        return self.table.prefill_ms(tokens) - drawing
 
 
 def scaled(table: CostTable, steady: Sequence[tuple[SpecConfig, int, int, float]]) -> CostTable:
@@ -450,20 +110,6 @@ def scaled(table: CostTable, steady: Sequence[tuple[SpecConfig, int, int, float]
     factor = sum(ms for *_, ms in steady) / sum(table.ms(config, b, context) for config, b, context, _ in steady)
     cells = [replace(cell, ms=cell.ms * factor) for cell in table.rounds]
     return CostTable(table.provenance, cells, table.prefill, (), table.switch_ms, table.catch_up_ms)
-
-
-def median_table(tables: Sequence[CostTable]) -> CostTable:
-    """Return the median of each duration."""
-    rounds = [
-        replace(cells[0], ms=middle(cell.ms for cell in cells))
-        for cells in zip(*(t.rounds for t in tables), strict=True)
-    ]
-    prefill = [
-        replace(cells[0], ms=middle(cell.ms for cell in cells))
-        for cells in zip(*(t.prefill for t in tables), strict=True)
-    ]
-    switch = middle(table.switch_ms for table in tables)
-    return CostTable(tables[0].provenance, rounds, prefill, (), switch, middle(table.catch_up_ms for table in tables))
 
 
 def mean_acceptance(known: Calibration, accepted: Sequence[Sequence[int]]) -> Calibration:
@@ -503,8 +149,8 @@ def _predict(known: Calibration, scenario: Scenario, seed: int) -> Outcome:
                 prefill=known.prefill_ms,
                 chunk=2048,
                 max_running=scenario.most,
-                embedded=True,
-                apart=False,
+                embedded=known.embedded,
+                apart=not known.embedded,
             )
         )
     for sample, w in zip(samples, scenario.work, strict=True):
@@ -652,6 +298,7 @@ def mean_length(scenario: Scenario) -> Scenario:
 class Measurements:
     """All that real engines did, in passes: a slow minute of the machine slows the profile and all rollouts alike."""
 
+    scenarios: list[Scenario]
     cases: list[tuple[Scenario, Scenario]]
     calibration: list[Outcome] = field(default_factory=list)
     transfers: list[tuple[int, float]] = field(default_factory=list)  # by KV: (tokens, ms of both engines)
@@ -659,16 +306,17 @@ class Measurements:
     rollouts: dict[str, list[Outcome]] = field(default_factory=dict)
     moves: list[list[float]] = field(default_factory=list)  # of each case: makespan with the move over that without
 
-    def add(self, lab: Lab) -> None:
+    def add(self, lab: EmbeddedLab | SGLangLab) -> None:
         """Run one pass. Its rollouts draw texts of their own; those for calibration are the same in every pass."""
         seed = len(self.calibration) + 1
         lab.profile()
         self.calibration.append(lab.rollout(CALIBRATION, 0))
-        self.few.append(lab.rollout(OTHER_DRAFTER, 0))
-        for count in (2, 8):
-            move = Move("a", "b", tuple(f"s{i:04d}" for i in range(count)), "kv")
-            self.transfers += lab.rollout(replace(TRANSFERS, forced=(2, move)), 1).transfers
-        for scenario in SCENARIOS:
+        if isinstance(lab, EmbeddedLab):
+            self.few.append(lab.rollout(OTHER_DRAFTER, 0))
+            for count in (2, 8):
+                move = Move("a", "b", tuple(f"s{i:04d}" for i in range(count)), "kv")
+                self.transfers += lab.rollout(replace(TRANSFERS, forced=(2, move)), 1).transfers
+        for scenario in self.scenarios:
             self.rollouts.setdefault(scenario.name, []).append(lab.rollout(scenario, seed))
         self.moves = self.moves or [[] for _ in self.cases]
         for pair, found in zip(self.cases, self.moves, strict=True):
@@ -698,7 +346,7 @@ def summary(rows: dict[str, dict[str, Any]], moved: Sequence[dict[str, Any]]) ->
             found[f"{control}: makespan, worst"] = max(errors)
     inside = [hit for row in rows.values() for hit in row["inside"]]
     found["real rollouts inside the simulated 90 %"] = float(np.mean(inside))
-    for band in (0.02, 0.05):
+    for band in (0.02, 0.05) if moved else ():
         for name in ("simulated", "free moves"):
             good, clear = right(moved, name, band)
             found[f"moves, outside {100 * band:.0f} %, {name}"] = good / max(clear, 1)
@@ -727,19 +375,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rollouts and cases")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write calibration and rollouts for a test")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="default %(default)s")
     options = parser.parse_args()
-    passes, cases, seeds = (4, 10, 16) if options.quick else (8, 24, 32)
-    report: dict[str, Any] = {"conditions": conditions(quick=options.quick, layers=LAYERS, hidden=HIDDEN)}
+    passes, count, seeds = (4, 10, 16) if options.quick else (8, 24, 32)
+    simple = [s for s in SCENARIOS if s.spec and s.engines == 1 and not s.noise and s.most == MOST]
+    scenarios, cases = (simple, []) if options.engine == "sglang" else (SCENARIOS, move_cases(count))
+    done = Measurements(scenarios, cases)
+    report: dict[str, Any] = {"conditions": conditions(quick=options.quick, engine=options.engine)}
     print(json.dumps(report["conditions"]), flush=True)
-    lab = Lab()
-    done = Measurements(move_cases(cases))
-    for turn in range(passes):
-        print(f"pass {turn + 1} of {passes}", flush=True)
-        done.add(lab)
-    known = Calibration.of(lab.table, CALIBRATION, done.calibration, done.transfers)
-    worse = Calibration.of(lab.table, OTHER_DRAFTER, done.few, done.transfers)
+    with sglang_lab() if options.engine == "sglang" else nullcontext(EmbeddedLab()) as lab:
+        for turn in range(passes):
+            print(f"pass {turn + 1} of {passes}", flush=True)
+            done.add(lab)
+        table = lab.table
+    known = Calibration.of(table, CALIBRATION, done.calibration, done.transfers)
+    worse = Calibration.of(table, OTHER_DRAFTER, done.few, done.transfers) if done.few else known
     rows: dict[str, dict[str, Any]] = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         reals = done.rollouts[scenario.name]
         its, seen = (worse, done.few) if scenario.noise else (known, done.calibration)
         mean = mean_acceptance(its, seen[0].accepted)
@@ -754,7 +406,7 @@ def main() -> None:
         print(f"    {[round(o.ms) for o in reals]} ms", flush=True)
         show(scenario.name, rows[scenario.name])
     report["rollouts"] = rows
-    report["moves"] = moves(known, done.cases, done.moves, seeds)
+    report["moves"] = moves(known, cases, done.moves, seeds)
     for one in report["moves"]:
         print(f"{one['how']:10} real {one['real']:.3f}, simulated {one['simulated']:.3f}, free {one['free moves']:.3f}")
     report["summary"] = summary(rows, report["moves"])
@@ -766,7 +418,7 @@ def main() -> None:
     if options.record:
         calibration = {"table": known.table.to_json(), "prompts": [w.prompt for w in CALIBRATION.work]}
         calibration["accepted"] = done.calibration[0].accepted
-        kept = [recorded(scenario, done.rollouts[scenario.name]) for scenario in SCENARIOS if scenario.name in RECORDED]
+        kept = [recorded(scenario, done.rollouts[scenario.name]) for scenario in scenarios if scenario.name in RECORDED]
         options.record.write_text(json.dumps({"calibration": calibration, "rollouts": kept}) + "\n")
 
 
