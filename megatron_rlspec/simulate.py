@@ -12,7 +12,8 @@ import itertools
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +26,7 @@ from rich.progress import track
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
 from megatron_rlspec.sim import ablation
-from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
+from megatron_rlspec.sim.cluster import Cluster, Draw, Policies, Workload, draw
 from megatron_rlspec.sim.hardware import Model, hardware_table
 from megatron_rlspec.sim.rollout import Trace
 from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
@@ -49,6 +50,7 @@ example, cluster.toml:
   [acceptance]
   easy = [0.9, 0.85, 0.8]    # by depth, in easy and in hard stretches
   hard = [0.5, 0.4, 0.3]
+  sibling = 0.4              # for trees: of a further child, if those before it were refused
 
   rlspec simulate cluster.toml --policies off,k3,adaptive,adaptive+in_flight,adaptive+kv
 """
@@ -110,6 +112,9 @@ class AcceptanceConfig(Section):
     persistence: Annotated[float, Field(ge=0, lt=1)] = Field(0.8, description="how long stretches last; 0: one token")
     share: Share = Field(0.6, description="of tokens in easy stretches, on average over samples")
     spread: Share = Field(0.15, description="standard deviation of that share between samples")
+    sibling: Share | None = Field(
+        None, description="rate of a tree's further child, if those before it were refused; trees need it"
+    )
 
     @model_validator(mode="after")
     def _same_depth(self) -> AcceptanceConfig:
@@ -256,9 +261,11 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
     else:
         ranks = given.engines * given.tp
         sizes = {*(given.sizes or [tp for tp in (1, 2, 4, 8) if ranks % tp == 0]), given.tp}
-        steps = {1, 2, 3, 5, 7} | {int(p.speculation[1:]) for p in policies.values() if p.speculation[0] == "k"}
+        fixed = [p.config for p in policies.values() if p.config is not None]
+        steps = {1, 2, 3, 5, 7} | {config.num_steps for config in fixed if config.topk == 1}
+        trees = sorted({shape for p in policies.values() for shape in p.shapes})
         model = Model(given.parameters, given.context_bytes, given.layers, given.hidden, given.drafter)
-        cost = hardware_table(given.hardware, model, sorted(sizes), sorted(steps - {0}))
+        cost = hardware_table(given.hardware, model, sorted(sizes), sorted(steps - {0}), trees)
     cluster = Cluster(
         cost,
         given.engines,
@@ -272,22 +279,32 @@ def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[C
         switch=SwitchCosts(1e3 * given.switch, 0.0, int(given.context_bytes), given.link),
     )
     lengths = LengthModel.of_quantiles((0.5, work.median), (0.95, work.p95), work.group)
-    acceptance = AcceptanceModel(np.array([accept.easy, accept.hard]), accept.persistence, np.array([accept.share]))
+    rates = np.array([accept.easy, accept.hard])
+    acceptance = AcceptanceModel(rates, accept.persistence, np.array([accept.share]), accept.sibling)
     return cluster, Workload(lengths, acceptance, work.prompts, work.samples, work.prompt_tokens, work.cap)
 
 
 def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: int) -> dict[str, list[Outcome]]:
     """Simulate every policy. Equal seeds give equal lengths and samples under all of them. Raises ConfigError."""
     cluster, workload = build(config, policies)
+    for name, chosen in policies.items():
+        with _naming(name):
+            Draw(cluster, workload, chosen, 0)  # before the progress bar
     outcomes: dict[str, list[Outcome]] = {name: [] for name in policies}
     runs = list(itertools.product(range(seeds), policies))
     for seed, name in track(runs, "simulate", console=Console(stderr=True), transient=True):
         drawn = replace(workload, acceptance=_spread(workload.acceptance, config.acceptance.spread, seed))
-        try:
+        with _naming(name):
             outcomes[name].append(_outcome(config, cluster, drawn, policies[name], seed))
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from None
     return outcomes
+
+
+@contextmanager
+def _naming(policy: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{policy}: {error}") from None
 
 
 def _outcome(config: SimulationConfig, cluster: Cluster, workload: Workload, policies: Policies, seed: int) -> Outcome:
@@ -423,7 +440,8 @@ def parser() -> arguments.Parser:
     add(
         "--policies",
         default="off,k3,adaptive,adaptive+in_flight,adaptive+auto",
-        help="what to compare; the first one is the base of the ratios (default %(default)s)",
+        help="what to compare, trees such as k5t4n48+sample too; the first one is the base of the ratios "
+        "(default %(default)s)",
     )
     add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
     add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")

@@ -66,7 +66,7 @@ def test_a_mistake_in_the_file_is_one_line(cluster, capsys, change, message):
 
 @pytest.mark.parametrize("name", ["k", "fast", "off+kv+auto", "adaptive+teleport", ""])
 def test_an_unknown_policy_is_refused(cluster, name):
-    with pytest.raises(ConfigError, match="expected off, k3 or adaptive"):
+    with pytest.raises(ConfigError, match="expected off, k3, a tree"):
         simulate.policy(name, simulate.read(cluster))
 
 
@@ -90,6 +90,9 @@ def test_steps_are_compared_swept_and_drawn(cluster, tmp_path, capsys):
         (["--sweep", "cluster.motors=3"], "cluster.motors: Extra inputs"),
         (["--sweep", "training.steps=3"], "no [training] section"),
         (["--ablation"], "expected a [training] section"),
+        (["--policies", "off,k2t2n4"], "k2t2n4: acceptance.sibling is missing, which chains do not record"),
+        (["--policies", "k2t2n40"], "k2t2n40: num_draft_tokens=40, but"),
+        (["--policies", "k3+batch"], "+batch is for trees"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(cluster, capsys, options, message):

@@ -8,8 +8,9 @@ Policies are made of the live decision objects, which engines and runs use, too.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.speculation.updates import Kind
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
@@ -32,6 +34,8 @@ Made = TypeVar("Made")
 WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
 UPDATES: Mapping[str, Kind] = {"kd": "every", "pays": "pays"}
 DOWNTIME = 2  # rounds that a moved sample misses
+CONFIG = re.compile(r"k(\d+)(?:t(\d+)n(\d+))?")  # as `SpecConfig` prints itself
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens to verify, between which a tree's cost is interpolated
 PAST = 2000  # responses of earlier rollouts that the planners have seen
 
 
@@ -103,7 +107,10 @@ class Workload:
 class Policies:
     """How a rollout is drawn.
 
-    speculation  "off", "k3" (or another chain) or "adaptive", the live `SpecRule`
+    speculation  "off", "k3" (or another chain), "k5t4n24" (a tree: steps, branches, verified tokens) or "adaptive", the
+                 live `SpecRule`
+    budget       how the live `TreeBudget` says what is verified of trees: one number for every "sample", or one sum for
+                 the "batch"; empty: as many as the configuration says
     in_flight    engines take requests as samples end, instead of an even deal at the start
     ways         in which the live `Rebalancer` may move samples; empty: none moves
     resize       whether the live `TPPlanner` may change the tensor-parallel size
@@ -113,6 +120,7 @@ class Policies:
     """
 
     speculation: str = "adaptive"
+    budget: Literal["", "sample", "batch"] = ""
     in_flight: bool = False
     ways: tuple[How, ...] = ()
     resize: bool = False
@@ -124,18 +132,27 @@ class Policies:
     def of(cls, name: str) -> Policies:
         """Read a name such as adaptive+in_flight+kv+tp+kd+overlap. Raises ValueError."""
         speculation, *extras = name.split("+")
-        known = speculation in ("off", "adaptive") or (speculation[:1] == "k" and speculation[1:].isdecimal())
+        known = speculation in ("off", "adaptive") or CONFIG.fullmatch(speculation)
+        budgets = [extra for extra in extras if extra in ("sample", "batch")]
         moves = [extra for extra in extras if extra in WAYS]
         updates = [extra for extra in extras if extra in UPDATES]
-        rest = set(extras) - {*moves, *updates, "in_flight", "tp", "overlap"}
-        several = len(moves) > 1 or len(updates) > 1 or len(set(extras)) < len(extras)
+        rest = set(extras) - {*budgets, *moves, *updates, "in_flight", "tp", "overlap"}
+        several = max(map(len, (budgets, moves, updates))) > 1 or len(set(extras)) < len(extras)
         if not known or rest or several or ("overlap" in extras and not updates):
             raise ValueError(
-                f"{name}: expected off, k3 or adaptive, perhaps with +in_flight, +tp, one of +kv, +recompute, +auto, "
-                "and one of +kd, +pays, perhaps with +overlap"
+                f"{name}: expected off, k3, a tree such as k5t4n24 or adaptive, perhaps with +in_flight, +tp, one of "
+                "+kv, +recompute, +auto, one of +sample, +batch after a tree, and one of +kd, +pays, perhaps with "
+                "+overlap"
             )
+        try:
+            config = cls(speculation).config
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if budgets and (config is None or config.topk <= 1):
+            raise ValueError(f"{name}: +{budgets[0]} is for trees such as k5t4n24")
         return cls(
             speculation,
+            next(iter(budgets), ""),  # type: ignore[arg-type]
             "in_flight" in extras,
             WAYS[moves[0]] if moves else (),
             "tp" in extras,
@@ -143,20 +160,37 @@ class Policies:
             overlap="overlap" in extras,
         )
 
+    @property
+    def config(self) -> SpecConfig | None:
+        """Return what a fixed policy runs; None for the adaptive one."""
+        found = CONFIG.fullmatch(self.speculation)
+        if found is None:
+            return OFF if self.speculation == "off" else None
+        return SpecConfig(*(int(number) for number in found.groups() if number is not None))
+
+    @property
+    def shapes(self) -> list[SpecConfig]:
+        """Return the sizes of tree of which a budget needs the costs."""
+        largest = self.config
+        if largest is None or largest.topk <= 1:
+            return []
+        sizes = {n for n in SIZES if n < largest.num_draft_tokens} if self.budget else set()
+        return [replace(largest, num_draft_tokens=n) for n in sorted({*sizes, largest.num_draft_tokens})]
+
     def candidates(self, cost: CostTable, depth: int) -> tuple[SpecConfig, ...]:
-        """Return the chains that this policy may run, by the table at hand. Raises CostTableError if it lacks one.
+        """Return what this policy may run, by the table at hand, the largest last. Raises CostTableError.
 
         depth  drafts for which acceptance is known; deeper ones do not count for the adaptive policy
         """
-        if self.speculation == "off":
-            return (OFF,)
-        known = [config for config in cost.configs() if config.topk <= 1]  # acceptance of trees is not simulated
-        if self.speculation == "adaptive":
-            return tuple(config for config in known if config.num_steps <= depth)
-        wanted = SpecConfig(int(self.speculation[1:]))
-        if wanted not in known:
-            raise CostTableError(f"{self.speculation}: the cost table holds {', '.join(map(str, known))}")
-        return (wanted,)
+        wanted = self.config
+        if wanted is None:  # the live rule chooses among chains
+            return tuple(config for config in cost.configs() if config.topk <= 1 and config.num_steps <= depth)
+        if wanted != OFF and wanted not in cost.configs():
+            raise CostTableError(f"{wanted}: the cost table holds {', '.join(map(str, cost.configs()))}")
+        if not self.budget:
+            return (wanted,)
+        alike = [c for c in cost.configs() if (c.num_steps, c.topk) == (wanted.num_steps, wanted.topk)]
+        return tuple(c for c in alike if c.num_draft_tokens <= wanted.num_draft_tokens)
 
 
 def draw(
@@ -175,7 +209,10 @@ def draw(
 
 
 class Draw:
-    """The parts of one `draw`. The engines, `trace` aside, tell what a real run would learn from."""
+    """The parts of one `draw`. The engines, `trace` aside, tell what a real run would learn from.
+
+    Raises CostTableError, and ValueError for trees without the acceptance of siblings.
+    """
 
     def __init__(
         self,
@@ -191,6 +228,8 @@ class Draw:
         self.seed = seed
         self.learned = rule
         self.candidates = policies.candidates(cluster.believed(cluster.tp), workload.acceptance.rates.shape[1])
+        if any(config.topk > 1 for config in self.candidates):
+            workload.acceptance.tree(0, 1, 2)  # raises ValueError
         self.engines: list[SimEngine] = []
 
     def run(self) -> Trace:
@@ -251,6 +290,7 @@ class Draw:
                 max_running=cluster.max_running,
                 max_tokens=room,
                 ranks=tp,
+                budget=TreeBudget(share=self.policies.budget) if self.policies.budget else None,
             )
             for i, name in enumerate(names)
         ]

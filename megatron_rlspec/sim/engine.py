@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,11 @@ from functools import cache
 
 import numpy as np
 
-from megatron_rlspec.sim.samples import AcceptanceModel
+from megatron_rlspec.sim.samples import AcceptanceModel, SimTree
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.speculation.tree import TreeBudget, top
 from megatron_rlspec.types import Held, Load, RoundStats, SpecConfig, SpecSchedule
 
 OCTAVES = tuple(2**i for i in range(4, 18))  # mean contexts at which costs are tabulated
@@ -72,6 +73,40 @@ class Durations:
         share = (length - OCTAVES[column]) / (OCTAVES[column + 1] - OCTAVES[column])
         return low + max(share, 0.0) * (high - low), doubtful
 
+    def tree_ms(self, config: SpecConfig, batch: int, context: int, verified: int) -> tuple[float, bool]:
+        """Return `ms` for trees of which `verified` tokens are verified in all, linear between the known sizes."""
+        shapes = sorted(c for c in self._configs if (c.num_steps, c.topk) == (config.num_steps, config.topk))
+        sizes = [c.num_draft_tokens for c in shapes]
+        each = verified / batch
+        above = min(bisect_left(sizes, each), len(sizes) - 1)
+        below = above - 1 if each < sizes[above] and above else above
+        low, high = (self.ms(shapes[i], batch, context) for i in (below, above))
+        share = (each - sizes[below]) / (sizes[above] - sizes[below]) if above > below else 0.0
+        outside = not sizes[0] <= each <= sizes[-1]
+        return low[0] + share * (high[0] - low[0]), low[1] or high[1] or outside
+
+
+class _Trees:
+    """The trees of a round's B samples, of M candidates each.
+
+    scores    [B, M] of the drafter
+    keep      [B, M] whether a candidate is verified; `verified`: their number, with the last token of every sample
+    on_path   [B, M] whether it was accepted
+    """
+
+    def __init__(self, grown: Sequence[SimTree], budget: TreeBudget | None, context: int, limit: int) -> None:
+        self._grown = grown
+        self.scores = np.stack([tree.scores for tree in grown])
+        depth = grown[0].depth
+        self.keep = budget.keep(self.scores, depth, context, limit) if budget is not None else top(self.scores, limit)
+        self.verified = len(grown) + int(self.keep.sum())
+        self.on_path = np.zeros(self.keep.shape, bool)
+
+    def accept(self, i: int, draw: float) -> int:
+        path = self._grown[i].accept(self.keep[i], draw)
+        self.on_path[i, path] = True
+        return len(path)
+
 
 @dataclass
 class _Rounds:
@@ -94,6 +129,8 @@ class SimEngine:
     max_running  samples that run at once; max_tokens: room in the KV cache
     ranks        GPUs of the engine: its tensor-parallel size
     lane         whether samples only move to it
+    budget       the live object that says which drafts of a tree are verified; None: those with the best scores, as
+                 many as the configuration says
     embedded     False: as SGLang, which prefills before it decodes on; the prefill draws the first token, and the
                  drafter reads the prompt in it. True: as the embedded engine, which runs a chunk and a round in one
                  step; the first round draws the first token, and the drafter reads a prompt when it first drafts
@@ -115,6 +152,7 @@ class SimEngine:
         version: int = 0,
         ranks: int = 1,
         lane: bool = False,
+        budget: TreeBudget | None = None,
         embedded: bool = False,
         apart: bool = True,
     ) -> None:
@@ -130,6 +168,7 @@ class SimEngine:
         self.version = version
         self.ranks = ranks
         self.lane = lane
+        self.budget = budget
         self.embedded = embedded
         self.apart = apart
         self.running: list[SimSample] = []
@@ -283,7 +322,11 @@ class SimEngine:
         batch = len(running)
         context = sum([s.prompt + s.drawn for s in running])
         config = self._choose(batch, context)
-        ms, doubtful = self.durations.ms(config, batch, context)
+        trees = self._trees(config, context) if config.topk > 1 else None
+        if trees is None:
+            ms, doubtful = self.durations.ms(config, batch, context)
+        else:
+            ms, doubtful = self.durations.tree_ms(config, batch, context, trees.verified)
         self.looked_up += 1
         self.extrapolated += doubtful
         steps = config.num_steps
@@ -300,7 +343,10 @@ class SimEngine:
             first, second = sample.noise(), sample.noise()
             accepted = 0
             if steps and i < drafting:
-                accepted = self.acceptance.accept(sample.regime, steps, first)
+                if trees is None:
+                    accepted = self.acceptance.accept(sample.regime, steps, first)
+                else:
+                    accepted = trees.accept(i, first)
                 marks.append(accepted)
             sample.regime = self.acceptance.advance(sample.regime, sample.share, accepted + 1, second)
             sample.rounds += 1
@@ -310,10 +356,17 @@ class SimEngine:
         self._note(config, batch, context, ms, marks)
         if isinstance(self.policy, SpecRule):
             self.policy.observe(config, marks, batch - len(marks))
+        if trees is not None and self.budget is not None:
+            self.budget.observe(trees.scores[trees.keep], trees.on_path[trees.keep])
+            self.budget.timed(batch, context, trees.verified, ms)
         if ended:
             self._full = False
             self.running = [s for s in running if s.drawn < s.length]
         return ended
+
+    def _trees(self, config: SpecConfig, context: int) -> _Trees:
+        grown = [self.acceptance.tree(s.regime, config.num_steps, config.topk) for s in self.running]
+        return _Trees(grown, self.budget, context, config.num_draft_tokens - 1)
 
     def _draw(self, sample: SimSample, tokens: int) -> None:
         new = min(tokens, sample.length - sample.drawn)

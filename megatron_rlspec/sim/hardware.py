@@ -41,12 +41,14 @@ class Model:
         return 2 * self.parameters
 
 
-def hardware_table(gpu: str, model: Model, tps: Sequence[int], steps: Sequence[int] = STEPS) -> CostTable:
+def hardware_table(
+    gpu: str, model: Model, tps: Sequence[int], steps: Sequence[int] = STEPS, trees: Sequence[SpecConfig] = ()
+) -> CostTable:
     """Return the cost table of engines of `tps` GPUs each, computed: no engine ran.
 
     An engine of n GPUs reads and computes n times as fast, and adds two all-reduces a layer (Megatron-LM, 2019).
     """
-    configs = [OFF, *(SpecConfig(k) for k in steps)]
+    configs = [OFF, *(SpecConfig(k) for k in steps), *trees]
     provenance = Provenance("roofline", gpu, "bf16", "none", "", "", True, "data sheet")
     rounds: list[RoundCost] = []
     prefill: list[PrefillCost] = []

@@ -33,6 +33,7 @@ WEIGHTS = 16.06e9  # bytes
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # keys and values of one token: 32 layers, 8 key heads of 128
 HIDDEN = 4096
 LAYERS = 32
+SIBLING = 0.4  # rate of a tree's further child: assumed
 READ = HARDWARE["A40"][0] * 1e12 * 0.8  # bytes a second
 
 
@@ -175,14 +176,14 @@ def break_even(samples: int, drafts: int) -> float:
 
 
 @cache
-def rlhfspec_breakdown(samples: int, seeds: int = 2) -> list[float]:
-    """Simulate RLHFSpec's figure 13 on eight L40S: gains of a deep chain, of the live rule, and of the live moves."""
-    rates = np.array([[0.9, 0.87, 0.85, 0.83, 0.8, 0.8, 0.8], [0.55, 0.5, 0.45, 0.4, 0.4, 0.4, 0.4]])
-    acceptance = AcceptanceModel(rates, 0.8, np.array([0.4, 0.6, 0.8]))
-    cluster = Cluster(hardware_table("L40S", Model(8.03e9), (1,)), 8)
+def rlhfspec_breakdown(samples: int, tree: str = "k5t4n48", seeds: int = 1) -> list[float]:
+    """Simulate RLHFSpec's figure 13 on eight L40S: gains of a tree, of the live budget, and of the live moves."""
+    rates = np.array([[0.9, 0.87, 0.85, 0.83, 0.8], [0.55, 0.5, 0.45, 0.4, 0.4]])
+    acceptance = AcceptanceModel(rates, 0.8, np.array([0.4, 0.6, 0.8]), SIBLING)
+    names = ("off", tree, f"{tree}+sample", f"{tree}+sample+kv")
+    cluster = Cluster(hardware_table("L40S", Model(8.03e9), (1,), (), Policies.of(names[-1]).shapes), 8)
     lengths = LengthModel.of_quantiles((0.5, 378), (0.95, 1373), 0.5)
     work = Workload(lengths, acceptance, prompts=samples, samples=8, cap=2048)
-    names = ("off", "k7", "adaptive", "adaptive+kv")
     seconds = [[draw(cluster, work, Policies.of(name), seed).makespan_ms for seed in range(seeds)] for name in names]
     return [float(np.mean(np.divide(seconds[0], row))) for row in seconds[1:]]
 
@@ -274,12 +275,13 @@ def _rlhfspec_generation() -> list[Finding]:
             "speculation 1.18 x, with selection 1.95 x, with reallocation 2.32 x; means over Verl 2.10 x and 2.17 x",
             "; ".join(
                 f"{n} samples an engine: " + ", ".join(f"{gain:.2f}" for gain in rlhfspec_breakdown(n)) + " x"
-                for n in (4, 16)
+                for n in (4, 64)
             )
-            + " (simulated: chains of 7, the live rule, the live moves)",
-            "lengths, L40S, 8B; acceptance is assumed; samples of an engine are missing",
-            "speculation and selection follow in kind; reallocation adds nothing at these lengths: the longest sample "
-            "ends a rollout",
+            + " (simulated: trees of 5 steps, 4 branches and 48 tokens; the live budget; the live moves)",
+            "lengths, L40S, 8B; acceptance is assumed, also that of siblings; the tree and an engine's samples are "
+            "missing",
+            "speculation and selection follow for large trees and many samples; reallocation adds less at these "
+            "lengths: the longest sample ends a rollout",
         ),
         Finding(
             "RLHFSpec, fig. 14: five samples move",

@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from megatron_rlspec.speculation.tree import Grown, grow
 from megatron_rlspec.types import Sample
 
 STEPS = 60  # of the fit
@@ -51,11 +52,14 @@ class AcceptanceModel:
     rates        [2, D] probability that draft d is accepted if those before it were, in the easy and the hard regime
     persistence  probability that a token does not draw its regime anew; towards 1 stretches become long
     shares       [N] a sample's share of tokens in the easy regime is one of these, at random: samples differ
+    sibling      probability that a further child of a tree's node is accepted if those before it were refused. Chains
+                 do not record it. None: not known, and trees cannot be simulated
     """
 
     rates: np.ndarray
     persistence: float
     shares: np.ndarray
+    sibling: float | None = None
 
     @classmethod
     def fit(cls, samples: Sequence[Sequence[int]], num_steps: int) -> AcceptanceModel:
@@ -105,6 +109,26 @@ class AcceptanceModel:
             accepted += 1
         return accepted
 
+    def tree(self, regime: int, num_steps: int, topk: int) -> SimTree:
+        """Return the tree that a drafter grows. Raises ValueError if the acceptance of siblings is not known.
+
+        The drafter's probabilities are taken to be those of acceptance, as RLHFSpec finds (figure 7).
+        """
+        key = (regime, num_steps, topk)
+        if key not in self._trees:
+            if self.sibling is None:
+                raise ValueError(
+                    "acceptance.sibling is missing, which chains do not record: expected (E2 - E1) / (2 - E1) of "
+                    "measured tokens a round, E1 with k1 and E2 with k1t2n3"
+                )
+            rates = self.rates[regime][np.minimum(np.arange(num_steps), self.rates.shape[1] - 1)]
+            self._trees[key] = SimTree(grow(rates.tolist(), topk, self.sibling))
+        return self._trees[key]
+
+    @cached_property
+    def _trees(self) -> dict[tuple[int, int, int], SimTree]:
+        return {}
+
     def advance(self, regime: int, share: float, tokens: int, draw: float) -> int:
         """Return the regime after so many `tokens`; `draw` is uniform in [0, 1)."""
         kept = self._kept[tokens]
@@ -127,6 +151,38 @@ class AcceptanceModel:
         depth = np.minimum(np.arange(DEEPEST), self.rates.shape[1] - 1)
         reach: list[list[float]] = np.cumprod(self.rates[:, depth], 1).tolist()
         return reach
+
+
+class SimTree:
+    """A drafted tree of one sample. `scores [M]` are the drafter's, as in `speculation.tree`; `depth [M]`."""
+
+    def __init__(self, grown: Grown) -> None:
+        self.scores = np.log(np.maximum(grown.chance, 1e-30))
+        self.depth = grown.depth
+        above = np.maximum(np.append(grown.chance, 1.0)[grown.parents], 1e-300)  # the parent -1 is the root
+        self._children: dict[int, list[tuple[int, float]]] = {}  # parent -> (child, P(it is accepted if the parent is))
+        for child, (parent, chance) in enumerate(zip(grown.parents.tolist(), grown.chance / above, strict=True)):
+            self._children.setdefault(parent, []).append((child, float(chance)))
+
+    def accept(self, verified: np.ndarray, draw: float) -> list[int]:
+        """Return the accepted candidates among those that the mask `verified [M]` holds; `draw` is uniform in [0, 1).
+
+        At most one child of a node is accepted: the one that is the target's token. The draw says which, and its rest
+        serves the next level. So a chain accepts what `AcceptanceModel.accept` does.
+        """
+        path: list[int] = []
+        children = list(self._children.get(-1, ()))
+        while children:
+            child, chance = children.pop(0)
+            if draw >= chance:
+                draw -= chance  # another token than this child's
+            elif not verified[child]:
+                break
+            else:
+                draw /= chance
+                path.append(child)
+                children = list(self._children.get(child, ()))
+        return path
 
 
 def _rates(rounds: np.ndarray, weight: np.ndarray, num_steps: int) -> np.ndarray:

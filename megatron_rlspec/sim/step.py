@@ -119,7 +119,7 @@ class _Run:
         self.training = training
         depth = workload.acceptance.rates.shape[1]
         candidates = policies.candidates(cluster.believed(cluster.tp), depth)
-        chains = [config.num_steps for config in candidates]
+        chains = list(dict.fromkeys(config.num_steps for config in candidates))
         self.learning = Learning(Adapter(chains, "", Roofline.of_layers(32), MARGIN, PROBES, learn=False))
         self.rule: UpdateRule | None = None
         if policies.updates:

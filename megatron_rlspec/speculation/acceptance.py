@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rlspec.speculation.tree import grow
 from megatron_rlspec.types import SpecConfig
 
 RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1
@@ -21,10 +22,8 @@ _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float = 0.4) -> float:
     """Return the tokens that one request emits per round under `config`, given rates a_1.. (the last one repeats).
 
-    For topk > 1 the rates of the other branches are modelled: each sibling is accepted with probability `sibling` if
-    all siblings before it were refused. The tree is SGLang's (topk beams, topk² candidates a step). Its
-    `num_draft_tokens - 1` likeliest nodes are kept. A node adds the product of the rates on its path (RLHFSpec, section
-    5.2).
+    For topk > 1 the rates of the other branches are modelled (`tree.grow`), and the `num_draft_tokens - 1` likeliest
+    nodes are kept. A node adds the product of the rates on its path (RLHFSpec, section 5.2).
     """
     if config.num_steps == 0:
         return 1.0
@@ -35,15 +34,7 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float], sibling: float =
             reach *= rate
             total += reach
         return total
-    beams = np.ones(1)
-    nodes = []
-    for rate in depths:
-        missed = (1 - rate) * (1 - sibling) ** np.arange(config.topk - 1)
-        branches = np.concatenate([[rate], np.minimum(rate, missed * sibling)])
-        candidates = np.sort(np.outer(beams, branches).ravel())[::-1]
-        nodes.append(candidates)
-        beams = candidates[: config.topk]
-    best = np.sort(np.concatenate(nodes))[::-1]
+    best = np.sort(grow(depths, config.topk, sibling).chance)[::-1]
     return 1.0 + float(best[: config.num_draft_tokens - 1].sum())
 
 

@@ -381,8 +381,12 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
 
 @pytest.mark.parametrize("seconds", [1e-4, 0.1])
 def test_plans_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A round takes 20 ms in virtual time, and a plan is due every 8 rounds unless it takes long."""
+    """A round takes 20 ms in virtual time, and a plan is due every 8 rounds unless it takes long.
+
+    Engines answer after 30 ms. That is no work, and delays no plan but the one that waits.
+    """
     now = 0.0
+    worked = 0.0
     plans = 0
 
     def wait(period: float) -> bool:
@@ -391,23 +395,27 @@ def test_plans_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch, sec
         return now > 100
 
     def plan(*_: object) -> list[Move]:
-        nonlocal now, plans
+        nonlocal now, worked, plans
         now += seconds
+        worked += seconds
         plans += 1
         return []
 
+    def progress(name: str) -> Load:
+        nonlocal now
+        now += 0.03
+        return Load("", (Held(name, 3, 3 + int(now / 0.02), 1.0),), 0, 1000, 0)
+
     asked = requests(2, 0)
-    engines = [
-        SimpleNamespace(progress=lambda name=r.id: Load("", (Held(name, 3, 3 + int(now / 0.02), 1.0),), 0, 1000, 0))
-        for r in asked
-    ]
+    engines = [SimpleNamespace(progress=partial(progress, r.id)) for r in asked]
     drawn = {id(engine): {r.id: r} for engine, r in zip(engines, asked, strict=True)}
     owner = SimpleNamespace(samples={}, stays=[], drawn_by=lambda engine: drawn[id(engine)])
     named = dict(zip("ab", engines, strict=True))
     balancer = Balancer(owner, named, SimpleNamespace(plan=plan), Lengths(), 300, every=8)  # type: ignore[arg-type]
-    monkeypatch.setattr("megatron_rlspec.rollout.balancer.time", SimpleNamespace(perf_counter=lambda: now))
+    clocks = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: worked)
+    monkeypatch.setattr("megatron_rlspec.rollout.balancer.time", clocks)
     balancer._ended = SimpleNamespace(wait=wait)  # type: ignore[assignment]
     balancer._run()
-    expected = 100 / max(8 * 0.02, 100 * seconds)
+    expected = 100 / (max(8 * 0.02, 100 * seconds) + 2 * 0.03)
     assert plans == pytest.approx(expected, rel=0.1)
     assert balancer.seconds <= 1.05 * now / 100

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_rlspec.speculation.tree import AcceptanceMap, TreeBudget, VerifyCost, bucket, top
+from megatron_rlspec.rollout.embedded import draft
+from megatron_rlspec.speculation.tree import AcceptanceMap, TreeBudget, VerifyCost, bucket, grow, top
 
 
 def forest(rng, samples=6, branching=2, layers=4, spread=1.0):
@@ -33,6 +35,26 @@ def rising(samples, context, verified):
 
 def closed(keep, parents):
     return all(keep[:, p][keep[:, i]].all() for i, p in enumerate(parents) if p >= 0)
+
+
+@pytest.mark.parametrize(("rates", "topk"), [([0.7, 0.4, 0.3, 0.55], 3), ([0.9, 0.2], 4), ([0.6, 0.5, 0.8], 1)])
+def test_trees_grow_as_a_drafter_grows_them(rates, topk):
+    """The drafter's probabilities are those of acceptance, so its tree must have the same nodes and scores."""
+    grown = grow(rates, topk, 0.37)
+
+    def pick(logits, level):
+        missed = (1 - rates[level - 1]) * 0.63 ** np.arange(topk - 1)
+        likely = torch.tensor(np.r_[rates[level - 1], np.minimum(rates[level - 1], missed * 0.37)]).log()
+        return likely.expand(*logits.shape[:2], topk), torch.zeros((*logits.shape[:2], topk), dtype=torch.long)
+
+    def expand(parents, tokens, ancestors, level):
+        return torch.zeros((1, topk, 1)), torch.zeros((1, topk, 9))
+
+    drafted = draft.grow(torch.zeros((1, 1)), torch.zeros((1, 9)), len(rates), topk, expand, pick)
+    assert np.array_equal(grown.depth, drafted.depth)
+    assert np.exp(drafted.scores[0].numpy()) == pytest.approx(grown.chance)
+    likely = np.exp(drafted.scores[0].numpy()) > grown.chance.min() * 1.5  # of equal ones the drafter may take any
+    assert np.array_equal(grown.parents[likely], drafted.parents[0].numpy()[likely])
 
 
 def test_f_is_monotone_calibrated_and_forgets():
