@@ -2,16 +2,26 @@
 
     python benchmarks/retile.py [--quick] [--json FILE]
 
-weights     resharding the weights in memory, against a push of the whole from rank 0
-checkpoint  resharding, against reading a checkpoint that lies in the page cache: a copy in memory, without a wire
-restart     resharding, against a new process for each rank that builds its engine from the checkpoint (PAT's naive
-            way; section 5.4: 7.25 x)
-wire        resharding by all-to-all of the needed pieces, against all-gather and slice (PAT's own way)
+Resharding the weights in memory is compared, at a change to all processes and at the change back, with
+
+gather      all-gather and slice (PAT's own way)
+reload      PAT's naive way: weights come again from the training engine. Here Megatron's shards, one on each rank, are
+            gathered, renamed, sent to all ranks and fused, as a push does, without its checks (section 4.3; section
+            5.4: 7.47 s over 1.03 s)
+push        only the messages of a reload: a broadcast of every tensor from rank 0
+cold        a new engine at the new size from a checkpoint whose pages are dropped before, so that they come from disk
+warm        the same from the page cache, without a wire
+restart     the same in a new process for each rank, imports included (figure 12 has restarts in a whole change)
+
+and further
+
 cache       moving keys and values of running samples, against prefilling them again, by columns a sample (PAT: 8.06 x)
 groups      the first change to a size, which makes its groups, against a later one
 memory      the peak resident memory of a rank during a change, beyond the larger of before and after, in layers
-error       `rlspec profile --tp 1,2`, then rounds of draining rollouts at each size against its table, both in CPU time
-            of rank 0 (PAT, in wall time: 4.04 and 3.07 %)
+error       costs of rounds at sizes 1 and 2, measured as `rlspec profile` does, against rounds of draining rollouts
+            (PAT: 4.04 and 3.07 %). In turns: a pass over the points, a rollout. A cost is the mean of the passes'
+            medians. `wall` is time, as in PAT. `thread` is the CPU time of rank 0's thread, without waiting and
+            without the thread that receives messages: on two cores these depend on which process runs first
 
 Both sides of a ratio run in turns. A time is that of the slowest rank; `cpu` is the CPU time of all ranks, which says
 more on a busy machine. Ratios are medians over pairs, with the 90 % interval of their bootstrap. Prefilling counts the
@@ -22,17 +32,23 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,23 +58,28 @@ import torch
 import torch.distributed as dist
 from synthetic import conditions
 
-from megatron_rlspec.rollout import profile
+from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded import retile
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.led import LedEngine
+from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
+from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
+from megatron_rlspec.rollout.sweep import Bench, Sweep
+from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling
 from megatron_rlspec.weights.checkpoint import read_hf
 
-AIMS = {"weights": 5.0, "checkpoint": 5.0, "restart": 5.0, "wire": 2.0, "cache": 4.0}
-RESTARTS = 3
+AIMS = {"gather": 2.0, "reload": 5.0, "prefill": 4.0}
+RESTARTS = 3  # each way
 SAMPLES = 9  # as in PAT's example
-BATCHES = "1,2,4,8,16"
-LENGTHS = "32,128,384"
+BATCHES = (1, 2, 3, 4, 6, 8, 16)
+LENGTHS = (16, 128, 384)
+CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
 DRAINING = 16  # samples of a draining rollout, of up to
 LONGEST = 500  # tokens
 Pair = tuple[float, float]  # seconds of the slowest rank, CPU seconds of all
@@ -121,51 +142,109 @@ def restart(path: Path, size: int) -> None:
 
 
 def build(path: Path, size: int) -> None:
-    """Build a rank's model, without its group."""
+    """Build a rank's engine, without its group."""
     torch.set_num_threads(1)
     rank = Solo()
     rank.size = size
-    config = json.loads((path / "config.json").read_text())
-    reload(Decoder(Architecture.from_hf(config), torch.float32, "cpu", rank, 8), path)
+    with mock.patch.object(embedded, "Solo", lambda: rank):
+        load(path, None)
 
 
-def reload(model: Decoder, path: Path) -> None:
-    """Read this rank's part of the checkpoint."""
-    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (no mapping)
-            model.write(name, file.get_tensor(name))
+def load(path: Path, group: dist.ProcessGroup | None) -> EmbeddedEngine:
+    """Build a rank's engine from the checkpoint."""
+    config, tensors = read_hf(path)
+    return EmbeddedEngine(config, tensors.items(), max_length=8, max_total_tokens=128, group=group)
+
+
+def drop_pages(path: Path) -> None:
+    """Have the kernel forget the checkpoint's pages, so that the next reader reads the disk."""
+    file = os.open(path / "model.safetensors", os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def bytes_read() -> float:
+    """Return the bytes that all ranks had from a disk."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    found = torch.tensor(float(lines["read_bytes"]), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found)
 
 
 def push(model: Decoder, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Send every tensor, whole, from rank 0 to all, as a push of the trainer does."""
+    """Send every tensor, whole, from rank 0 to all."""
     for name, shape in shapes.items():
         full = torch.empty(shape)
         dist.broadcast(full, 0)
         model.write(name, full)
 
 
-def weights(groups: Groups, config: dict[str, Any], path: Path, repeats: int) -> dict[str, list[Pair]]:
-    """Measure exchange, gather, push and reload at the change from half the job to all of it, and back."""
+def trainer_of(path: Path) -> Any:
+    """Build Megatron's model with the checkpoint's weights, split over all ranks."""
+    from megatron_rlspec.config import Config  # here, so that `restart` does not import Megatron
+    from megatron_rlspec.train.step import Trainer
+
+    config, tensors = read_hf(path)
+    parallel = {"tensor": dist.get_world_size()}
+    trainer = Trainer(Config.model_validate({"model": {"dtype": "float32"}, "parallel": parallel}), config)
+    trainer.load_hf(tensors)
+    return trainer
+
+
+def reload(member: Member, trainer: Any) -> None:
+    """Bring the trainer's weights into all engines, as a push does."""
+    if member.ranks.rank == 0:
+        member.update(1, "all", trainer.export(live=True))
+        return
+    receiving = threading.Thread(target=member.update, args=(1, "all", ()))
+    receiving.start()
+    deque(trainer.export(live=True), maxlen=0)
+    receiving.join()
+
+
+def weights(groups: Groups, path: Path, repeats: int) -> dict[str, dict[str, list[Pair]]]:
+    """Measure all ways of having weights at another size: from half the job to all of it, and back."""
     big = groups.world
     small = big // 2
-    arch = Architecture.from_hf(config)
-    found: dict[str, list[Pair]] = {way: [] for way in ("exchange", "gather", "push", "reload", "restart")}
-    model = Decoder(arch, torch.float32, "cpu", groups.of(small), 8)
+    engine = load(path, group_of(groups, small))
+    member = Member(engine, Ranks(), None)
+    trainer = trainer_of(path)
+    model = engine.model
     shapes = {name: model.full_shape(name) for name in model.tensors}
-    reload(model, path)
+    found: dict[str, dict[str, list[Pair]]] = {}
     for repeat in range(2 * repeats):
         old, new = (small, big) if repeat % 2 == 0 else (big, small)
-        switch = retile.Switch(groups, old, new)
-        for name, way in (("exchange", retile.exchange), ("gather", retile.gather)):
-            found[name].append(timed(partial(retile.retile_weights, model, switch, way))[0])
-            if name == "exchange":  # back, so that both do the same
-                retile.retile_weights(model, retile.Switch(groups, new, old))
-        found["push"].append(timed(partial(push, model, shapes))[0])
-        reload(model, path)
-        found["reload"].append(timed(partial(reload, model, path))[0])
-        if repeat < RESTARTS:
-            found["restart"].append(timed(partial(restart, path, new))[0])
+        there, back = retile.Switch(groups, old, new), retile.Switch(groups, new, old)
+        ways: list[tuple[str, Callable[..., None]]] = [("exchange", retile.exchange), ("gather", retile.gather)]
+        times: dict[str, list[Pair]] = found.setdefault(f"TP {old} to {new}", {})
+
+        def measure(name: str, work: Callable[[], Any], into: dict[str, list[Pair]] = times) -> None:
+            into.setdefault(name, []).append(timed(work)[0])
+
+        for name, way in ways[:: 1 if repeat % 4 < 2 else -1]:
+            measure(name, partial(retile.retile_weights, model, there, way))
+            retile.retile_weights(model, back)
+        retile.retile_weights(model, there)
+        measure("push", partial(push, model, shapes))
+        measure("reload", partial(reload, member, trainer))
+        measure("warm", partial(load, path, group_of(groups, new)))
+        if groups.rank == 0:
+            drop_pages(path)
+        before = bytes_read()
+        measure("cold", partial(load, path, group_of(groups, new)))
+        assert bytes_read() - before > (path / "model.safetensors").stat().st_size / 2, "the pages are still there"
+        if repeat < 2 * RESTARTS:
+            measure("restart", partial(restart, path, new))
+    loaded = load(path, group_of(groups, small)).model.tensors
+    assert all(torch.equal(shard.view, loaded[name].view) for name, shard in model.tensors.items())
     return found
+
+
+def group_of(groups: Groups, size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group for an engine."""
+    group = groups.of(size)
+    return None if isinstance(group, Solo) else group.group
 
 
 def cache_at(groups: Groups, config: dict[str, Any], columns: int, repeats: int) -> dict[str, list[Pair]]:
@@ -264,39 +343,61 @@ def resident(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
-def prediction_errors(index: int, folder: str, samples: int) -> None:
-    """Profile sizes 1 and 2, and predict every round of draining rollouts. The engine's clock is this rank's CPU time.
-
-    Samples of a rollout end at random stop tokens, so that the batch shrinks as in a real one.
-    """
+def prediction_errors(index: int, folder: str, passes: int) -> None:
+    """Measure costs of rounds at sizes 1 and 2, and predict every round of draining rollouts."""
     torch.set_num_threads(1)
-    path = Path(folder)
     found = {}
-    with mock.patch("time.perf_counter", time.process_time):
-        options = ["--engine", "embedded", "--model", folder, "--tp", "1,2", "--steps", "0", "--tolerance", "1"]
-        options += ["--batches", BATCHES, "--lengths", LENGTHS, "--samples", str(samples), "--seconds", "600"]
-        profile.main([str(path / "sizes.json"), *options])
-        table = CostTable.load(path / "sizes.json")
-        for tp in (1, 2):
-            made = partial(drain_rank, folder)
-            engine = made(0, None) if tp == 1 else LedEngine(made, tp)
-            rng = np.random.default_rng(0)
-            requests = [Request(f"{i}.", Prompt(i, rng.integers(100, 8000, 32)), i) for i in range(DRAINING)]
-            sampling = Sampling(max_new_tokens=LONGEST, stop_token_ids=tuple(range(48)), ignore_eos=True)
-            engine.generate(requests, sampling)
-            real = [(n, context, ms) for _, n, context, ms in engine.recent_rounds() if ms is not None]
-            engine.close()
-            predicted = np.array([table.ms(OFF, n, context, tp) for n, context, _ in real])
-            measured = np.array([ms for _, _, ms in real])
-            parts = np.array_split(np.arange(len(real)), max(1, len(real) // 50))
-            errors = [abs(predicted[part].sum() / measured[part].sum() - 1) for part in parts]
-            whole = float(predicted.sum() / measured.sum() - 1)
-            found[f"TP {tp}"] = {"parts of 50 rounds": float(np.mean(errors)), "whole": whole, "rounds": len(real)}
-    (path / "errors.json").write_text(json.dumps(found))
+    for tp in (1, 2):
+        made = partial(drain_rank, folder)
+        engine = made(0, None) if tp == 1 else LedEngine(made, tp)
+        run = Sweep([Bench(engine, [OFF], 8000)], Provenance("random", "cpu", "float32", "embedded", "", ""), tp=tp)
+        costs: dict[str, list[RoundCost]] = {clock: [] for clock in CLOCKS}
+        rollouts: dict[str, list[list[Any]]] = {clock: [] for clock in CLOCKS}
+        for number, (clock, now) in itertools.product(range(passes), CLOCKS.items()):
+            with mock.patch.object(embedded, "time", SimpleNamespace(perf_counter=now, sleep=time.sleep)):
+                for point in itertools.product(BATCHES, LENGTHS):
+                    run.add(point)
+                    costs[clock] += run.cells[point]
+                rollouts[clock].append(drain(engine, number))
+        engine.close()
+        for clock in CLOCKS:
+            table = CostTable(run.provenance, means(costs[clock]), ())
+            spread = float(np.median([cost.spread_ms / cost.ms for cost in costs[clock]]))
+            errors = [error_of(table, rounds, tp) for rounds in rollouts[clock]]
+            parts, whole = np.mean([parts for parts, _ in errors]), [whole for _, whole in errors]
+            found[f"TP {tp}, {clock}"] = {"parts": float(parts), "whole": whole, "spread": spread}
+    (Path(folder) / "errors.json").write_text(json.dumps(found))
+
+
+def drain(engine: EmbeddedEngine | LedEngine, seed: int) -> list[Any]:
+    """Draw samples that end at random stop tokens, so that the batch shrinks as in a real rollout. Returns rounds."""
+    engine.recent_rounds()
+    rng = np.random.default_rng(seed)
+    prompts = [Prompt(i, rng.integers(100, 8000, 32)) for i in range(DRAINING)]
+    requests = [Request(f"{seed}-{i}.", prompt, 100 * seed + i) for i, prompt in enumerate(prompts)]
+    engine.generate(requests, Sampling(max_new_tokens=LONGEST, stop_token_ids=tuple(range(48)), ignore_eos=True))
+    return engine.recent_rounds()
+
+
+def means(costs: list[RoundCost]) -> list[RoundCost]:
+    """Return one cost a point: the mean over passes."""
+    points: dict[tuple[int, int], list[RoundCost]] = {}
+    for cost in costs:
+        points.setdefault((cost.batch, cost.context_tokens), []).append(cost)
+    return [replace(same[0], ms=statistics.mean(cost.ms for cost in same)) for same in points.values()]
+
+
+def error_of(table: CostTable, rounds: list[Any], tp: int) -> tuple[float, float]:
+    """Return the mean error over parts of 50 rounds, and that of the whole rollout, with its sign."""
+    predicted = np.array([table.ms(OFF, n, context, tp) for _, n, context, _ in rounds])
+    measured = np.array([ms for *_, ms in rounds])
+    parts = np.array_split(np.arange(len(rounds)), max(1, len(rounds) // 50))
+    errors = [abs(predicted[part].sum() / measured[part].sum() - 1) for part in parts]
+    return float(np.mean(errors)), float(predicted.sum() / measured.sum() - 1)
 
 
 def drain_rank(folder: str, rank: int, group: dist.ProcessGroup | None) -> EmbeddedEngine:
-    """Build one rank's engine for a draining rollout."""
+    """Build one rank's engine for costs and draining rollouts."""
     config, tensors = read_hf(folder)
     longest = LONGEST + 64
     return EmbeddedEngine(
@@ -312,44 +413,45 @@ def ratio(pairs: dict[str, list[Pair]], slow: str, which: int) -> dict[str, floa
     return {"ratio": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
-def both(pairs: dict[str, list[Pair]], slow: str) -> dict[str, Any]:
-    ms = {way: statistics.median(seconds for seconds, _ in pairs[way]) * 1e3 for way in ("exchange", slow)}
-    return {"wall": ratio(pairs, slow, 0), "cpu": ratio(pairs, slow, 1), "ms": ms}
+def against(pairs: dict[str, list[Pair]]) -> dict[str, Any]:
+    """Compare every other way with the exchange."""
+    found = {}
+    for slow in pairs.keys() - {"exchange"}:
+        ms = {way: statistics.median(seconds for seconds, _ in pairs[way]) * 1e3 for way in ("exchange", slow)}
+        found[slow] = {"wall": ratio(pairs, slow, 0), "cpu": ratio(pairs, slow, 1), "ms": ms}
+    return dict(sorted(found.items()))
 
 
 def rank_main(rank: int, size: int, folder: str, quick: bool) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", f"file://{folder}/meet{size}", timedelta(minutes=5), size, rank)
     path = Path(folder)
     config = json.loads((path / "config.json").read_text())
     groups = Groups()
     repeats = 5 if quick else 15
-    found: dict[str, Any] = {}
-    moved = weights(groups, config, path, repeats)
-    found["weights"] = both(moved, "push")
-    found["checkpoint"] = both(moved, "reload")
-    found["restart"] = both(moved, "restart")
-    found["wire"] = both(moved, "gather")
+    ratios: dict[str, Any] = {}
+    for change, pairs in weights(groups, path, repeats).items():
+        ratios[f"weights, {change}"] = against(pairs)
     for columns in (128, 512) if quick else (128, 512, 2048):
-        found[f"cache at {columns}"] = both(cache_at(groups, config, columns, 3 if quick else 7), "prefill")
-    found["groups"] = first_and_later(config)
-    found["memory"] = memory(groups, config)
+        ratios[f"caches, {columns} columns"] = against(cache_at(groups, config, columns, 3 if quick else 7))
+    found = {"ratios": ratios, "groups": first_and_later(config), "memory": memory(groups, config)}
     if rank == 0:
         (path / f"found{size}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def show(size: int, found: dict[str, Any]) -> None:
-    print(f"\n{size} processes: TP {size // 2} to {size} and back")
-    for name, value in found.items():
-        if "wall" in value:
-            aim = AIMS.get(name.split(" at ")[0])
-            times = ", ".join(f"{way} {ms:.1f} ms" for way, ms in value["ms"].items())
-            ratios = {kind: value[kind] for kind in ("wall", "cpu")}
-            by = "; ".join(f"{k} {v['ratio']:.2f} [{v['low']:.2f}, {v['high']:.2f}]" for k, v in ratios.items())
-            print(f"{name:>14}: {by} x (aim {aim}); {times}")
-        else:
-            print(f"{name:>14}: " + ", ".join(f"{key} {number:.3f}" for key, number in value.items()))
+    print(f"\n{size} processes")
+    for what, ways in found["ratios"].items():
+        print(what)
+        for way, value in ways.items():
+            times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in value["ms"].items())
+            of = {kind: value[kind] for kind in ("wall", "cpu")}
+            by = "; ".join(f"{k} {v['ratio']:.2f} [{v['low']:.2f}, {v['high']:.2f}]" for k, v in of.items())
+            print(f"{way:>10}: {by} x{f' (aim {AIMS[way]})' if way in AIMS else ''}; {times}")
+    for what in ("groups", "memory"):
+        print(f"{what}: " + ", ".join(f"{key} {number:.3f}" for key, number in found[what].items()))
 
 
 def main() -> None:
@@ -369,10 +471,11 @@ def main() -> None:
             torch.multiprocessing.spawn(rank_main, (size, folder, args.quick), size)
             result[str(size)] = json.loads((Path(folder) / f"found{size}.json").read_text())
             show(size, result[str(size)])
-        torch.multiprocessing.spawn(prediction_errors, (folder, 6 if args.quick else 20), 1)
+        torch.multiprocessing.spawn(prediction_errors, (folder, 3 if args.quick else 6), 1)
         result["error"] = json.loads((Path(folder) / "errors.json").read_text())
-        for size, error in result["error"].items():
-            print(f"error at {size}: " + ", ".join(f"{name} {value:.3f}" for name, value in error.items()))
+        for case, error in result["error"].items():
+            whole = ", ".join(f"{value:+.1%}" for value in error["whole"])
+            print(f"error, {case}: {error['parts']:.1%} over parts, {whole} whole; spread {error['spread']:.1%}")
     print("\n" + json.dumps(result["conditions"]))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
