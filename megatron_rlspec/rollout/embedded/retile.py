@@ -282,13 +282,17 @@ def _move(
         groups = (source // switch.old, target // switch.new)
         return [s for s in stretches if (s.source, s.target) == groups and s.last > s.first]
 
+    made: dict[tuple[int, int, int], torch.Tensor] = {}  # several ranks may get the same
     send = []
     coming: list[list[Stretch]] = []
     sizes = []
     for rank in switch.ranks:
         count, first, _ = shared(me, rank)
-        going = between(me, rank) if count else []
-        send.append(_flat([pool[s.old, :, first : first + count] for s in going], pool))
+        key = (rank // switch.new, first, count)
+        if key not in made:
+            going = between(me, rank) if count else []
+            made[key] = _flat([pool[s.old, :, first : first + count] for s in going], pool)
+        send.append(made[key])
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
         sizes.append(sum(s.last - s.first for s in coming[-1]) * pool.shape[1] * count * pool.shape[3])
@@ -299,7 +303,7 @@ def _move(
     arriving = [(rank, flat) for rank, flat in enumerate(received) if rank != me and len(flat)]
     for work in switch.wide.trade(leaving, arriving):
         work.wait()
-    del send, leaving, arriving
+    del made, send, leaving, arriving
     pools[index] = pool.new_zeros(slots, parts, heads, width)
     for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
         count, _, first = shared(rank, me)
