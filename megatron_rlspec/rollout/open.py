@@ -222,7 +222,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
         rebalance.Transport(token_bytes=_token_bytes(config, hf_config)),
         gain=tail.gain,
         rule=tail.rule,
-        modes=("kv", "recompute") if tail.rebalance == "auto" else (tail.rebalance,),
+        modes=rebalance.WAYS[tail.rebalance],
     )
 
 

@@ -25,13 +25,11 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.speculation.updates import Kind
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport
+from megatron_rlspec.tail.rebalance import WAYS, How, Rebalancer, Transport
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
-How = Literal["kv", "recompute"]
 Made = TypeVar("Made")
-WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
 UPDATES: Mapping[str, Kind] = {"kd": "every", "pays": "pays"}
 DOWNTIME = 2  # rounds that a moved sample misses
 CONFIG = re.compile(r"k(\d+)(?:t(\d+)n(\d+))?")  # as `SpecConfig` prints itself

@@ -289,9 +289,8 @@ class _Rollout:
         old = list(self.engines.values())
         began = max(engine.now for engine in old)
         took = costs.weights_ms + costs.control_ms
-        if change.how == "kv" and costs.gigabytes_per_second:
-            most = max(sum(s.context for s in engine.running) for engine in old)
-            took += most * costs.token_bytes / self.tp / costs.gigabytes_per_second / 1e6
+        if change.how == "kv":
+            took += costs.caches_ms(max(sum(s.context for s in engine.running) for engine in old), self.tp)
         samples = {sample.id: sample for engine in old for sample in engine.sleep()}
         self.retired += old
         self.engines = {engine.name: engine for engine in self.resizing.fleet(change.tp)}

@@ -6,7 +6,7 @@ No wall clock enters a plan. Ranks that have the same loads, lengths and observa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ from megatron_rlspec.types import Held, Load, Move, RoundStats, SpecConfig
 
 Rule = Literal["threshold", "makespan"]
 How = Literal["kv", "recompute"]
+WAYS: Mapping[str, tuple[How, ...]] = {"kv": ("kv",), "recompute": ("recompute",), "auto": ("kv", "recompute")}
 WORTH = 0.5  # of the latest finish: an engine that finishes earlier gives no sample away
 STEPS = 64  # of one plan, at most
 TARGETS = 4  # engines that finish first, among which a step chooses
@@ -73,7 +74,7 @@ class Rebalancer:
         *,
         gain: float = 0.05,
         rule: Rule = "makespan",
-        modes: Sequence[How] = ("kv", "recompute"),
+        modes: Sequence[How] = WAYS["auto"],
     ) -> None:
         if not modes or not candidates:
             raise ValueError(f"modes={list(modes)}, candidates={list(candidates)}: expected at least one of each")

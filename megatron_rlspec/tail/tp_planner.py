@@ -39,6 +39,10 @@ class SwitchCosts:
     token_bytes: int = 0
     gigabytes_per_second: float = 0.0
 
+    def caches_ms(self, tokens: float, tp: int) -> float:
+        """Return the ms in which the ranks of an engine of size `tp` send its caches of `tokens` (PAT, eq. 1 and 2)."""
+        return tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6 if self.gigabytes_per_second else 0.0
+
 
 @dataclass(frozen=True)
 class Change:
@@ -188,7 +192,7 @@ class TPPlanner:
         ways: list[tuple[float, How]] = [(max(self._prefill_ms(group, new) for group in groups), "recompute")]
         if self.costs.gigabytes_per_second > 0:
             tokens = max(sum(held.context for held in running) for running in now)
-            ways.append((tokens * self.costs.token_bytes / old / self.costs.gigabytes_per_second / 1e6, "kv"))
+            ways.append((self.costs.caches_ms(tokens, old), "kv"))
         state, how = min(ways)
         return self.costs.weights_ms + self.costs.control_ms + state, how
 
