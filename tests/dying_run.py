@@ -15,12 +15,12 @@ exchange = retile.exchange
 moved = []
 
 
-def dies(switch, old, new):
-    moved.append(old)
-    if os.environ["RANK"] == "1" and len(moved) % 7 == 0 and len(read_records(Path(RUN) / "metrics.jsonl")) == 2:
+def dies(*pieces):
+    moved.append(pieces)
+    if os.environ["RANK"] == "1" and len(moved) % 2 == 0 and len(read_records(Path(RUN) / "metrics.jsonl")) == 2:
         Path(f"{RUN}.killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    exchange(switch, old, new)
+    exchange(*pieces)
 
 
 RUN = os.environ["RUN"]

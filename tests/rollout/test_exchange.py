@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_moves import SAMPLING, Engine, length, named, requests, token
 
-from megatron_rlspec.engine import EngineError
+from megatron_rlspec.engine import Cargo, EngineError
 from megatron_rlspec.rollout.exchange import Exchange, Footprint, order
 from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.pool import EnginePool
@@ -51,6 +53,13 @@ class Sleeper(Engine):
     asleep = False
     empty = False
     calls: list[str]
+    folder: Path
+
+    def _piece(self, name: str, path: str = "/none") -> Cargo:
+        piece = super()._piece(name, f"{self.folder}/{uuid.uuid4().hex}" if path else "")
+        if piece.path and not piece.refused:
+            Path(f"{piece.path}.0").touch()
+        return piece
 
     def sleep(self) -> None:
         assert not self.running, "it sleeps while it draws"
@@ -67,21 +76,28 @@ class Sleeper(Engine):
             raise EngineError(f"{self.name}: asleep, or without weights")
 
 
-def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[list[str], list[Sleeper], Exchange]:
+def exchanged(
+    folder: Path, budget: int, fails: bool = False, refusals: float = 0.0, back: bool = False
+) -> tuple[list[str], list[Sleeper], Exchange]:
+    """Change from the engines a and b to one wide engine, or back, in the middle of a rollout."""
     engines = [Sleeper(name, random.Random(0), refusals) for name in ("a", "b", "wide", "spare")]
     calls: list[str] = []
     for engine in engines:
         engine.calls = calls
+        engine.folder = folder
     a, b, wide, spare = engines
-    wide.asleep = wide.empty = True
-    pool = EnginePool([a, b, wide, *([spare] if fails else [])], lanes=[wide, spare])
+    old, new = ([wide], [a, b]) if back else ([a, b], [wide])
+    for engine in new:
+        engine.asleep = engine.empty = True
+    pool = EnginePool([a, b, wide, *([spare] if fails else [])], lanes=[*new, spare])
     found: list[Exchange] = []
 
     def push(names: Collection[str]) -> None:
         calls.append(f"push to {', '.join(names)}")
         if fails:
             raise EngineError("wide: no weights")
-        wide.empty = False
+        for engine in new:
+            engine.empty = False
 
     def serve(names: Collection[Engine]) -> None:
         calls.append(f"requests to {', '.join(map(str, names))}")
@@ -89,7 +105,7 @@ def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[
 
     @contextmanager
     def balance(owner: Owner) -> Iterator[None]:
-        found.append(Exchange(owner, named([a, b]), named([wide]), push, serve, 0))
+        found.append(Exchange(owner, named(old), named(new), push, serve, 0))
 
         def act() -> None:
             time.sleep(0.03)
@@ -107,30 +123,39 @@ def exchanged(budget: int, fails: bool = False, refusals: float = 0.0) -> tuple[
     asked = requests(9, 0)
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
+    assert fails or set(old) <= set(pool.engines), "a sample came back to an engine that sleeps"
+    assert not list(folder.iterdir()), "files of columns are left"
     return calls, engines, found[0]
 
 
-def test_samples_change_the_fleet_while_both_are_awake() -> None:
-    calls, engines, exchange = exchanged(budget=30)
+def test_samples_change_the_fleet_while_both_are_awake(tmp_path: Path) -> None:
+    calls, engines, exchange = exchanged(tmp_path, budget=30)
     assert calls == ["wide wakes", "push to wide", "requests to wide", "a sleeps", "b sleeps"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9 and engines[2].tokens > 100
+    assert sum(moved.kept for moved in exchange.moved) == 9
 
 
-def test_samples_wait_on_the_host_where_both_do_not_fit() -> None:
-    calls, _, exchange = exchanged(budget=20)
+def test_samples_are_dealt_to_all_engines_of_the_other_fleet(tmp_path: Path) -> None:
+    _, engines, _ = exchanged(tmp_path, budget=30, back=True)
+    assert min(engine.tokens for engine in engines[:2]) > 100
+
+
+def test_samples_wait_on_the_host_where_both_do_not_fit(tmp_path: Path) -> None:
+    calls, _, exchange = exchanged(tmp_path, budget=20)
     assert calls == ["requests to wide", "a sleeps", "b sleeps", "wide wakes", "push to wide"]
     assert len({name for moved in exchange.moved for name in moved.ids}) == 9
+    assert sum(moved.kept for moved in exchange.moved) == 9
 
 
-def test_a_fleet_without_weights_loses_no_sample() -> None:
-    calls, engines, _ = exchanged(budget=20, fails=True)
+def test_a_fleet_without_weights_loses_no_sample(tmp_path: Path) -> None:
+    calls, engines, _ = exchanged(tmp_path, budget=20, fails=True)
     assert calls[-1] == "wide: no weights" and engines[3].tokens > 100
-    calls, engines, _ = exchanged(budget=30, fails=True)  # the old fleet is awake still
+    calls, engines, _ = exchanged(tmp_path, budget=30, fails=True)  # the old fleet is awake still
     assert calls == ["wide wakes", "push to wide", "requests to a, b", "wide: no weights"] and not engines[3].tokens
 
 
 @pytest.mark.parametrize("budget", [20, 30])
-def test_no_engine_sleeps_before_the_last_sample_has_left(budget: int) -> None:
-    calls, _, exchange = exchanged(budget, refusals=0.3)
+def test_no_engine_sleeps_before_the_last_sample_has_left(tmp_path: Path, budget: int) -> None:
+    calls, _, exchange = exchanged(tmp_path, budget, refusals=0.3)
     assert {"a sleeps", "b sleeps"} < set(calls)
     assert "recompute" in {moved.how for moved in exchange.moved if moved.ids}

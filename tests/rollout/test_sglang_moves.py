@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,7 +325,10 @@ def swap_heads(path: str, model: str) -> None:
 def test_samples_move_between_tensor_parallel_sizes(
     pair: dict[str, SGLangEngine], wide: SGLangEngine, sizes: str
 ) -> None:
-    """Texts and rounds on the target are those after recomputation there. With heads exchanged they are not."""
+    """Texts and rounds on the target are those after recomputation there, from files of this machine and over HTTP.
+
+    With heads exchanged they are not.
+    """
     source, target = (pair["b"], wide) if sizes == "1 to 2" else (wide, pair["b"])
     sampling = Sampling(temperature=0.3, max_new_tokens=90, ignore_eos=True)
 
@@ -332,11 +336,15 @@ def test_samples_move_between_tensor_parallel_sizes(
         flush(target)
         asked = [Request(f"{tag}-{r.id}", r.prompt, r.seed) for r in cut]
         for piece in delta if tag != "recompute" else ():
-            for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
-                shutil.copy(name, f"{piece.path}-{tag}{name.suffix}")
+            assert piece.origin is not None
+            cargo = replace(piece, origin=replace(piece.origin, node="another machine"))  # fetched over HTTP, once
+            if tag != "network":
+                for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
+                    shutil.copy(name, f"{piece.path}-{tag}{name.suffix}")
+                cargo = Cargo(piece.id, f"{piece.path}-{tag}")
             if model:
-                swap_heads(f"{piece.path}-{tag}", model)
-            (answer,) = target.accept([Cargo(piece.id, f"{piece.path}-{tag}")])
+                swap_heads(cargo.path, model)
+            (answer,) = target.accept([cargo])
             assert not answer.refused and answer.last > 20, answer
             kept[tag] = kept.get(tag, 0) + answer.bytes // COLUMN
         found = target.generate(rest(asked, begun), sampling)
@@ -365,6 +373,9 @@ def test_samples_move_between_tensor_parallel_sizes(
             spoilt = continued("swapped", "drafter")
             assert texts(spoilt) == texts(again)
             assert [s.accepted_spans for s in spoilt] != [s.accepted_spans for s in again]
+        fetched = continued("network")
+        assert texts(fetched) == texts(again) and kept["network"] == kept["moved"]
+        assert [s.accepted_spans for s in fetched] == [s.accepted_spans for s in again]
     for engine in (source, target):
         engine.update_weights(0, WEIGHTS.items())
         engine.withdraw()
