@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rollout.embedded import member as member_module
 from megatron_rlspec.rollout.embedded import regroup, retile
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Ranks
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.tail.rebalance import How
 from megatron_rlspec.tail.tp_planner import Change
 from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedule
 
@@ -40,6 +45,7 @@ class Script:
         self.held: list[list[str]] = []
 
     def decide(self, loads: Any, tp: int, lengths: Any, cap: int) -> Change | None:
+        assert len(lengths._seen) < 3 * len(PROMPTS), "an ended sample counts once, and in its own rollout"
         self.held.append(sorted(held.id for load in loads for held in load.running))
         wanted = self.sizes.pop(0) if self.sizes else tp
         how = "recompute" if len(self.held) % 4 == 3 else "kv"
@@ -86,8 +92,29 @@ def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
 
 
 def accepted(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rounds and the accepted drafts of samples."""
-    return [(s.accepted, s.accepted_spans) for s in samples]
+    """Return the rounds, the accepted drafts and the used noise keys of samples."""
+    return [(s.accepted, s.accepted_spans, s.draws) for s in samples]
+
+
+def checked(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+    """Change the size. With room for all, samples come with their caches, or wait to be computed anew."""
+    drawn = regroup.regroup(engine, ranks, groups, size, how)
+    assert [run.request.id for run in drawn] == sorted(run.request.id for run in drawn)
+    if engine.cache.total >= 4096:
+        assert not (engine.waiting if how == "kv" else engine.running), how
+    return drawn
+
+
+def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
+    """Draw a rollout whose last prompt comes after some changes of the size."""
+    asked = oracle.requests(PROMPTS, group=3)
+    decided = len(script.held) + 2
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(fleet.generate, asked[:-3], LONG)
+        while len(script.held) < decided and not first.done():
+            time.sleep(0.001)
+        last = fleet.generate(asked[-3:], LONG)
+        return first.result() + last
 
 
 ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
@@ -152,6 +179,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
     )
+    member_module.regroup = checked
     ranks, groups = Ranks(), Groups()
     for tp in (2, size):
         groups.of(tp)
@@ -169,12 +197,15 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
         fleet.set_spec_rule(rule)
     found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
     for number in range(len(scripts)):
-        samples = fleet.generate(oracle.requests(PROMPTS, group=3), LONG)
+        samples = drawn_in_two_calls(fleet, script)
         found["texts"].append([s.tokens.tolist() for s in samples])
         found["logprobs"].append(np.concatenate([s.behaviour_logprobs for s in samples]))
         found["accepted"].append(accepted(samples))
         assert all(s.policy_versions == ((number + 1, 0, 60),) for s in samples)
         sizes = fleet.record()["sizes"]
+        changed = [c for c in sizes if c["samples"]]
+        assert not changed or changed[0]["from"] == 1, "a rollout begins at size 1"
+        assert all(c["samples"] <= len(samples) for c in sizes)
         assert all(set(c) == {"began", "from", "to", "samples", "how", "ms"} for c in sizes)
         found["changes"] += [(c["from"], c["to"]) for c in sizes]
         found["ways"] |= {c["how"] for c in sizes}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import fleet_rank
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from train_ranks import on_ranks
 
-from megatron_rlspec.rollout.embedded.fleet import steal
+from megatron_rlspec.rollout.embedded.fleet import Fleet, steal
+from megatron_rlspec.rollout.embedded.member import Report
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
-from megatron_rlspec.types import Held, Load, SpecConfig
+from megatron_rlspec.types import Held, Load, Prompt, Request, Sampling, SpecConfig
 
 
 @pytest.mark.parametrize("modes", [(), ("kv",), ("recompute",)], ids=["queue", "kv", "recompute"])
@@ -67,6 +70,16 @@ def test_ranks_agree_on_the_link_and_auto_takes_the_cheaper_way(tmp_path):
     Path(f"{meeting}.json").write_text("{}")
     with pytest.raises(AssertionError, match="FileError: .*meeting.json: Object missing required field"):
         on_ranks(1, fleet_rank.link_of, meeting)
+
+
+def test_engines_of_two_ranks_take_requests_by_their_first_rank():
+    open_ids = [f"0-{i}." for i in range(4)]
+    full = Report(Load("0", (), 4, 0, 1, 2), [], 4, [(id, 0) for id in open_ids], 0, [])
+    dry = Report(Load("2", (), 0, 0, 1, 2), [], 0, [], 0, [])
+    engine = SimpleNamespace(model=SimpleNamespace(comm=SimpleNamespace(size=2)), max_running_requests=8)
+    fleet = Fleet(SimpleNamespace(engine=engine, reports=[full, full, dry, dry]), every=1)
+    fleet._open = {id: (Request(id, Prompt(0, np.array([1])), 0), Sampling()) for id in open_ids}
+    assert fleet._take() == [("0-3.", 2), ("0-2.", 2)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 9))

@@ -275,6 +275,16 @@ def test_rounds_after_a_move_accept_as_after_recomputation(prepare, target_busy)
     assert sum(map(len, by_kv)) > 10
 
 
+@pytest.mark.parametrize("how", ["kv", "recompute"])
+def test_a_moved_sample_uses_no_noise_key_twice(how):
+    requests = oracle.requests(PROMPTS, group=1)
+    fleet = Fleet(leaning_model(), 2, requests, used=1, spec=SpecConfig(3))
+    some_rounds(fleet)
+    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
+    whole = engine_of(leaning_model(), SpecConfig(3)).generate(requests, LONG)
+    assert {s.request_id: s.draws for s in fleet.finish()} == {s.request_id: s.draws for s in whole}
+
+
 def zeroed(fleet):
     fleet.engines[0].cache.kv[-1].zero_()
 
@@ -346,6 +356,7 @@ def test_what_does_not_fit_is_refused_in_one_line(model):
     source, target = fleet.movers
     ids = [run.request.id for run in fleet.engines[0].running]
     offer = source.offer(ids)
+    assert offer.layout.heads == (0, 2)
     other = Mover(engine_of(oracle.tiny(layers=3)))
     assert "layers=2" in other.grant(offer)[0].refused
     fleet.engines[1].update_weights(2, fleet.tensors.items())

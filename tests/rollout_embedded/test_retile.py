@@ -64,7 +64,7 @@ def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path, ki
 def test_a_rule_draws_the_same_texts_through_changes(tmp_path, undisturbed):
     found = run(tmp_path, [[2, 4, 1, 4, 2, 1, 2, 2, 4]] * 2, speculation="rule")
     assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]] * 2
-    assert len(found["changes"]) >= 8 and any(spans for _, spans in found["accepted"][0])
+    assert len(found["changes"]) >= 8 and any(spans for _, spans, _ in found["accepted"][0])
 
 
 @pytest.mark.lossless
