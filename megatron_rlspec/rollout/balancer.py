@@ -25,7 +25,7 @@ from megatron_rlspec.types import Held, Load, Move, Request
 
 logger = logging.getLogger(__name__)
 PERIOD = 0.05  # seconds between two looks at the engines, at least
-SHARE = 0.01  # of the time that this thread may work on looks and plans, about; waiting for answers is no work
+SHARE = 0.01  # of the time that looking and deciding may take, about
 
 
 class Balancer:
@@ -48,7 +48,7 @@ class Balancer:
         every: int,
     ) -> None:
         self.moves: list[Moved] = []
-        self.seconds = 0.0  # of CPU time for looks and plans
+        self.seconds = 0.0  # spent on looking and deciding
         self._owner = owner
         self._named = dict(engines)
         self._engines = dict(engines)
@@ -58,7 +58,7 @@ class Balancer:
         self._cap = cap
         self._every = every
         self._pace = Pace()
-        self._last = 0.0  # CPU seconds of the last look and its plan
+        self._last = 0.0  # seconds that the last plan took
         self._acted = False  # whether any move was tried
         self._counted: set[str] = set()
         self._refused = ""  # why the last move was refused, if it was
@@ -93,12 +93,12 @@ class Balancer:
 
     def _run(self) -> None:
         while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds, self._last / SHARE)):
-            began = time.thread_time()
+            began = time.perf_counter()
             self._learn()
             loads = self._loads()
             ready = len(loads) > 1 and self._pace.seconds > 0  # from the second look on
             moves = self._planner.plan(loads, self._lengths, self._cap) if ready else []
-            spent = time.thread_time() - began
+            spent = time.perf_counter() - began
             self.seconds += spent
             self._last = spent if ready else self._last
             for move in moves:
