@@ -54,7 +54,7 @@ from megatron_rlspec.sim.rollout import rollout as simulated
 from megatron_rlspec.sim.samples import AcceptanceModel
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, Move, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Move, RoundStats, SpecConfig, SpecSchedule
 
 AIMS = {"makespan, median": 0.05, "makespan, worst": 0.10, "rounds, worst": 0.05}
 
@@ -87,7 +87,8 @@ class Calibration:
     ) -> Calibration:
         """Fit all to one rollout, which was run several times with the same texts, and to moves (tokens, ms)."""
         assert table is not None
-        table = scaled(table, [duration for outcome in seen for duration in outcome.steady])
+        steady = [RoundStats(config, n, context, 1, ms, ()) for o in seen for config, n, context, ms in o.steady]
+        table = table.calibrated(steady)
         acceptance = AcceptanceModel.fit(seen[0].accepted, K3.num_steps)
         own: dict[int, list[float]] = {}
         for work, share in zip(scenario.work, acceptance.shares, strict=True):
@@ -103,13 +104,6 @@ class Calibration:
         """Return the ms of a pass over prompts. Embedded engines draw the first token in a round, which is measured."""
         drawing = self.table.ms(OFF, 1, tokens) if self.embedded else 0.0
         return self.table.prefill_ms(tokens) - drawing
-
-
-def scaled(table: CostTable, steady: Sequence[tuple[SpecConfig, int, int, float]]) -> CostTable:
-    """Scale a table so that the rounds that were seen take as long in sum, as a makespan is one."""
-    factor = sum(ms for *_, ms in steady) / sum(table.ms(config, b, context) for config, b, context, _ in steady)
-    cells = [replace(cell, ms=cell.ms * factor) for cell in table.rounds]
-    return CostTable(table.provenance, cells, table.prefill, (), table.switch_ms, table.catch_up_ms)
 
 
 def mean_acceptance(known: Calibration, accepted: Sequence[Sequence[int]]) -> Calibration:

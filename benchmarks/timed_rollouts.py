@@ -280,8 +280,8 @@ class EmbeddedLab:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         # Durations inside the engine and of a profile are CPU times, too.
-        embedded.time = SimpleNamespace(perf_counter=time.thread_time, sleep=time.sleep)  # type: ignore[attr-defined]
-        sweeping.time = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+        embedded.time = SimpleNamespace(perf_counter=time.thread_time, sleep=time.sleep)  # type: ignore[assignment]
+        sweeping.time = SimpleNamespace(  # type: ignore[attr-defined]
             perf_counter=time.thread_time, monotonic=time.monotonic
         )
         self.model = moody()
