@@ -19,9 +19,10 @@ cache       moving keys and values of running samples, against prefilling them a
 groups      the first change to a size, which makes its groups, against a later one
 memory      the peak resident memory of a rank during a change, beyond the larger of before and after, in layers
 error       costs of rounds at sizes 1 and 2, measured as `rlspec profile` does, against rounds of draining rollouts
-            (PAT: 4.04 and 3.07 %). In turns: a pass over the points, a rollout. A cost is the mean of the passes'
-            medians. `wall` is time, as in PAT. `thread` is the CPU time of rank 0's thread, without waiting and
-            without the thread that receives messages: on two cores these depend on which process runs first
+            (PAT: 4.04 and 3.07 %). In turns on one engine: a pass over the points, a rollout. The median costs of the
+            two passes around a rollout predict it. `wall` is time, as in PAT. `thread` is the CPU time of rank 0's
+            thread, without waiting and without the thread that receives messages: on two cores these depend on which
+            process runs first
 
 Both sides of a ratio run in turns. A time is that of the slowest rank; `cpu` is the CPU time of all ranks, which says
 more on a busy machine. Ratios are medians over pairs, with the 90 % interval of their bootstrap. Prefilling counts the
@@ -44,7 +45,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
 from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
-from megatron_rlspec.rollout.sweep import Bench, Sweep
+from megatron_rlspec.rollout.sweep import Bench, tokens_of_a_point
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling
@@ -78,11 +78,12 @@ AIMS = {"gather": 2.0, "reload": 5.0, "prefill": 4.0}
 RESTARTS = 3  # each way
 SAMPLES = 9  # as in PAT's example
 BATCHES = (1, 2, 3, 4, 6, 8, 16)
-LENGTHS = (16, 128, 384)
+LENGTHS = (16, 128, 480)
 CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
 DRAINING = 16  # samples of a draining rollout, of up to
 LONGEST = 500  # tokens
 Pair = tuple[float, float]  # seconds of the slowest rank, CPU seconds of all
+Cost = tuple[tuple[int, int], np.ndarray, np.ndarray]  # (samples, their tokens), ms by clock, spread by clock
 
 
 def config_of(layers: int) -> dict[str, Any]:
@@ -343,30 +344,53 @@ def resident(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
-def prediction_errors(index: int, folder: str, passes: int) -> None:
-    """Measure costs of rounds at sizes 1 and 2, and predict every round of draining rollouts."""
+def prediction_errors(index: int, folder: str, rollouts: int) -> None:
+    """Measure costs of rounds at sizes 1 and 2, and in turns draining rollouts, and predict these."""
     torch.set_num_threads(1)
     found = {}
     for tp in (1, 2):
         made = partial(drain_rank, folder)
         engine = made(0, None) if tp == 1 else LedEngine(made, tp)
-        run = Sweep([Bench(engine, [OFF], 8000)], Provenance("random", "cpu", "float32", "embedded", "", ""), tp=tp)
-        costs: dict[str, list[RoundCost]] = {clock: [] for clock in CLOCKS}
-        rollouts: dict[str, list[list[Any]]] = {clock: [] for clock in CLOCKS}
-        for number, (clock, now) in itertools.product(range(passes), CLOCKS.items()):
-            with mock.patch.object(embedded, "time", SimpleNamespace(perf_counter=now, sleep=time.sleep)):
-                for point in itertools.product(BATCHES, LENGTHS):
-                    run.add(point)
-                    costs[clock] += run.cells[point]
-                rollouts[clock].append(drain(engine, number))
+        with mock.patch.object(embedded, "time", SimpleNamespace(perf_counter=clocks, sleep=time.sleep)):
+            bench = Bench(engine, [OFF], 8000)
+            drain(engine, rollouts)  # touches all memory
+            passes = [costs(bench)]
+            drained = []
+            for number in range(rollouts):
+                drained.append(drain(engine, number))
+                passes.append(costs(bench))
         engine.close()
-        for clock in CLOCKS:
-            table = CostTable(run.provenance, means(costs[clock]), ())
-            spread = float(np.median([cost.spread_ms / cost.ms for cost in costs[clock]]))
-            errors = [error_of(table, rounds, tp) for rounds in rollouts[clock]]
-            parts, whole = np.mean([parts for parts, _ in errors]), [whole for _, whole in errors]
-            found[f"TP {tp}, {clock}"] = {"parts": float(parts), "whole": whole, "spread": spread}
+        for clock, name in enumerate(CLOCKS):
+            spread = float(np.median([cost[2][clock] / cost[1][clock] for one in passes for cost in one]))
+            errors = [error_of(table_of(passes[i : i + 2], clock), drained[i], clock) for i in range(rollouts)]
+            parts = statistics.mean(parts for parts, _ in errors)
+            found[f"TP {tp}, {name}"] = {"parts": parts, "whole": [whole for _, whole in errors], "spread": spread}
     (Path(folder) / "errors.json").write_text(json.dumps(found))
+
+
+def clocks() -> np.ndarray:
+    """Read all clocks. The engine then returns rounds with an array of durations."""
+    return np.array([read() for read in CLOCKS.values()])
+
+
+def costs(bench: Bench) -> list[Cost]:
+    """Measure a round at every point."""
+    found = []
+    tokens = tokens_of_a_point(1)
+    for batch, length in itertools.product(BATCHES, LENGTHS):
+        ms = np.array(bench.measure((batch, length), tokens, 12).steady[OFF])
+        low, middle, high = np.quantile(ms, [0.25, 0.5, 0.75], axis=0)
+        found.append(((batch, batch * (length + tokens // 2)), middle, (high - low) / 2))
+    return found
+
+
+def table_of(passes: list[list[Cost]], clock: int) -> CostTable:
+    """Make a cost table, by one clock, of the mean of some passes."""
+    rounds = []
+    for same in zip(*passes, strict=True):
+        batch, context = same[0][0]
+        rounds.append(RoundCost(1, batch, context, OFF, statistics.mean(float(ms[clock]) for _, ms, _ in same), 0.0, 1))
+    return CostTable(Provenance("random", "cpu", "float32", "embedded", "", ""), rounds, ())
 
 
 def drain(engine: EmbeddedEngine | LedEngine, seed: int) -> list[Any]:
@@ -379,18 +403,10 @@ def drain(engine: EmbeddedEngine | LedEngine, seed: int) -> list[Any]:
     return engine.recent_rounds()
 
 
-def means(costs: list[RoundCost]) -> list[RoundCost]:
-    """Return one cost a point: the mean over passes."""
-    points: dict[tuple[int, int], list[RoundCost]] = {}
-    for cost in costs:
-        points.setdefault((cost.batch, cost.context_tokens), []).append(cost)
-    return [replace(same[0], ms=statistics.mean(cost.ms for cost in same)) for same in points.values()]
-
-
-def error_of(table: CostTable, rounds: list[Any], tp: int) -> tuple[float, float]:
+def error_of(table: CostTable, rounds: list[Any], clock: int) -> tuple[float, float]:
     """Return the mean error over parts of 50 rounds, and that of the whole rollout, with its sign."""
-    predicted = np.array([table.ms(OFF, n, context, tp) for _, n, context, _ in rounds])
-    measured = np.array([ms for *_, ms in rounds])
+    predicted = np.array([table.ms(OFF, n, context, 1) for _, n, context, _ in rounds])
+    measured = np.array([ms[clock] for *_, ms in rounds])
     parts = np.array_split(np.arange(len(rounds)), max(1, len(rounds) // 50))
     errors = [abs(predicted[part].sum() / measured[part].sum() - 1) for part in parts]
     return float(np.mean(errors)), float(predicted.sum() / measured.sum() - 1)
