@@ -445,13 +445,13 @@ def rank_main(rank: int, size: int, folder: str, quick: bool) -> None:
     path = Path(folder)
     config = json.loads((path / "config.json").read_text())
     groups = Groups()
-    repeats = 5 if quick else 15
+    found: dict[str, Any] = {"groups": first_and_later(config)}
     ratios: dict[str, Any] = {}
-    for change, pairs in weights(groups, path, repeats).items():
-        ratios[f"weights, {change}"] = against(pairs)
     for columns in (128, 512) if quick else (128, 512, 2048):
         ratios[f"caches, {columns} columns"] = against(cache_at(groups, config, columns, 3 if quick else 7))
-    found = {"ratios": ratios, "groups": first_and_later(config), "memory": memory(groups, config)}
+    for change, pairs in weights(groups, path, 5 if quick else 15).items():  # later: it fills memory with Megatron
+        ratios[f"weights, {change}"] = against(pairs)
+    found |= {"ratios": ratios, "memory": memory(groups, config)}
     if rank == 0:
         (path / f"found{size}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
