@@ -34,7 +34,7 @@ from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.conversation import Conversation, Conversations
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.server import kv_file
 from megatron_rlspec.speculation.acceptance import pooled
@@ -400,6 +400,10 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     engine.update_weights(7, pushed.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in pushed.items()}
     assert all(s.policy_versions == ((7, 0, len(s.response)),) for s in engine.generate(requests(3), SAMPLINGS["T=1"]))
+    body = {"requests": [_body(requests(1, "known")[0], Sampling(max_new_tokens=150, ignore_eos=True))]}
+    lines = list(engine._stream("generate", body | {"progress": True}))
+    # What is known of a sample if its engine is lost.
+    assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())
     pool = EnginePool([engine, engines["plain"]])
     with pytest.raises(EngineError, match="tensors differ"):  # the plain engine holds no drafter

@@ -153,7 +153,7 @@ async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[di
         return_logprob=True,
         logprob_start_len=-1,
     )
-    began = manager().server_args.weight_version
+    began = _sglang.weight_version(manager())
     sent = 0
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
@@ -164,7 +164,7 @@ async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[di
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
             last = min(len(ids), len(logprobs))
-            if manager().server_args.weight_version == began and last > sent:
+            if _sglang.weight_version(manager()) == began and last > sent:
                 drawn = {"output_ids": ids[sent:last], "logprobs": logprobs[sent:last], "drafted": marks[sent:last]}
                 # A round ends with a token that is no draft, and so does each prefill.
                 rounds = max(0, sum(not mark for mark in marks[:last]) - 1 - meta["num_retractions"])

@@ -256,8 +256,11 @@ class Sglang0523:
 
         return get_parallel().tp_group
 
-    def weight_version(self) -> str:
-        """Return the version of the weights in a scheduler's process."""
+    def weight_version(self, manager: Any = None) -> str:
+        """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
+
+        `server_args` keep the version of the start.
+        """
         from sglang.srt.runtime_context import get_serving
 
         return get_serving().weight_version
@@ -407,8 +410,10 @@ class Sglang0515(Sglang0523):
     reads_files = False
     moves = False
 
-    def weight_version(self) -> str:
-        raise NotImplementedError("SGLang 0.5.15.post1 does not tell its schedulers the version of the weights")
+    def weight_version(self, manager: Any = None) -> str:
+        if manager is None:
+            raise NotImplementedError("SGLang 0.5.15.post1 does not tell its schedulers the version of the weights")
+        return manager.server_args.weight_version
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
         scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
