@@ -35,6 +35,7 @@ SHOWN = {
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
     "rollout/response_length": ("response length", "{:.0f}"),
     "rollout/truncated": ("truncated", "{:.0%}"),
+    "rollout/size_changes": ("size changes", "{:.0f}"),
     "drafter/match_1": ("drafter agreement", "{:.2f}"),
     "policy/loss": ("loss", "{:.3f}"),
     "drafter/loss_1": ("loss of draft 1", "{:.3f}"),

@@ -25,7 +25,7 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout.conversation import Conversations
-from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer
+from megatron_rlspec.rollout.open import StartingEngines, learning, rebalancer, sizes_planner
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
@@ -33,6 +33,7 @@ from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.tail import Tail
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.tail.tp_planner import SwitchCosts
 from megatron_rlspec.types import (
     Group,
     OpenGroup,
@@ -97,12 +98,16 @@ class StartingRollouts:
         self.held_out = data.Prompts(path, tokenizer, config).rows if path else []
         self.learning = learning(config, hf_config)
         self.planner = rebalancer(config, hf_config)
+        ranks = config.rollout.engines * config.placement.tensor
+        self.sizes = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
         self.scorer = rewards.Scorer(config.reward)
         self.starting = StartingEngines(config, run_dir, layout)
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         """Wait until every engine answers and return the engines by name. Raises EngineError."""
-        return self.starting.wait()
+        engines = self.starting.wait()
+        self.starting.start_second(engines)
+        return engines
 
     def close(self) -> None:
         """End engines and reward workers."""
@@ -172,8 +177,9 @@ class Rollouts:
             function = custom.load("rollout.function", rollout.function)
             self.conversations = Conversations(function, self.engines, self.tokenizer)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
+        turns = self.starting.turns(started.sizes, self.engines, self.health)
         pushed = self.health.pusher.engines
-        self.tail = Tail(config, started.planner, self.engines, pushed, self.starting.sizes, self._record_moves)
+        self.tail = Tail(config, started.planner, self.engines, pushed, self.starting.sizes, self._record_moves, turns)
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
         if lost := self.learning.restore(resumed):
             recorder.event("resume", lost)
@@ -265,16 +271,15 @@ class Rollouts:
         assert prompts is not None, "without prompts only evaluations are drawn"
         order = prompts.state()
         began = time.perf_counter()
-        before = {"stolen": self.engines.stolen, "continued_tokens": self.engines.continued}
+        before = self.tail.counts()
         counts = {"reward_seconds_hidden": 0.0, "reward_seconds_waited": 0.0}
         try:
             groups = self._fill(step, prompts, counts)
         except BaseException:
             prompts.restore(order)
             raise
-        after = {"stolen": self.engines.stolen, "continued_tokens": self.engines.continued}
-        for name in before:
-            counts[name] = counts.get(name, 0.0) + after[name] - before[name]
+        for name, count in self.tail.counts().items():
+            counts[name] = counts.get(name, 0.0) + count - before[name]
         return _Rollout(groups, time.perf_counter() - began, counts)
 
     def _fill(self, step: int, source: data.Prompts, counts: dict[str, float]) -> list[Group]:
@@ -474,7 +479,8 @@ class Rollouts:
         if words is not None:
             self.engines.everywhere(lambda engine: engine.set_draft_vocabulary(words))
         try:
-            report = self.health.push(version, source, scope, predicted=self._expected_of_canary())
+            copied = self.tail.copied(version, source, words)
+            report = self.health.push(version, copied, scope, predicted=self._expected_of_canary())
         except HealthError:
             for engine in self.engines.engines:
                 if not engine.alive:
@@ -505,6 +511,8 @@ class Rollouts:
     def _start_again(self, engine: RolloutEngine) -> None:
         """Restart an engine that the pool has dropped, if this run started it."""
         name = next(name for name, pushed in self.health.pusher.engines.items() if pushed is engine)
+        if self.tail.turns:
+            self.tail.turns.lost(engine)
         if name in self.starting.own:
             self._begun[name] = self.restarts.lost(name)
 
@@ -521,6 +529,8 @@ class Rollouts:
                 continue
             self.engines.add(engine, lane=name in self.starting.lanes)
             self.health.join(name, engine)
+            if self.tail.turns:
+                self.tail.turns.replace(name, engine)
             self.restarted += 1
             self.recorder.event("engine", f"{name}: started again, {len(self.engines.engines)} serve", engine=name)
         if not self.engines.engines:
@@ -536,8 +546,12 @@ class Rollouts:
         reports = self.engines.everywhere(lambda engine: engine.spec_rule_report()) if adaptive else []
         expected = self.learning.accept_lengths()
         seen: list[RoundStats] = []
-        for name, stats in self.tail.rounds():
+        rounds, more = self.tail.rounds()
+        reports += more
+        for name, stats in rounds:
             seen += stats
+            if name not in self.health.pusher.engines:  # of a fleet that sleeps again
+                continue
             if finding := self.health.watch(name, stats, expected):
                 message = f"{name}: no speculation until the next push: {finding.message}"
                 self.recorder.event("health", message, engine=name, found=[finding.detector])

@@ -236,9 +236,10 @@ class Session:
         if not self.generates or config.rollout.engine != "sglang" or config.rollout.urls:
             return placement.Layout()
         options = config.placement
-        if config.tail.lane:
-            placement.check_heads(self.hf_config, config.tail.lane, "tail.lane")
-        layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, config.tail.lane)
+        lane, second = config.tail.lane, config.second
+        for size, option in ((lane, "tail.lane"), (second, "tail.tp")):
+            placement.check_heads(self.hf_config, size or 1, option)
+        layout = placement.place(gpus, ranks, config.rollout.engines, options.tensor, options.mode, lane, second)
         if not layout.engines:
             return layout
         placement.check_heads(self.hf_config, options.tensor)
@@ -248,14 +249,8 @@ class Session:
         size = model.DTYPES[config.model.dtype].itemsize
         parameters = sum(math.prod(tensors.shape(name)) for name in tensors)
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        need = placement.Need(
-            gpu,
-            placement.train_bytes(config, parameters, size, world),
-            parameters * size,
-            placement.cache_bytes(self.hf_config, config.spec.mode != "off", size),
-            config.model.max_length,
-        )
-        return replace(layout, mem_fraction=placement.share(layout, need))
+        need = placement.Need.of(config, self.hf_config, gpu, parameters, size, world)
+        return replace(layout, mem_fraction=placement.share(layout, need), need=need)
 
     def __enter__(self) -> Session:
         return self

@@ -103,9 +103,9 @@ class Config(Section):
             self._check_moves()
         if self.tail.tp != (1,):
             self._check_sizes()
-        elif self.tail.lane:
+        if self.tail.lane:
             self._check_lane()
-        elif self.tail.cost_table:
+        if self.tail.cost_table and len(self.sizes) == 1:
             raise ValueError(
                 f"tail.cost_table={self.tail.cost_table} is for sizes in tail.tp, which has none but 1, and tail.lane"
             )
@@ -122,6 +122,11 @@ class Config(Section):
         """Return the tensor-parallel sizes of which `tail.cost_table` must have rounds."""
         engines = self.tail.tp if len(self.tail.tp) > 1 else (self.placement.tensor,)
         return tuple(sorted({*engines, self.tail.lane} - {0}))
+
+    @property
+    def second(self) -> int:
+        """Return the tensor-parallel size of a second fleet of SGLang engines; 0: there is none."""
+        return self.tail.tp[-1] if len(self.tail.tp) > 1 and self.rollout.engine == "sglang" else 0
 
     def _check_moves(self) -> None:
         asked = f"tail.rebalance={self.tail.rebalance}"
@@ -148,18 +153,55 @@ class Config(Section):
             raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --tp {tensor},{self.tail.lane} writes it")
 
     def _check_sizes(self) -> None:
-        asked = f"tail.tp={','.join(map(str, self.tail.tp))}"
-        if self.rollout.engine != "embedded":
-            raise ValueError(
-                f"{asked} changes engines in place, which SGLang cannot; expected rollout.engine=embedded, or tail.lane"
-            )
-        if self.tail.lane:
+        sizes = ",".join(map(str, self.tail.tp))
+        asked = f"tail.tp={sizes}"
+        embedded = self.rollout.engine == "embedded"
+        if not embedded:
+            self._check_second_fleet(asked)
+        elif self.tail.tp[0] != 1:
+            raise ValueError(f"{asked}: expected 1 and then multiples of the size before, such as 1,2,4")
+        elif self.tail.lane:
             raise ValueError(f"{asked} and tail.lane={self.tail.lane}: expected one of the two")
         if self.spec.mode != "off" and self.spec.verifier != "position_keyed":
             raise ValueError(f"{asked} continues samples, which needs spec.verifier=position_keyed")
         if not self.tail.cost_table:
-            sizes = ",".join(map(str, self.tail.tp))
-            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile --engine embedded --tp {sizes} writes it")
+            options = f"--engine embedded --tp {sizes}" if embedded else f"--tp {sizes}"
+            raise ValueError(f"{asked} needs tail.cost_table; rlspec profile {options} writes it")
+
+    def _check_second_fleet(self, asked: str) -> None:
+        tail = self.tail
+        tensor = self.placement.tensor
+        ranks = self.rollout.engines * tensor
+        problems = (
+            (self.rollout.urls, "a second fleet needs engines that the run starts; expected no rollout.urls"),
+            (
+                len(tail.tp) != 2 or tail.tp[0] != tensor,
+                f"with SGLang engines, expected placement.tensor={tensor} and the size of a second fleet, such as "
+                f"{tensor},{2 * tensor}",
+            ),
+            (
+                ranks % tail.tp[-1],
+                f"the second fleet has the devices of the first, rollout.engines={self.rollout.engines} x "
+                f"placement.tensor={tensor}; expected a size that divides {ranks}",
+            ),
+            (
+                tail.rebalance == "off" or tail.rule != "makespan",
+                f"samples change the fleet by moves of tail.rule=makespan, but tail.rebalance={tail.rebalance} and "
+                f"tail.rule={tail.rule}",
+            ),
+            (
+                self.placement.mode == "together",
+                "the two fleets take turns while the trainer's memory stays; expected placement.mode=apart",
+            ),
+            (
+                self.push.transport == "group",
+                "NCCL refuses two processes on one GPU, and the two fleets share theirs; expected push.transport=http "
+                "or files",
+            ),
+        )
+        for wrong, message in problems:
+            if wrong:
+                raise ValueError(f"{asked}: {message}")
 
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
         """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
@@ -206,7 +248,7 @@ class Config(Section):
                 "one on each rank; expected several ranks, or off",
             ),
             (
-                world_size % self.tail.tp[-1],
+                self.rollout.engine == "embedded" and world_size % self.tail.tp[-1],
                 f"tail.tp={','.join(map(str, self.tail.tp))} needs a multiple of {self.tail.tp[-1]} ranks, but "
                 f"{because or world_size}",
             ),

@@ -35,8 +35,10 @@ class TailConfig(Section):
     )
     tp: tuple[int, ...] = Field(
         (1,),
-        description="tensor-parallel sizes that the embedded engines of a run's ranks may change to while few samples "
-        "are left, such as 1,2,4; needs tail.cost_table",
+        description="tensor-parallel sizes at which the last samples may be drawn, the smallest first; needs "
+        "tail.cost_table. Embedded engines of a run's ranks change to them in place, such as 1,2,4. With SGLang two "
+        "sizes, placement.tensor and a multiple: a second fleet sleeps on the same devices, and takes over when that "
+        "pays; needs tail.rebalance, too",
     )
     cost_table: Text = Field(
         "",
@@ -46,8 +48,8 @@ class TailConfig(Section):
 
     @field_validator("tp")
     @classmethod
-    def _from_one_to_more(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def _ever_larger(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         ordered = all(small < large and large % small == 0 for small, large in itertools.pairwise(sizes))
-        if not sizes or sizes[0] != 1 or not ordered or sizes[-1] > 1024:
-            raise ValueError("expected 1 and then multiples of the size before, such as 1,2,4")
+        if not sizes or sizes[0] < 1 or not ordered or sizes[-1] > 1024:
+            raise ValueError("expected multiples of the size before, such as 1,2,4")
         return sizes

@@ -18,9 +18,11 @@ import numpy as np
 
 from megatron_rlspec.engine import EngineError, Movable
 from megatron_rlspec.rollout.moves import Moved, Mover, Owner
+from megatron_rlspec.rollout.turns import Turns
 from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer
+from megatron_rlspec.tail.tp_planner import Change, Choice
 from megatron_rlspec.types import Held, Load, Move, Request
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Balancer:
     planner  decides
     lengths  of samples that have ended; `cap` is the most tokens that a response may have
     every    decode rounds between two decisions, or more where a decision takes long (`SHARE`)
+    turns    brings in a second fleet; None: there is none
     """
 
     def __init__(
@@ -46,13 +49,16 @@ class Balancer:
         lengths: Lengths,
         cap: int,
         every: int,
+        turns: Turns | None = None,
     ) -> None:
         self.moves: list[Moved] = []
+        self.sizes: list[dict[str, Any]] = []  # changes of the fleet that draws
         self.seconds = 0.0  # spent on looking and deciding
         self._owner = owner
-        self._named = dict(engines)
+        self._named = {**engines, **(turns.second if turns else {})}
         self._engines = dict(engines)
-        self._mover = Mover(owner, engines)
+        self._mover = Mover(owner, self._named)
+        self._turns = turns
         self._planner = planner
         self._lengths = lengths
         self._cap = cap
@@ -89,7 +95,7 @@ class Balancer:
             for stay in self._owner.stays
         ]
         moves = [asdict(moved) | {"began": moved.began - self._began} for moved in self.moves]
-        return {"stays": stays, "moves": moves, "decision_seconds": self.seconds}
+        return {"stays": stays, "moves": moves, "sizes": self.sizes, "decision_seconds": self.seconds}
 
     def _run(self) -> None:
         while not self._ended.wait(max(PERIOD, self._every * self._pace.seconds, self._last / SHARE)):
@@ -97,12 +103,39 @@ class Balancer:
             self._learn()
             loads = self._loads()
             ready = len(loads) > 1 and self._pace.seconds > 0  # from the second look on
-            moves = self._planner.plan(loads, self._lengths, self._cap) if ready else []
+            choice = self._choose(loads) if ready else Choice("stay")
             spent = time.perf_counter() - began
             self.seconds += spent
             self._last = spent if ready else self._last
-            for move in moves:
+            for move in choice.moves:
                 self._move(move, loads)
+            if choice.change is not None:
+                self._change(choice.change, loads)
+
+    def _choose(self, loads: Sequence[Load]) -> Choice:
+        if self._turns is None or self._owner.waiting:  # with requests waiting it is not the tail
+            return Choice("move", moves=tuple(self._planner.plan(loads, self._lengths, self._cap)))
+        return self._turns.choose(self._planner, loads, self._lengths, self._cap)
+
+    def _change(self, change: Change, loads: Sequence[Load]) -> None:
+        """Have the second fleet take over. Of the first one's engines none is asked any more."""
+        if self._ended.is_set() or self._turns is None:
+            return
+        self._acted = True
+        began = time.perf_counter()
+        size = min(load.tp for load in loads)
+        taken, moved = self._turns.change(self._owner, change)
+        ms = 1e3 * (time.perf_counter() - began)
+        for one in moved:
+            rounds = one.away_ms / 1e3 / self._pace.seconds
+            self.moves.append(replace(one, rounds=rounds, tp=(size, change.tp)))
+            if one.kept and one.bytes:
+                self._planner.moved([(one.bytes, one.ms)])
+        if taken:
+            row = {"began": began - self._began, "from": size, "to": change.tp, "how": change.how, "ms": ms}
+            self.sizes.append(row | {"samples": sum(map(len, change.groups))})
+            others = {name: engine for name, engine in self._engines.items() if name not in self._turns.first}
+            self._engines = others | self._turns.second
 
     def _learn(self) -> None:
         """Count the samples that have ended since the last look. Aborted ones say nothing."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rlspec.engine import Cargo, EngineError, Movable
 from megatron_rlspec.rollout.moves import Moved, Mover, Owner, discard
+from megatron_rlspec.tail.rebalance import How
 from megatron_rlspec.tail.tp_planner import deal
 from megatron_rlspec.types import Held, Move, Request
 
@@ -80,6 +82,7 @@ class Exchange:
     new    the fleet that sleeps, by name
     push   gives the named engines all weights, the drafter's too, of `version`: from the trainer, or a copy on the host
     serve  tells which engines are given requests from now on (`EnginePool.serve`)
+    how    samples move; those that are refused are recomputed
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Exchange:
         push: Callable[[Collection[str]], None],
         serve: Callable[[Collection[Movable]], None],
         version: int,
+        how: How = "kv",
     ) -> None:
         self._owner = owner
         self._old = old
@@ -97,17 +101,18 @@ class Exchange:
         self._push = push
         self._serve = serve
         self._version = version
+        self._how = how
         self._mover = Mover(owner, {**old, **new})
-        self._left: list[tuple[Move, list[Request], list[Cargo]]] = []
+        self._left: list[tuple[Move, float, list[Request], list[Cargo]]] = []
         self._slept = False
         self.moved: list[Moved] = []
 
     def run(self, calls: Collection[Call]) -> None:
-        """Make the calls. Raises EngineError; samples go on then, on the old fleet if it does not sleep yet."""
+        """Make the calls. Raises EngineError; samples go on then, on the old fleet, which is woken if it sleeps."""
         steps: dict[Act, Callable[[], None]] = {
             "wake": lambda: self._each(self._new, "wake"),
             "sleep": self._sleep,
-            "push": lambda: self._push(list(self._new)),
+            "push": lambda: self._give_weights(self._new),
             "move": self._move,
             "leave": self._leave,
             "arrive": self._arrive,
@@ -118,9 +123,30 @@ class Exchange:
                 steps[call.act]()
             ended = True
         finally:
-            if not (ended or self._slept):
-                self._serve(list(self._old.values()))
-            self._arrive()
+            try:
+                if not ended:
+                    self._go_back()
+            finally:
+                self._arrive()
+
+    def _go_back(self) -> None:
+        """Have the old fleet draw again. Raises EngineError if it slept and does not wake up."""
+        self._serve(list(self._old.values()))
+        if self._slept:
+            self._slept = False
+            for engine in self._new.values():
+                with suppress(EngineError):  # some may be gone, or sleep still
+                    engine.sleep()
+            self._each(self._old, "wake")
+            self._give_weights(self._old)
+
+    def _give_weights(self, engines: Mapping[str, Movable]) -> None:
+        """Push. Raises EngineError if an engine has another version then: its samples would be another policy's."""
+        self._push(list(engines))
+        for name, engine in engines.items():
+            version = engine.progress().version
+            if version != self._version:
+                raise EngineError(f"{name} has weights of version {version}, expected {self._version}")
 
     def _sleep(self) -> None:
         self._slept = True
@@ -130,7 +156,7 @@ class Exchange:
         for engine in engines.values():
             getattr(engine, act)()
 
-    def _moves(self, how: Literal["kv", "recompute"]) -> list[Move]:
+    def _moves(self, how: How) -> list[Move]:
         """Deal the running samples to the new engines."""
         where = {
             name: (source, request)
@@ -153,7 +179,7 @@ class Exchange:
         """Have every sample leave, those that were refused by recomputation. Raises EngineError if some stay."""
         self._serve(list(self._new.values()))
         for tried in range(TRIES):
-            moves = self._moves("recompute" if tried else "kv")
+            moves = self._moves("recompute" if tried else self._how)
             if not moves:
                 return
             time.sleep(PAUSE if tried else 0)
@@ -167,18 +193,21 @@ class Exchange:
     def _leave(self) -> None:
         def fetch(move: Move) -> None:
             firsts = dict.fromkeys(move.ids, 0)
-            self._left.append((move, *self._mover.fetch(self._old[move.source], firsts, move.how)))
+            self._left.append((move, time.perf_counter(), *self._mover.fetch(self._old[move.source], firsts, move.how)))
 
         self._until_all_left(fetch)
 
     def _arrive(self) -> None:
         while self._left:
-            move, requests, columns = self._left.pop()
+            move, began, requests, columns = self._left.pop()
             known = {request.id for request in requests}
-            target = self._new[move.target] if self._slept else self._old[move.source]
+            name = move.target if self._slept else move.source
+            target = self._new[name] if self._slept else self._old[name]
             kept = self._mover.deliver(target, [piece for piece in columns if piece.id in known])
             discard(columns)
             self._owner.resume(requests, target)
             ids = tuple(sorted(known))
             size = sum(piece.bytes for piece in kept)
-            self.moved.append(Moved(move.source, move.target, ids, move.how, "another size", len(kept), size))
+            ms = 1e3 * (time.perf_counter() - began)
+            moved = Moved(move.source, name, ids, move.how, "another size", len(kept), size, began, ms, ms)
+            self.moved += [moved] if self._slept else []

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,10 +41,12 @@ class Stay:
 class Owner(Protocol):
     """What holds the requests of a running `generate`, and knows which engine draws them.
 
+    waiting  groups of requests that no engine has
     samples  those that have ended, by id
     stays    of samples on engines that they have left
     """
 
+    waiting: deque[list[Request]]
     samples: dict[str, Sample]
     stays: list[Stay]
 

@@ -22,9 +22,11 @@ from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
+from megatron_rlspec.rollout.turns import Turns, calls
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
@@ -33,15 +35,16 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.tail import rebalance
-from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.tail.tp_planner import WIRE, SwitchCosts, TPPlanner
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
 from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.health import Health
 from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
 LANE = "lane"  # the engine of tail.lane
-WIRE = 1.0  # GB/s that a rank is taken to send, in plans of tensor-parallel sizes, where it is not measured
+_SECOND = "second-"  # engines of the second size of tail.tp
 
 
 class StartingEngines:
@@ -62,21 +65,25 @@ class StartingEngines:
         self.lanes: list[str] = []  # names of the engines of tail.lane
         self.sizes: dict[str, int] = {}  # tensor-parallel sizes by name, of engines that are launched, or have a lane
         self._fleet: Fleet | None = None
+        self._turning: tuple[dict[str, SGLangEngine], dict[str, SGLangEngine]] | None = None
+        tensor = config.placement.tensor
         if config.rollout.engine == "sglang" and not config.rollout.urls:
-            self.sizes = {f"{_NAME}{index}": config.placement.tensor for index in range(config.rollout.engines)}
+            self.sizes = {f"{_NAME}{index}": tensor for index in range(config.rollout.engines)}
             if config.tail.lane:
                 self.lanes = [LANE]
                 self.sizes[LANE] = config.tail.lane
-            for name in self.sizes:
+            for name in list(self.sizes):
                 self._launch(name)
+            number = config.rollout.engines * tensor // config.second if config.second else 0
+            self.sizes |= {f"{_SECOND}{index}": config.second for index in range(number)}
         elif config.rollout.engine == "sglang":
             self._attached = {url: self._attach(url) for url in config.rollout.urls}
             self.lanes = self._of_lane()
 
     @property
     def own(self) -> Collection[str]:
-        """Return the names of the engines that this object launched; `again` can restart them."""
-        return self._processes.keys()
+        """Return the names of the engines that `again` can restart: those launched, without the second fleet."""
+        return [name for name in self._processes if not name.startswith(_SECOND)]
 
     def again(self, name: str, number: int) -> RolloutEngine:
         """Launch an engine in place of the lost engine `name`, with the weights of `model.path`.
@@ -86,8 +93,7 @@ class StartingEngines:
         process = self._launch(name, f".{number}")
         if self._closed:
             process.close()
-        process.wait(self._config.placement.startup_seconds)
-        return SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
+        return self._connected(process.wait(self._config.placement.startup_seconds))
 
     def _attach(self, url: str) -> RolloutEngine:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
@@ -131,9 +137,10 @@ class StartingEngines:
         index = list(self.sizes).index(name)
         environment = self._layout.environment(index)
         arguments = engine_arguments(self._config, self._layout, index)
-        if name == LANE and not self._layout.engines:
-            arguments += ["--tp", str(self._config.tail.lane)]
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(self._config.tail.lane)
+        tp = self.sizes[name] if name == LANE or self._config.second else 1
+        if tp > 1 and not self._layout.engines:
+            arguments += ["--tp", str(tp)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(tp)
         self._processes[name] = launch(self._config.model.path, log, arguments=arguments, environment=environment)
         return self._processes[name]
 
@@ -154,10 +161,52 @@ class StartingEngines:
         except BaseException:
             self.close()
             raise
-        engines = dict(self._attached)
-        for name, process in started.items():
-            engines[name] = SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
-        return engines
+        return self._attached | {name: self._connected(process) for name, process in started.items()}
+
+    def start_second(self, engines: Mapping[str, RolloutEngine]) -> None:
+        """Start the second fleet, if one is wanted, on the devices of `engines`, which sleep meanwhile; then it sleeps.
+
+        It starts after them, because SGLang takes its share of the memory that is free then. Raises EngineError as
+        `wait`.
+        """
+        if not self._config.second:
+            return
+        first = {
+            name: engine
+            for name, engine in engines.items()
+            if isinstance(engine, SGLangEngine) and name not in self.lanes
+        }
+        second: dict[str, SGLangEngine] = {}
+        try:
+            for engine in first.values():
+                engine.sleep()
+            for name in self.sizes:
+                if name.startswith(_SECOND):
+                    self._launch(name)
+            for name, process in self._processes.items():
+                if name.startswith(_SECOND):
+                    second[name] = self._connected(process.wait(self._config.placement.startup_seconds))
+            for engine in second.values():
+                engine.sleep()
+            for engine in first.values():
+                engine.wake()
+        except BaseException:
+            self.close()
+            raise
+        self._turning = first, second
+
+    def turns(self, planner: TPPlanner | None, pool: EnginePool, health: Health) -> Turns | None:
+        """Return what has two fleets take turns; None without a second one. Raises ConfigError for lack of memory."""
+        if self._turning is None or planner is None:
+            return None
+        try:
+            steps = calls(self._layout, *self._turning, self.sizes)
+        except ValueError as error:
+            raise ConfigError(f"tail.tp={','.join(map(str, self._config.tail.tp))}: {error}") from None
+        return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
+
+    def _connected(self, process: EngineProcess) -> SGLangEngine:
+        return SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
 
     def close(self) -> None:
         """End the engines that this object launched."""
@@ -209,7 +258,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     if tail.rebalance == "off":
         return None
     cost: CostTable | LearntCost
-    if tail.lane:
+    if tail.lane or config.second:
         cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
     elif spec.cost_table:
         table = CostTable.load(Path(spec.cost_table))
@@ -275,18 +324,21 @@ def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine,
 
     wire  GB/s that a rank sends
     """
-    table = CostTable.load(Path(config.tail.cost_table))
     for tp in config.tail.tp:
-        table.check(tp=tp)
         try:
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
-    table = table.of_sizes(config.tail.tp)
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     costs = SwitchCosts(size / wire / 1e6, token_bytes=_token_bytes(config, hf_config), gigabytes_per_second=wire)
+    return sizes_planner(config, costs, ranks)
+
+
+def sizes_planner(config: Config, costs: SwitchCosts, ranks: int) -> TPPlanner:
+    """Return what decides at which size of tail.tp `ranks` ranks draw. Raises CostTableError."""
     candidates = _candidates(config)
     rates = Acceptance(max(1, *(candidate.num_steps for candidate in candidates))).rates
+    table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
     return TPPlanner(table, candidates, rates, costs, ranks, gain=config.tail.gain)
 
 
@@ -335,11 +387,12 @@ def engine_arguments(config: Config, layout: Layout, index: int = 0) -> list[str
     if config.drafter.kind == "eagle3":
         options["draft-model"] = config.drafter.path
     if layout.engines:
-        options["tp"] = len(layout.engines[index])
+        options["tp"] = len((*layout.engines, *layout.second)[index])
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or config.rollout.mem_fraction
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    if layout.together and layout.engines:
+    lane = config.tail.lane and index == config.rollout.engines
+    if layout.engines and (layout.together or (layout.second and not lane)):
         # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":

@@ -25,6 +25,7 @@ class Layout:
 
     train         of the trainer ranks, by local rank
     engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
+    second        of the engines of a second fleet, which shares devices with the first
     together      whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of a GPU's memory for an engine's weights and KV cache; 0: `rollout.mem_fraction`
     """
@@ -33,14 +34,16 @@ class Layout:
     train: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
     mem_fraction: float = 0.0
+    second: tuple[tuple[str, ...], ...] = ()
+    need: Need | None = None  # what `mem_fraction` was computed for
 
     @property
     def together(self) -> bool:
         return self.mode == "together"
 
     def environment(self, engine: int) -> dict[str, str]:
-        """Return the variables of the engine's process."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.engines[engine])} if self.engines else {}
+        """Return the variables of the engine's process. Those of the second fleet count after all others."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join((*self.engines, *self.second)[engine])} if self.engines else {}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,15 @@ class Need:
     token: int
     longest: int
 
+    @classmethod
+    def of(
+        cls, config: Config, hf_config: Mapping[str, Any], gpu: int, parameters: int, itemsize: int, world: int
+    ) -> Need:
+        """Reckon what a run needs, from the number of its parameters, drafter included, and of its ranks."""
+        train = train_bytes(config, parameters, itemsize, world)
+        token = cache_bytes(hf_config, config.spec.mode != "off", itemsize)
+        return cls(gpu, train, parameters * itemsize, token, config.model.max_length)
+
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
     """Return the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or `count` by number."""
@@ -75,10 +87,12 @@ def place(
     tensor: int,
     mode: Literal["auto", "apart", "together"],
     lane: int = 0,
+    second: int = 0,
 ) -> Layout:
     """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even.
 
-    lane  GPUs of one more engine, the last of `Layout.engines`
+    lane    GPUs of one more engine, the last of `Layout.engines`
+    second  GPUs of an engine of the second fleet; 0: there is none
     """
     if not gpus:
         return Layout()
@@ -107,6 +121,10 @@ def place(
     else:
         if lane:
             raise ConfigError(f"tail.lane={lane} needs GPUs of its own, but the trainer ranks have all {len(gpus)}")
+        if second:
+            raise ConfigError(
+                f"tail.tp={tensor},{second}: two fleets need GPUs without trainer ranks, and those have all {len(gpus)}"
+            )
         if not ranks == wanted == len(gpus):
             free_others = ""
             if ranks < len(gpus):
@@ -118,7 +136,9 @@ def place(
         free = iter(gpus)
     ranks_of = [tensor] * engines + ([lane] if lane else [])
     of_engines = tuple(tuple(next(free) for _ in range(count)) for count in ranks_of)
-    return Layout(mode, tuple(gpus[:ranks]), of_engines)
+    shared = [gpu for group in of_engines[:engines] for gpu in group] if second else []
+    of_second = tuple(tuple(shared[i : i + second]) for i in range(0, len(shared), second or 1))
+    return Layout(mode, tuple(gpus[:ranks]), of_engines, second=of_second)
 
 
 def _filling(count: int, engines: int, tensor: int) -> list[str]:
@@ -149,7 +169,7 @@ def share(layout: Layout, need: Need) -> float:
     Together, the trainer keeps weights, gradients and optimizer while engines draw; its activations are gone by then.
     """
     tensor = len(layout.engines[0])
-    taken = PROCESS_BYTES + (need.train + PROCESS_BYTES if layout.together else 0)
+    taken = PROCESS_BYTES * (2 if layout.second else 1) + (need.train + PROCESS_BYTES if layout.together else 0)
     free = int(need.gpu * (1 - SPARE)) - taken
     engine = (need.weights + need.token * need.longest) / tensor
     if engine > free:

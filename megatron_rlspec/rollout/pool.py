@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -161,10 +161,15 @@ class EnginePool:
         self._lanes = [engine for engine in self._engines if engine not in engines]
 
     def add(self, engine: RolloutEngine, lane: bool = False) -> None:
-        """Add an engine that holds the same weights as the others. Not during `generate`."""
+        """Add an engine that holds the same weights as the others; a lane also during `generate`."""
         self._engines.append(engine)
         if lane:
             self._lanes.append(engine)
+
+    def remove(self, engine: RolloutEngine) -> None:
+        """Forget an engine that draws nothing, without closing it."""
+        self._engines.remove(engine)
+        self._lanes = [other for other in self._lanes if other is not engine]
 
     def everywhere(self, call: Callable[[RolloutEngine], Any]) -> list[Any]:
         """Call every engine at once; return the results of those that did not fail, in order."""
@@ -211,8 +216,8 @@ class _Run:
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
         self.abort_at = 0.0  # when the aborts are repeated
-        self.load = {id(engine): 0 for engine in pool.engines}
-        self.tokens = {id(engine): 0.0 for engine in pool.engines}
+        self.load: dict[int, int] = defaultdict(int)
+        self.tokens: dict[int, float] = defaultdict(float)
         self.queueing: set[int] = set()
         self.running: dict[Future, tuple[RolloutEngine, list[Request]]] = {}
         self.where: dict[str, tuple[RolloutEngine, Request]] = {}
@@ -391,9 +396,10 @@ class _Run:
         if not self.aborted or time.monotonic() < self.abort_at:
             return
         self.abort_at = time.monotonic() + ABORT_AGAIN
+        engines = self.pool.engines
         with self.changed:
-            still = {id(e): [n for n, (where, _) in self.where.items() if where is e] for e in self.pool.engines}
-        for engine in self.pool.engines:
+            still = {id(e): [n for n, (where, _) in self.where.items() if where is e] for e in engines}
+        for engine in engines:
             if names := self.aborted.intersection(still[id(engine)]):
                 with suppress(EngineError):
                     engine.abort(sorted(names))

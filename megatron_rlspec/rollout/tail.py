@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.rollout.balancer import Balancer
@@ -13,9 +15,11 @@ from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.turns import Rounds, Turns
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import Rebalancer
 from megatron_rlspec.types import RoundStats
+from megatron_rlspec.weights.push import Source
 
 
 class Tail:
@@ -25,6 +29,7 @@ class Tail:
     engines  by name, as they are at present
     sizes    their tensor-parallel sizes, where several are in use
     record   is called with what a line of `moves.jsonl` holds
+    turns    has a second fleet take over; None: there is none
     """
 
     def __init__(
@@ -35,8 +40,10 @@ class Tail:
         engines: Mapping[str, RolloutEngine],
         sizes: Mapping[str, int],
         record: Callable[[Mapping[str, Any]], None],
+        turns: Turns | None = None,
     ) -> None:
         self.planner = planner
+        self.turns = turns
         self.lengths = Lengths()  # of all responses, by which the planner predicts
         self._cap = config.rollout.max_new_tokens
         self._every = config.tail.every
@@ -48,15 +55,27 @@ class Tail:
         if planner is not None or config.tail.tp != (1,):
             pool.balance = self._balanced
 
-    def rounds(self) -> list[tuple[str, list[RoundStats]]]:
-        """Return each engine's rounds since the last call, which correct the planner's costs of its size."""
+    def rounds(self) -> tuple[Rounds, list[dict[str, Any]]]:
+        """Return each engine's rounds since the last call, and reports of the rules of engines that sleep by now.
+
+        The rounds correct the planner's costs of the engine's size.
+        """
         names = {id(engine): name for name, engine in self._engines.items()}
-        found = []
+        found, reports = self.turns.taken() if self.turns else ([], [])
         for engine, stats in self._pool.everywhere(lambda engine: (engine, engine.stats())):
-            name = names[id(engine)]
-            found.append((name, stats))
+            found.append((names[id(engine)], stats))
+        for name, stats in found:
             self._timed.setdefault(self._sizes.get(name), []).extend(stats)
-        return found
+        return found, reports
+
+    def copied(self, version: int, source: Source, words: np.ndarray | None) -> Source:
+        """Return the `source` of a push; see `Turns.copied`."""
+        return self.turns.copied(version, source, words) if self.turns else source
+
+    def counts(self) -> dict[str, float]:
+        """Return numbers that grow with every `generate`, by the names of their metrics."""
+        found = {"stolen": float(self._pool.stolen), "continued_tokens": float(self._pool.continued)}
+        return found | ({"size_changes": float(self.turns.changes)} if self.turns else {})
 
     @contextmanager
     def _balanced(self, owner: Owner) -> Iterator[None]:
@@ -72,11 +91,17 @@ class Tail:
         timed, self._timed = self._timed, {}
         for tp, stats in timed.items():
             self.planner.observe(stats, tp)
+        if self.turns:
+            self.turns.begin(self.planner)
         serving = self._pool.engines
         engines = {name: engine for name, engine in self._engines.items() if engine in serving}
         movable = {name: engine for name, engine in engines.items() if isinstance(engine, SGLangEngine)}
-        balancer = Balancer(owner, movable, self.planner, self.lengths, self._cap, self._every)
-        with balancer:
-            yield
-        if balancer.moves:
+        balancer = Balancer(owner, movable, self.planner, self.lengths, self._cap, self._every, self.turns)
+        try:
+            with balancer:
+                yield
+        finally:
+            if self.turns:
+                self.turns.end()
+        if balancer.moves or balancer.sizes:
             self._record(balancer.record())

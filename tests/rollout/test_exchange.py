@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_rlspec.engine import Cargo, EngineError
 from megatron_rlspec.rollout.exchange import Exchange, Footprint, order
 from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.types import Load
 
 footprints = st.builds(Footprint, st.integers(0, 50), st.integers(0, 50), st.integers(0, 5))
 
@@ -52,6 +54,7 @@ class Sleeper(Engine):
 
     asleep = False
     empty = False
+    version = 0
     calls: list[str]
     folder: Path
 
@@ -70,6 +73,9 @@ class Sleeper(Engine):
         self.calls.append(f"{self.name} wakes")
         self.asleep = False
 
+    def progress(self) -> Load:
+        return replace(super().progress(), version=self.version)
+
     def _alive(self) -> None:
         super()._alive()
         if self.asleep or self.empty:
@@ -77,9 +83,12 @@ class Sleeper(Engine):
 
 
 def exchanged(
-    folder: Path, budget: int, fails: bool = False, refusals: float = 0.0, back: bool = False
+    folder: Path, budget: int, fails: bool = False, refusals: float = 0.0, back: bool = False, version: int = 0
 ) -> tuple[list[str], list[Sleeper], Exchange]:
-    """Change from the engines a and b to one wide engine, or back, in the middle of a rollout."""
+    """Change from the engines a and b to one wide engine, or back, in the middle of a rollout.
+
+    version  of the weights that the new fleet gets
+    """
     engines = [Sleeper(name, random.Random(0), refusals) for name in ("a", "b", "wide", "spare")]
     calls: list[str] = []
     for engine in engines:
@@ -96,8 +105,11 @@ def exchanged(
         calls.append(f"push to {', '.join(names)}")
         if fails:
             raise EngineError("wide: no weights")
+        for engine in engines:
+            if engine.name in names:
+                engine.empty = False
         for engine in new:
-            engine.empty = False
+            engine.version = version
 
     def serve(names: Collection[Engine]) -> None:
         calls.append(f"requests to {', '.join(map(str, names))}")
@@ -150,8 +162,16 @@ def test_samples_wait_on_the_host_where_both_do_not_fit(tmp_path: Path) -> None:
 def test_a_fleet_without_weights_loses_no_sample(tmp_path: Path) -> None:
     calls, engines, _ = exchanged(tmp_path, budget=20, fails=True)
     assert calls[-1] == "wide: no weights" and engines[3].tokens > 100
+    assert "a wakes" in calls
     calls, engines, _ = exchanged(tmp_path, budget=30, fails=True)  # the old fleet is awake still
     assert calls == ["wide wakes", "push to wide", "requests to a, b", "wide: no weights"] and not engines[3].tokens
+
+
+@pytest.mark.parametrize("budget", [20, 30])
+def test_a_fleet_with_stale_weights_draws_nothing(tmp_path: Path, budget: int) -> None:
+    calls, (a, b, wide, _), exchange = exchanged(tmp_path, budget, version=-1)
+    assert calls[-1] == "wide has weights of version -1, expected 0" and not wide.tokens
+    assert not exchange.moved and not (a.asleep or b.asleep or a.empty or b.empty)
 
 
 @pytest.mark.parametrize("budget", [20, 30])

@@ -2,6 +2,7 @@
 
 import itertools
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import StartingEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, share
+from megatron_rlspec.rollout.turns import calls
 from megatron_rlspec.session import Session
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
@@ -115,6 +117,48 @@ def test_a_fast_lane_has_gpus_of_its_own(monkeypatch, tmp_path):
         placement.check_heads({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "tail.lane")
 
 
+def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
+    options = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    config = load(None, options | {"rollout.engines": "4", "tail.lane": "2"})
+    layout = place(tuple("abcdefgh"), 2, 4, 1, "auto", lane=2, second=2)
+    assert layout.engines == (("c",), ("d",), ("e",), ("f",), ("g", "h")) and layout.second == (("c", "d"), ("e", "f"))
+    saver = []
+    for index in range(7):
+        arguments = engine_arguments(config, layout, index)
+        cards = layout.environment(index)["CUDA_VISIBLE_DEVICES"].split(",")
+        assert arguments[arguments.index("--tp") + 1] == str(len(cards))
+        saver.append("--enable-memory-saver" in arguments)
+    assert saver == [True] * 4 + [False] + [True] * 2  # the lane never sleeps
+    found = start(monkeypatch, tmp_path, config, layout)
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f", "g,h"]  # not yet
+    with pytest.raises(ConfigError, match="tail.tp=1,2: two fleets need GPUs without trainer ranks, and those"):
+        place(tuple("abcd"), 4, 4, 1, "auto", second=2)
+    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192)
+    alone = replace(layout, second=())
+    assert share(layout, need) < share(alone, need)  # the sleeping process keeps some
+
+
+def test_calls_of_an_exchange_follow_from_the_engines_caches():
+    """Weights of 14 GiB; a token's cache has 128 KiB over all ranks."""
+    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192)
+    layout = Layout("apart", need=need)
+    sizes = {"engine-0": 1, "second-0": 2}
+
+    def acts(tokens: int, wide: int) -> list[str]:
+        fleets = [
+            {name: SimpleNamespace(describe=lambda n=n: {"max_total_tokens": n})}
+            for name, n in (("engine-0", tokens), ("second-0", wide))
+        ]
+        return [call.act for call in calls(layout, *fleets, sizes)]
+
+    one_awake = ["leave", "sleep", "wake", "push", "arrive"]
+    assert acts(200_000, 400_000) == ["wake", "push", "move", "sleep"]  # 14 + 24 + 7 + 24 GiB, twice 2 for processes
+    assert acts(300_000, 400_000) == one_awake
+    with pytest.raises(ValueError, match="does not fit into"):
+        acts(500_000, 400_000)
+    assert [call.act for call in calls(Layout(), {}, {}, {})] == ["wake", "push", "move", "sleep"]
+
+
 def test_running_engines_of_the_lane_s_size_are_the_lane(monkeypatch, tmp_path):
     lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
     config = load(None, {"rollout.urls": "http://a:1,http://b:2", **lane})
@@ -143,6 +187,32 @@ def test_a_lane_that_cannot_be_is_refused(options, line):
     lane = {"tail.lane": "2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
     with pytest.raises(ConfigError) as refused:
         load(None, lane | options)
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"tail.tp": "1,2,4"}, "expected placement.tensor=1 and the size of a second fleet, such as 1,2"),
+        ({"tail.tp": "2,4"}, "expected placement.tensor=1 and"),
+        ({"tail.tp": "1,3"}, "tail.tp=1,3: the second fleet has the devices of the first, rollout.engines=2 x"),
+        (
+            {"rollout.urls": "http://a:1", "rollout.engines": "1"},
+            "tail.tp=1,2: a second fleet needs engines that the run starts",
+        ),
+        ({"tail.rebalance": "off"}, "by moves of tail.rule=makespan, but tail.rebalance=off"),
+        ({"tail.rule": "threshold"}, "and tail.rule=threshold"),
+        ({"placement.mode": "together"}, "the trainer's memory stays; expected placement.mode=apart"),
+        ({"push.transport": "group"}, "NCCL refuses two processes on one GPU"),
+        ({"tail.cost_table": ""}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --tp 1,2 writes it"),
+        ({"spec.verifier": "target_only"}, "continues samples, which needs spec.verifier=position_keyed"),
+    ],
+)
+def test_a_second_fleet_that_cannot_be_is_refused(options, line):
+    good = {"tail.tp": "1,2", "tail.rebalance": "kv", "tail.cost_table": "t.json", "model.path": "m"}
+    assert load(None, good | {"rollout.engines": "2"}).second == 2
+    with pytest.raises(ConfigError) as refused:
+        load(None, good | {"rollout.engines": "2"} | options)
     assert line in str(refused.value) and "\n" not in str(refused.value)
 
 
