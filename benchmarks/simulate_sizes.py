@@ -51,7 +51,7 @@ K = SpecConfig(2)
 EVERY = 8  # rounds of a tick
 CAP = 300
 STOPS = tuple(range(24))
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 12)
 LENGTHS = (32, 240)
 HERE = Provenance("bigram", "cpu", "float32", "embedded", "", "")
 AIMS = {"makespan, median": 0.05, "makespan, worst": 0.10}
@@ -142,7 +142,7 @@ class Lab:
         found = {}
         for config, tp, batch, length in itertools.product((OFF, K), (1, 2), BATCHES, LENGTHS):
             self.fleet.set_schedule(SpecSchedule.fixed(config))
-            new = 3 * EVERY * K.num_steps
+            new = 5 * EVERY
             self.rollout("99" if tp == 2 else "0", batch * 2 // tp, 7, length, new, stops=False)
             rounds = self.member.engine.recent_rounds()[EVERY:]
             ms = [took for _, size, _, took in rounds if size == batch and took is not None]
