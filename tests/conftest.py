@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import short_run
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: whole runs are compared bit for bit
 TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
 LONGEST = (
