@@ -52,7 +52,7 @@ def check_inputs(config: Config, command: Command) -> None:
             if problem:
                 raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
         if config.spec.cost_table:
-            CostTable.load(config.spec.cost_table)
+            CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
         if config.tail.cost_table:
             CostTable.load(config.tail.cost_table).of_sizes(config.sizes)
         if draws:

@@ -39,7 +39,9 @@ class OnlineLearner:
         options = config.drafter
         self.separate = options.train and options.separate
         self.overlaps = options.train and options.overlap
-        table = CostTable.load(config.spec.cost_table) if config.spec.cost_table and options.update == "pays" else None
+        table = None
+        if config.spec.cost_table and options.update == "pays":
+            table = CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
         self.rule = update_rule(options.update, options.update_every, options.update_drop, table)
         self.decided_by_rank0 = options.update == "pays"  # only it sees the engines' rounds
         self.held = Replay(options.replay_tokens, options.replay_bytes)

@@ -248,6 +248,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
         learn=spec.learn_costs,
+        tp=config.placement.tensor,
     )
     return Learning(adapter, spec.num_steps, adaptive=spec.mode == "adaptive")
 
@@ -261,8 +262,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     if tail.lane or config.second:
         cost = CostTable.load(Path(tail.cost_table)).of_sizes(config.sizes)
     elif spec.cost_table:
-        table = CostTable.load(Path(spec.cost_table))
-        cost = table if len(table.tps) == 1 else table.at(config.placement.tensor)
+        cost = CostTable.load(Path(spec.cost_table)).of_engine(config.placement.tensor)
     else:
         cost = LearntCost(Roofline.of_model(hf_config, spec.ridge_tokens, config.drafter.vocabulary))
     return rebalance.Rebalancer(

@@ -23,6 +23,7 @@ class Adapter:
 
     cost_table  path; empty: use `cost`
     cost        of the model, before rounds were measured
+    tp          tensor-parallel size of the engines, for a table of several
     learn       without a table: learn costs from the engines' rounds
 
     Raises CostTableError.
@@ -38,10 +39,12 @@ class Adapter:
         catch_up_share: float = 0.0,
         *,
         learn: bool = True,
+        tp: int = 1,
     ) -> None:
-        if cost_table:
-            CostTable.load(Path(cost_table))  # raises CostTableError before any engine starts
-        self.cost: dict[str, Any] = {"table": cost_table} if cost_table else {"roofline": cost.to_json()}
+        self.table = CostTable.load(Path(cost_table)).of_engine(tp) if cost_table else None
+        self.cost: dict[str, Any] = {"roofline": cost.to_json()}
+        if self.table is not None:
+            self.cost = {"table": cost_table, "tp": self.table.tps[0]}
         self.learnt = LearntCost(cost) if learn and not cost_table else None
         self.settings = {"margin": margin, "probe_share": probe_share, "catch_up_share": catch_up_share}
         self.acceptance = Acceptance(max(*candidate_steps, 1))

@@ -76,6 +76,10 @@ class CostTable:
         self.check(tp=tp)
         return self._with((c for c in self.rounds if c.tp == tp), (c for c in self.prefill if c.tp == tp))
 
+    def of_engine(self, tp: int) -> CostTable:
+        """Return the rows for an engine of size `tp`; a table of one size counts for any. Raises CostTableError."""
+        return self if len(self.tps) == 1 else self.at(tp)
+
     def of_sizes(self, tps: Iterable[int]) -> CostTable:
         """Return the rows of these tensor parallel sizes as a table. Raises CostTableError if one has none."""
         wanted = {tp for tp in tps if self.check(tp=tp)}

@@ -38,7 +38,7 @@ class Learning:
         self.forecast = Forecast(max(depth, adapter.acceptance.depth))
         self._table: CostTable | None = None
         if scale_table and "table" in adapter.cost:
-            self._table = CostTable.load(str(adapter.cost["table"]))
+            self._table = adapter.table
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
         """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""

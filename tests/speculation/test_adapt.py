@@ -1,6 +1,8 @@
 import pytest
 
 from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.cost_rows import CostTableError, Provenance, RoundCost
+from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -16,6 +18,26 @@ def test_engines_accept_the_rule_and_learn_on_from_it():
     mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
     rule = SpecRule.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **mine.rule()})
     assert rule.acceptance.rates == mine.acceptance.rates and rule.choose(4, 400) == SpecConfig(3)
+
+
+def test_a_table_of_several_sizes_counts_by_the_engines_size(tmp_path):
+    rows = [
+        RoundCost(tp, batch, batch * 100, config, ms)
+        for tp, drafting in ((1, 9.0), (2, 1.1))  # ms of a round with three drafts: they pay at size 2 only
+        for batch in (1, 4)
+        for config, ms in ((OFF, 1.0), (SpecConfig(3), drafting))
+    ]
+    path = tmp_path / "sizes.json"
+    CostTable(Provenance("m", "cpu", "float32", "e", "", ""), rows).save(path)
+
+    def chosen(tp):
+        mine = Adapter((0, 3), str(path), Roofline.of_layers(2), margin=0.01, probe_share=0.0, tp=tp)
+        mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
+        return SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **mine.rule()}).choose(4, 400)
+
+    assert (chosen(1), chosen(2)) == (OFF, SpecConfig(3))
+    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\], but this engine runs tp=4"):
+        chosen(4)
 
 
 def test_records_hold_shares_acceptance_and_what_rules_decided():

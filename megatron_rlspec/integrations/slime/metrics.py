@@ -133,6 +133,7 @@ def speculation(args: Namespace, urls: Sequence[str]) -> Speculation | None:
         margin=spec.switching_margin,
         probe_share=spec.probe_share,
         catch_up_share=spec.catch_up_share,
+        tp=getattr(args, "rollout_num_gpus_per_engine", 1),
     )
     settings = HealthSettings()
     found = Speculation(Learning(adapter, scale_table=True), configs, settings, _key(args))
