@@ -36,6 +36,7 @@ from timed_rollouts import (
     K1,
     K3,
     MOST,
+    PROMPTS,
     EmbeddedLab,
     Outcome,
     Scenario,
@@ -168,7 +169,6 @@ def _predict(known: Calibration, scenario: Scenario, seed: int) -> Outcome:
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
 
-PROMPTS = 8  # known ones
 RECORDED = ("batch 8", "batch 24, one draft", "longer", "drafts by batch", "queue of 40 before 8", "two engines")
 
 

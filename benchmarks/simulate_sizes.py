@@ -122,8 +122,8 @@ class Lab:
     def rollout(
         self, planner: str, samples: int, seed: int, tokens: int = 32, cap: int = CAP, stops: bool = True
     ) -> Drawn:
-        if self.member.engine.model.comm.size > 1:  # back to size 1, which the next rollout would do in its time
-            self.rollout("0", 1, 0, cap=1)
+        if self.member.engine.model.comm.size > 1:  # back to size 1, which the rollout would else do in its own time
+            self.fleet.generate([Request("back-0-0", Prompt(0, np.arange(8)), 0)], Sampling(max_new_tokens=1))
         serial = next(self._serial)
         rng = np.random.default_rng([seed, samples, tokens])
         asked = [

@@ -54,6 +54,7 @@ CONTEXT = 768
 CAP = 400
 BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # of the profile; between 2 and 4 samples costs jump
 LENGTHS = (4, 100, 256, 540)
+PROMPTS = 8  # known ones
 BURST = 8  # rounds that an engine runs before another one does, so that its caches are as warm as on its own core
 EVERY = 16  # rounds of each engine between two plans
 
@@ -274,6 +275,14 @@ def requests_of(scenario: Scenario, seed: int) -> list[tuple[Request, Sampling]]
     return found
 
 
+class SharedPrompts(Bench):
+    """Measures with eight prompts at most, as rollouts here have: samples of a prompt share its keys and values."""
+
+    def _requests(self, batch: int, length: int) -> list[Request]:
+        asked = super()._requests(batch, length)
+        return [replace(request, prompt=asked[i % PROMPTS].prompt) for i, request in enumerate(asked)]
+
+
 class EmbeddedLab:
     """Runs real rollouts."""
 
@@ -299,7 +308,7 @@ class EmbeddedLab:
         """Measure every cell of the cost table once more. `table` then holds the medians of all times so far."""
         plain = Scenario("profile", (), spec=OFF)
         engine = Timed("a", self.models(0.0), plain, None).engine
-        run = Sweep([Bench(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
+        run = Sweep([SharedPrompts(engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
         run.add_prefill([32, 256, 620])
         speeds = {}
         for point in itertools.product(BATCHES, LENGTHS):
@@ -388,7 +397,7 @@ class SGLangLab:
         self._serial = itertools.count()
 
     def profile(self) -> None:
-        run = Sweep([Bench(self.engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
+        run = Sweep([SharedPrompts(self.engine, CONFIGS, VOCAB, seed=len(self.tables))], self.here, samples=12)
         run.add_prefill([16, 256, 640])
         for point in itertools.product((1, 4, 16, 32), (4, 256)):
             run.add(point)
