@@ -37,7 +37,6 @@ import torch
 
 from megatron_rlspec import compare, data, files
 from megatron_rlspec.config import Config, load_replay
-from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.session import Session
 from megatron_rlspec.trajectory import Trajectory
@@ -50,16 +49,12 @@ EXAMPLES = ROOT / "examples/quickstart"
 SCHEDULES: dict[str, dict[str, str]] = {
     "every step": {},
     "every 5 steps": {"update_every": "5"},
-    "triggered": {"update": "triggered"},
     "replay": {"replay": "uniform"},
     "reward": {"reward_weight": "reward"},
-    "refused": {"refused_weight": "4"},
     "after the step": {"replay": "newest"},
     "overlap": {"overlap": "true"},
     "disagreement": {"replay": "disagreement"},
-    "pays": {"update": "pays"},
 }
-LIVE = "pays"  # it needs the engine's rounds, so it is a run of its own, not a replay
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 RATES = ("1e-3", "1e-4")  # ten times the policy's, and the policy's own
 MORE_RATES = ("3e-4", "3e-3")  # of an update in every step only
@@ -123,8 +118,8 @@ BASE = Variant("every step", "ce", "1e-3")
 
 def variants(quick: bool) -> list[Variant]:
     """Return the variants, those that differ from `BASE` in one thing first."""
-    grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES) if cell[0] != LIVE]
-    grid += [replace(BASE, rate=rate) for rate in MORE_RATES] + [replace(BASE, schedule=LIVE)]
+    grid = [Variant(*cell) for cell in itertools.product(SCHEDULES, LOSSES, RATES)]
+    grid += [replace(BASE, rate=rate) for rate in MORE_RATES]
 
     def order(v: Variant) -> tuple[int, bool]:
         return (v.schedule != BASE.schedule) + (v.loss != BASE.loss) + (v.rate != BASE.rate), v.loss != BASE.loss
@@ -242,9 +237,7 @@ class Work:
         needs = (self.run / "hf",)
 
         def make() -> None:
-            if variant and variant.schedule == LIVE:
-                self.live(variant)
-            elif variant:
+            if variant:
                 self.replay(variant)
             self.measure(variant)
 
@@ -281,30 +274,11 @@ class Work:
                     found |= {"updates": torch.tensor(int(updates)), "age": torch.tensor(age)}
                     tensor_file.save(found, self.drafter(variant, step + 1))
 
-    def live(self, variant: Variant) -> None:
-        """Train the variant in a run of its own, whose policy must be the recorded one's; keep its last drafter."""
-        folder = self.drafter(variant, 0).parent
-        shutil.rmtree(folder, ignore_errors=True)
-        command = self._rl(folder / "run", variant.options)
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-        tensors = dict(read_hf(folder / "run/hf")[1].items())
-        recorded = dict(read_hf(self.run / "hf")[1].items())
-        changed = [key for key in tensors if ".mtp_layers." not in key and not torch.equal(tensors[key], recorded[key])]
-        if changed:
-            raise RuntimeError(f"{folder}: the policy differs from the recorded one: {changed[0]}")
-        updated = [record["drafter/updated"] for record in read_records(folder / "run/metrics.jsonl")]
-        found = {key: tensor for key, tensor in tensors.items() if ".mtp_layers." in key}
-        counts = {"updates": sum(updated), "age": updated[::-1].index(1.0)}
-        found |= {key: torch.tensor(int(value)) for key, value in counts.items()}
-        tensor_file.save(found, self.drafter(variant, self.size.steps))
-
     def cells(self, variant: Variant | None) -> list[tuple[int, str, Path]]:
         """Return (policy step, drafter's name, its file or that of the warm start) of all that is measured."""
         ages = sorted({self.size.last + age for age in self.size.ages})
         if variant is None:
             return [(step, FROZEN, self.task / "warm/hf") for step in sorted({*self.size.measured, *ages})]
-        if variant.schedule == LIVE:
-            return [(self.size.steps, variant.name, self.drafter(variant, self.size.steps))]
         found = [(step, variant.name, self.drafter(variant, step)) for step in self.size.measured]
         if variant.schedule == BASE.schedule:
             left = self.drafter(variant, self.size.last)

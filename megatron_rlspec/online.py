@@ -19,17 +19,15 @@ from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rl.replay import Replay
 from megatron_rlspec.rl.rewards import failed
 from megatron_rlspec.rl.weights import drafter_weights
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.speculation.updates import Observed, update_rule
+from megatron_rlspec.speculation.updates import EverySteps
 from megatron_rlspec.train import runtime
-from megatron_rlspec.train.step import DrafterPass, Trainer
+from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample
 
 
 class OnlineLearner:
     """Every rank holds one. All hold the same rollouts, so all pack the same updates.
 
-    due          whether the present step updates the drafter
     last_update  the step that updated the drafter last; -1: none
     seconds      of the newest separate update
     """
@@ -39,13 +37,8 @@ class OnlineLearner:
         options = config.drafter
         self.separate = options.train and options.separate
         self.overlaps = options.train and options.overlap
-        table = None
-        if config.spec.cost_table and options.update == "pays":
-            table = CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
-        self.rule = update_rule(options.update, options.update_every, options.update_drop, table)
-        self.decided_by_rank0 = options.update == "pays"  # only it sees the engines' rounds
+        self.rule = EverySteps(options.update_every)
         self.held = Replay(options.replay_tokens, options.replay_bytes)
-        self.due = True
         self.last_update = -1
         self.seconds = 0.0
         self.updates = 0  # separate ones: the seed of the next draw
@@ -53,15 +46,13 @@ class OnlineLearner:
     def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         """Return the drafter's weight of every position, for `pack`; None if all are 1."""
         options = self.config.drafter
-        if options.reward_weight == "none" and options.refused_weight == 1:
+        if options.reward_weight == "none":
             return None
         return drafter_weights(
             samples,
             [not failed(sample) for sample in samples],
             kind=options.reward_weight,
             clip=options.reward_clip,
-            refused=options.refused_weight,
-            deepest=_deepest(self.config),
         )
 
     def add(self, groups: Sequence[Group]) -> None:
@@ -70,12 +61,6 @@ class OnlineLearner:
             if self.config.drafter.replay == "none":
                 self.held.clear()
             self.held.add([sample for group in groups for sample in group.samples])
-
-    def joined_pass(self) -> DrafterPass:
-        """Return what the drafter does in the policy's step."""
-        if self.due and not self.separate:
-            return "learn"
-        return "predict" if self.config.drafter.update == "triggered" else "skip"
 
     def update(self, trainer: Trainer, step: int) -> dict[str, float]:
         """Update the drafter from stored rollouts; collective. Returns the drafter's metrics, {} without rollouts."""
@@ -103,9 +88,11 @@ class OnlineLearner:
         metrics["drafter/replay_bytes"] = float(self.held.bytes)
         return metrics
 
-    def observe(self, found: Observed) -> dict[str, float]:
-        """Tell the rule what the step has shown. Returns metrics."""
-        return self.rule.observe(found) | {"drafter/updated": float(found.updated)}
+    def observe(self, step: int) -> dict[str, float]:
+        """Count a step. Returns metrics."""
+        updated = self.last_update == step
+        self.rule.observe(updated)
+        return {"drafter/updated": float(updated)}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON; `held.groups()` are the rest."""
@@ -118,9 +105,3 @@ class OnlineLearner:
             self.updates = state["updates"]
             self.last_update = state["last_update"]
         self.held.restore(groups)
-
-
-def _deepest(config: Config) -> int:
-    """Return the most draft steps that a round of the run's engines may have."""
-    spec = config.spec
-    return {"off": 0, "fixed": spec.num_steps, "adaptive": max(spec.candidate_steps)}[spec.mode]

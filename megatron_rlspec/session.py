@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,7 +35,6 @@ from megatron_rlspec.rollout.embedded.fleet import Follower
 from megatron_rlspec.rollout.open import member
 from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
 from megatron_rlspec.sinks import open_sinks
-from megatron_rlspec.speculation.updates import Observed
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.train import model, moments, runtime
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
@@ -93,7 +91,6 @@ class Session:
         self._pushed: dict[str, float] = {}
         self._adapted: dict[str, float] = {}
         self._learned: dict[str, float] = {}  # metrics of the drafter's update while engines drew
-        self._seconds = 0.0  # of the newest training step
         with ExitStack() as closing:
             self._closing = closing
             self._open(data_path, supervised)
@@ -362,20 +359,10 @@ class Session:
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, online: OnlineLearner) -> None:
-        """Decide whether the present step updates the drafter, the same on every rank."""
-        due, _ = online.rule.decide()
-        if online.decided_by_rank0:
-            answer = torch.tensor(due, device=broadcast_device())
-            dist.broadcast(answer, src=0)
-            due = bool(answer)
-        online.due = due
-
     def _update_beside_rollout(self) -> None:
         """Update the drafter if that is due, unless a resumed run has done so before it stopped. Collective."""
         assert self.online is not None
-        self._decide(self.online)
-        if self.online.due and self.online.last_update < self.done:
+        if self.online.rule.due and self.online.last_update < self.done:
             self._learned = self.online.update(self.trainer, self.done)
 
     def demonstrations(self) -> list[Group]:
@@ -447,18 +434,15 @@ class Session:
         self, online: OnlineLearner, batches: list[PackedBatch], options: dict[str, Any]
     ) -> dict[str, float]:
         """Take a step in which the drafter learns when, and from what, `online` says."""
-        if not online.overlaps:
-            self._decide(online)
-        began = time.perf_counter()
-        metrics = self.trainer.train_step(batches, drafter=online.joined_pass(), **options)
-        self._seconds = time.perf_counter() - began
+        due = online.rule.due
+        metrics = self.trainer.train_step(batches, train_drafter=due and not online.separate, **options)
         predicted = self.trainer.prediction
         if online.overlaps:
             metrics |= self._learned
             self._learned = {}
-        elif online.due and not online.separate:
+        elif due and not online.separate:
             online.last_update = self.done
-        elif online.due:
+        elif due:
             if self.trajectory is not None and not self.generates:
                 self._load_recorded(self.done + 1)  # such an update follows the policy's step
             metrics |= online.update(self.trainer, self.done)
@@ -466,10 +450,7 @@ class Session:
             if predicted is None and self.config.drafter.replay == "newest":
                 predicted = self.trainer.prediction
             self.trainer.prediction = predicted
-        if not online.decided_by_rank0:
-            length = None if predicted is None else predicted.tokens_per_round(max(predicted.steps))
-            metrics |= online.observe(Observed(online.last_update == self.done, length))
-        return metrics
+        return metrics | online.observe(self.done)
 
     def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
@@ -520,22 +501,10 @@ class Session:
     def _adapt(self) -> None:
         self._adapted = self.rollouts.adapt(self.trainer.prediction)
         online = self.online
-        if online is None:
-            return
-        updated = online.last_update == self.done - 1
-        hidden = min(online.seconds, self.rollouts.seconds) if online.overlaps and updated else 0.0
-        added = online.seconds - hidden if updated else 0.0
-        if online.overlaps:
-            self._adapted |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": added}
-        if online.decided_by_rank0:
-            rates = self.rollouts.learning.forecast.rates() or ()
-            known = added if online.separate else None
-            stopped = online.rule.stopped
-            found = Observed(updated, None, self.rollouts.rounds, rates, self._seconds, known)
-            self._adapted |= online.observe(found)
-            if online.rule.stopped != stopped:
-                verb = "starts" if stopped else "stops"
-                self.recorder.event("drafter", f"step {self.done - 1}: training {verb}: {online.rule.decide()[1]}")
+        if online is not None and online.overlaps:
+            spent = online.seconds if online.last_update == self.done - 1 else 0.0
+            hidden = min(spent, self.rollouts.seconds)
+            self._adapted |= {"drafter/seconds_hidden": hidden, "drafter/seconds_added": spent - hidden}
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`.

@@ -207,7 +207,7 @@ def policy(name: str, config: SimulationConfig) -> Policies:
         found = Policies.of(name)
     except ValueError as error:
         raise ConfigError(f"--policies {error}") from None
-    if found.updates and config.training is None:
+    if found.trained and config.training is None:
         raise ConfigError(f"--policies {name}: a drafter learns in RL steps; expected a [training] section")
     return found
 

@@ -50,16 +50,7 @@ class DrafterConfig(Section):
     reward_clip: float = Field(
         4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
     )
-    refused_weight: Weight = Field(
-        1.0, description="weight of positions from which an engine drafted a token that was refused, times the sample's"
-    )
-    update: Literal["every", "triggered", "pays"] = Field(
-        "every",
-        description="when the drafter is trained: every update_every steps; when its predicted accept length has lost "
-        "update_drop since its last update (triggered); or when that saves more time than it takes (pays)",
-    )
-    update_every: Positive = Field(1, description="steps between two updates under update=every")
-    update_drop: float = Field(0.02, gt=0, lt=1, description="share of the accept length, under update=triggered")
+    update_every: Positive = Field(1, description="steps between two updates of the drafter")
     overlap: bool = Field(
         False,
         description="train the drafter on earlier rollouts while engines draw the next one; the push after the next "
@@ -100,7 +91,7 @@ class DrafterConfig(Section):
     def _joined_unless_detached(self) -> DrafterConfig:
         if self.mtp_detach_heads or not self.train:
             return self
-        for name in ("update", "update_every", "overlap", "replay", "temperature"):
+        for name in ("update_every", "overlap", "replay", "temperature"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"mtp_detach_heads=false trains the policy through the drafter, in every step alike; "

@@ -95,10 +95,6 @@ class Config(Section):
                 "drafter.overlap=true trains while engines draw, and so does the policy under rollout.staleness=1; "
                 "expected one of the two"
             )
-        if self.drafter.update != "every" and self.spec.mode == "off":
-            raise ValueError(
-                f"drafter.update={self.drafter.update} decides by the acceptance of drafts; spec.mode=off has none"
-            )
         if self.tail.rebalance != "off":
             self._check_moves()
         if self.tail.tp != (1,):

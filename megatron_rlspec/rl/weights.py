@@ -1,4 +1,4 @@
-"""What the drafter's training weighs: the reward of a sample, and the positions where engines refused a draft.
+"""What the drafter's training weighs: the reward of a sample.
 
 The denominator of the drafter's loss is the sum of the weights (`packing/pack.py`), so only their ratios matter.
 """
@@ -48,49 +48,13 @@ def reward_weights(
     return weights
 
 
-def refused_positions(sample: Sample, deepest: int) -> np.ndarray:
-    """Return, `[L]` bool, the positions from which an engine drafted a token that the target refused.
-
-    deepest  most steps of a round; a round that accepted so many drafts refused none
-
-    A round emits its accepted drafts (`accepted_spans`), then one token of the target's. It drafted from the position
-    t whose next token, t + 1, was the newest one when it began: the drafter's predictions at t are those of that round.
-    A round that ran fewer steps than `deepest` and accepted all of them counts as refused, and so does a round without
-    drafts: samples do not say how many steps a round ran.
-    """
-    found = np.zeros(len(sample.tokens), bool)
-    if deepest < 1:
-        return found
-    begins = {last: first for first, last in sample.accepted_spans}
-    drafted = np.zeros(len(sample.response), bool)
-    for first, last in sample.accepted_spans:
-        drafted[first:last] = True
-    for end in np.flatnonzero(~drafted).tolist():  # the target's own token, the last one of its round
-        begin = begins.get(end, end)
-        position = sample.prompt_len + begin - 2
-        if end - begin < deepest and position >= 0:
-            found[position] = True
-    return found
-
-
 def drafter_weights(
     samples: Sequence[Sample],
     known: Sequence[bool],
     *,
     kind: RewardWeight,
     clip: float,
-    refused: float = 1.0,
-    deepest: int = 0,
 ) -> list[np.ndarray]:
-    """Return the weight of every position, `[L]` float32 per sample, for `pack`.
-
-    It is `reward_weights` of the sample, times `refused` at its `refused_positions`.
-    """
+    """Return the weight of every position, `[L]` float32 per sample, for `pack`: `reward_weights` of the sample."""
     of_samples = reward_weights([sample.reward for sample in samples], kind, clip=clip, known=known)
-    found = []
-    for sample, weight in zip(samples, of_samples, strict=True):
-        row = np.full(len(sample.tokens), weight, np.float32)
-        if refused != 1:
-            row[refused_positions(sample, deepest)] *= refused
-        found.append(row)
-    return found
+    return [np.full(len(sample.tokens), weight, np.float32) for sample, weight in zip(samples, of_samples, strict=True)]

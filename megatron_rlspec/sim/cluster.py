@@ -23,14 +23,12 @@ from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.tree import TreeBudget
-from megatron_rlspec.speculation.updates import Kind
 from megatron_rlspec.tail.lengths import Lengths
 from megatron_rlspec.tail.rebalance import WAYS, How, Rebalancer, Transport
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 Made = TypeVar("Made")
-UPDATES: Mapping[str, Kind] = {"kd": "every", "pays": "pays"}
 DOWNTIME = 2  # rounds that a moved sample misses
 CONFIG = re.compile(r"k(\d+)(?:t(\d+)n(\d+))?")  # as `SpecConfig` prints itself
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens to verify, between which a tree's cost is interpolated
@@ -113,7 +111,7 @@ class Policies:
     ways         in which the live `Rebalancer` may move samples; empty: none moves
     resize       whether the live `TPPlanner` may change the tensor-parallel size
     every        rounds of an engine between two decisions of these planners
-    updates      in RL steps, when the drafter is trained: "every" step, or when it "pays"; empty: never
+    trained      in RL steps, whether the drafter is trained in every one
     overlap      whether that runs beside the next rollout
     """
 
@@ -123,7 +121,7 @@ class Policies:
     ways: tuple[How, ...] = ()
     resize: bool = False
     every: int = 32
-    updates: Kind | None = None
+    trained: bool = False
     overlap: bool = False
 
     @classmethod
@@ -133,14 +131,12 @@ class Policies:
         known = speculation in ("off", "adaptive") or CONFIG.fullmatch(speculation)
         budgets = [extra for extra in extras if extra in ("sample", "batch")]
         moves = [extra for extra in extras if extra in WAYS]
-        updates = [extra for extra in extras if extra in UPDATES]
-        rest = set(extras) - {*budgets, *moves, *updates, "in_flight", "tp", "overlap"}
-        several = max(map(len, (budgets, moves, updates))) > 1 or len(set(extras)) < len(extras)
-        if not known or rest or several or ("overlap" in extras and not updates):
+        rest = set(extras) - {*budgets, *moves, "in_flight", "tp", "kd", "overlap"}
+        several = max(len(budgets), len(moves)) > 1 or len(set(extras)) < len(extras)
+        if not known or rest or several or ("overlap" in extras and "kd" not in extras):
             raise ValueError(
                 f"{name}: expected off, k3, a tree such as k5t4n24 or adaptive, perhaps with +in_flight, +tp, one of "
-                "+kv, +recompute, +auto, one of +sample, +batch after a tree, and one of +kd, +pays, perhaps with "
-                "+overlap"
+                "+kv, +recompute, +auto, one of +sample, +batch after a tree, and +kd, perhaps with +overlap"
             )
         try:
             config = cls(speculation).config
@@ -154,7 +150,7 @@ class Policies:
             "in_flight" in extras,
             WAYS[moves[0]] if moves else (),
             "tp" in extras,
-            updates=UPDATES[updates[0]] if updates else None,
+            trained="kd" in extras,
             overlap="overlap" in extras,
         )
 

@@ -1,7 +1,7 @@
 """Simulated RL steps: rollouts, rewards, training, pushes, and a drafter that drifts and learns.
 
-The live objects decide: `speculation.updates` when the drafter is trained, `speculation.learning` with which acceptance
-the engines' rules begin. A policy's step makes the drafter worse, an update makes it better; nothing else changes.
+The live `speculation.learning` decides with which acceptance the engines' rules begin. A policy's step makes the
+drafter worse, an update makes it better; nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.speculation.updates import Observed, UpdateRule, update_rule
 from megatron_rlspec.types import RoundStats
 
 MARGIN, PROBES = 0.01, 0.01  # as `spec.margin` and `spec.probe_share` of a run
@@ -57,7 +56,7 @@ class Step:
 
     added          that a drafter update added; `hidden`: that it took beside the next rollout
     seconds        the whole step
-    updated, why   what the live rule decided
+    updated        whether the drafter was trained
     accept_length  tokens a round, while something was drafted
     """
 
@@ -69,7 +68,6 @@ class Step:
     push: float
     seconds: float
     updated: bool
-    why: str
     accept_length: float
     trace: Trace
 
@@ -121,10 +119,7 @@ class _Run:
         candidates = policies.candidates(cluster.believed(cluster.tp), depth)
         chains = list(dict.fromkeys(config.num_steps for config in candidates))
         self.learning = Learning(Adapter(chains, "", Roofline.of_layers(32), MARGIN, PROBES, learn=False))
-        self.rule: UpdateRule | None = None
-        if policies.updates:
-            self.rule = update_rule(policies.updates, table=cluster.believed(cluster.tp))
-        self.gap = 0.0 if policies.updates else training.behind  # log-odds that the drafter is behind
+        self.gap = 0.0 if policies.trained else training.behind  # log-odds that the drafter is behind
         self.beside = 0.0  # seconds of an update that runs beside the next rollout
 
     def step(self, seed: int) -> Step:
@@ -143,12 +138,9 @@ class _Run:
         hidden = self.beside - waited
         tokens = trace.tokens + workload.prompts * workload.samples * workload.prompt_tokens
         score, train = (tokens * value / 1e6 for value in (training.score, training.train))
-        updated, why = self.rule.decide() if self.rule is not None else (False, "the drafter is not trained")
+        updated = self.policies.trained
         joined = training.update * train if updated and not self.policies.overlap else 0.0
         self.beside = (training.update + training.again) * train if updated and self.policies.overlap else 0.0
-        if self.rule is not None:
-            known = waited if self.policies.overlap else None
-            self.rule.observe(Observed(updated, None, rounds, (), train + joined, known))
         self.gap += training.drift
         if updated:
             self.gap *= 1 - training.repair
@@ -165,7 +157,6 @@ class _Run:
             training.push,
             seconds,
             updated,
-            why,
             _accept_length(rounds),
             trace,
         )

@@ -48,7 +48,6 @@ from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
 from megatron_rlspec.weights.model_config import DRAFTER
 
-DrafterPass = Literal["learn", "predict", "skip"]
 DRIFT_ROWS = 512  # tokens of a micro-batch whose distributions `Trainer.drift` compares
 
 
@@ -150,13 +149,13 @@ class Trainer:
         *,
         objective: Literal["sft", "grpo"] = "sft",
         train_policy: bool = True,
-        drafter: DrafterPass = "learn",
+        train_drafter: bool = True,
         logprob_gap: float = math.inf,
     ) -> dict[str, float]:
         """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
         train_policy  False: the policy only computes hidden states; only the drafter learns
-        drafter       learn; predict: only compute its loss and `prediction`; skip: do not run it
+        train_drafter False: the drafter does not run
         logprob_gap   largest allowed mean |log-prob difference| between engines and policy; above it, the engines
                       sampled from other weights
 
@@ -167,7 +166,7 @@ class Trainer:
             raise ValueError(
                 "drafter.mtp_detach_heads=false trains the policy through the drafter; it cannot stay frozen"
             )
-        if not train_policy and drafter == "skip":
+        if not train_policy and not train_drafter:
             self.prediction = None
             return {}
         self.policy.train()
@@ -177,10 +176,10 @@ class Trainer:
             sequence = self.config.parallel.sequence
             per_token = experts.coefficient_of_a_token(coefficient, tokens, sequence=sequence)
             self.model_config.moe_aux_loss_coeff = per_token
-        if self.drafter is not None and self.drafter_step is not None and drafter != "skip":
+        if self.drafter is not None and self.drafter_step is not None and train_drafter:
             self.drafter.train()
             self.drafter_step.begin()
-        losses = partial(self._losses, objective, train_policy, drafter)
+        losses = partial(self._losses, objective, train_policy, train_drafter)
         if self.last_stage:
             self._head_is_finite = all_finite(self.policy.head_weight())
         sums = self._run(batches, losses, forward_only=not train_policy)
@@ -192,7 +191,7 @@ class Trainer:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             norm, updated = self.learner.step(allowed=agree and math.isfinite(metrics["policy/loss"]))
             metrics |= {"policy/grad_norm": norm, "policy/skipped": float(not updated)}
-        if self.config.drafter.train and drafter == "learn":
+        if self.config.drafter.train and train_drafter:
             metrics |= self._drafter_step()
         if train_policy:
             self.learner.finish_parameters()  # gathered while the drafter was updated
@@ -348,7 +347,7 @@ class Trainer:
         self,
         objective: str,
         train_policy: bool,
-        drafter: DrafterPass,
+        train_drafter: bool,
         batch: PackedBatch,
         packed: PackedSequences,
         hidden: Tensor,
@@ -360,13 +359,12 @@ class Trainer:
         taught = replace(layer, temperature=self.config.drafter.temperature or layer.temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
-        step = self.drafter_step if drafter != "skip" else None
+        step = self.drafter_step if train_drafter else None
         student: Student | None = None
         if step is not None:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
-            with torch.set_grad_enabled(drafter == "learn"):
-                student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
+            student = step.student(self._draft(batch, packed, hidden), targets, taught, predict=predict)
         shared = step is not None and step.shares_policy_logits and taught.temperature == layer.temperature
         observe = student.observe if student is not None and shared else None
         if train_policy:
@@ -379,7 +377,7 @@ class Trainer:
             sums |= drafter_sums
             if not self.config.drafter.mtp_detach_heads:
                 loss = loss + drafter_loss
-            elif drafter == "learn":
+            else:
                 drafter_loss.backward()
         return loss, torch.zeros((), dtype=torch.int), sums
 

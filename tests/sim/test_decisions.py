@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.sim import cluster as cluster_room
-from megatron_rlspec.sim import step as step_room
 from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
 from megatron_rlspec.sim.hardware import Model, hardware_table
 from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
-from megatron_rlspec.sim.step import Training, steps
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.speculation.updates import EverySteps
 from megatron_rlspec.tail.rebalance import Rebalancer
 from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
 
@@ -34,7 +31,6 @@ class Recorded:
         self.configs = Counter()
         self.moves = []
         self.changes = []
-        self.updates = []
         recorded = self
 
         class Rule(SpecRule):
@@ -54,15 +50,8 @@ class Recorded:
                 recorded.changes += [change] if change is not None else []
                 return change
 
-        class Updates(EverySteps):
-            def decide(self):
-                decision = super().decide()
-                recorded.updates.append(decision[0])
-                return decision
-
         for name, live in (("SpecRule", Rule), ("Rebalancer", Moves), ("TPPlanner", Sizes)):
             monkeypatch.setattr(cluster_room, name, live)
-        monkeypatch.setattr(step_room, "update_rule", lambda kind, table: Updates(2))
 
 
 def test_every_choice_in_a_trace_is_one_of_a_live_object(monkeypatch):
@@ -73,8 +62,6 @@ def test_every_choice_in_a_trace_is_one_of_a_live_object(monkeypatch):
     assert moved.configs == recorded.configs
     changed = draw(CLUSTER, WORKLOAD, Policies.of("adaptive+tp"), 0)
     assert [change for _, change, _ in changed.changes] == recorded.changes != []
-    trained = steps(SLOW, WORKLOAD, Policies.of("k3+kd"), Training(), 5, 0)
-    assert [step.updated for step in trained.steps] == recorded.updates == [True, False, True, False, True]
 
 
 def test_the_trace_follows_a_live_object_that_errs(monkeypatch):

@@ -1,4 +1,4 @@
-"""Simulated RL steps: what runs beside what, and a drafter that drifts and learns under the live rules."""
+"""Simulated RL steps: what runs beside what, and a drafter that drifts and learns."""
 
 from dataclasses import replace
 
@@ -39,14 +39,12 @@ def test_an_overlapped_update_costs_what_the_next_rollout_does_not_hide():
         run("k3+kd+overlap", colocated=True)
 
 
-def test_a_drafter_that_is_not_trained_falls_behind_and_training_is_stopped_where_it_does_not_pay():
+def test_a_drafter_that_is_not_trained_falls_behind():
     drifting = {"count": 6, "drift": 0.3}
     frozen, trained = run("k3", **drifting).steps, run("k3+kd", **drifting).steps
     assert frozen[0].accept_length == trained[0].accept_length
     assert frozen[-1].accept_length < trained[-1].accept_length - 0.2
     assert not any(step.updated for step in frozen) and all(step.updated for step in trained)
-    dear = run("k3+pays", count=8, drift=0.0, train=20_000.0).steps
-    assert 0 < sum(step.updated for step in dear) < 5
 
 
 def test_the_learning_hands_acceptance_to_the_next_rollouts_rules():

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rlspec.integrations.slime.batch import DrafterFields
 from megatron_rlspec.rl.weights import RewardWeight
 from megatron_rlspec.speculation.forecast import Prediction
-from megatron_rlspec.speculation.updates import EverySteps, Observed
+from megatron_rlspec.speculation.updates import EverySteps
 from megatron_rlspec.train.attention import PackedAttention, packed_sequences
 from megatron_rlspec.train.drafter import MTPDrafter
 from megatron_rlspec.train.drafter_step import (
@@ -154,7 +154,7 @@ class SlimeDrafter:
     def begin(self, own_counts: list[float]) -> None:
         """Start a step; `own_counts [depth]`: weights that this data-parallel rank trains, over its CP ranks."""
         assert self.learner is not None, "thaw() comes first"
-        self.due, _ = self.rule.decide()
+        self.due = self.rule.due
         counts = torch.tensor(own_counts, dtype=torch.float64, device=next(self.model.parameters()).device)
         dist.all_reduce(counts, group=ps.get_data_parallel_group(with_context_parallel=False))
         self.denominators = [n or 1.0 for n in counts.tolist()]
@@ -165,7 +165,7 @@ class SlimeDrafter:
     def step(self) -> dict[str, float]:
         """Reduce, clip and update; return means over the step's trained predictions, per depth. {} if it is not due."""
         assert self.learner is not None, "thaw() comes first"
-        self.rule.observe(Observed(self.due))
+        self.rule.observe(self.due)
         if not self.due:
             return {}
         with self._trainable():
