@@ -71,7 +71,7 @@ def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(model: Pat
         assert requests.post(f"{process.url}/rlspec/control/describe", timeout=10).status_code == 401
         with pytest.raises(EngineError, match="it needs a key, and was given none"):
             SGLangEngine(process.url).describe()
-        commands = [" ".join(p.cmdline()) for p in psutil.process_iter(["cmdline"]) if p.is_running()]
+        commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
         assert not any(key in command for command in commands) and key not in (tmp_path / "log").read_text()
         assert not [f for f in process.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
         directory = process.directory

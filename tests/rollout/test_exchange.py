@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,21 @@ class Sleeper(Engine):
             raise EngineError(f"{self.name}: asleep, or without weights")
 
 
+MIDDLE = 20  # tokens of a sample
+
+
+@contextmanager
+def middle(engines: Sequence[Engine], samples: int) -> Iterator[None]:
+    """Act while the engines hold this many samples, which wait at `MIDDLE`."""
+    try:
+        while sum(len(engine.running) for engine in engines) < samples or not all(e.waits() for e in engines):
+            time.sleep(0.001)
+        yield
+    finally:
+        for engine in engines:
+            engine.limit = math.inf
+
+
 def exchanged(
     folder: Path, budget: int, fails: bool = False, refusals: float = 0.0, back: bool = False, version: int = 0
 ) -> tuple[list[str], list[Sleeper], Exchange]:
@@ -96,8 +112,11 @@ def exchanged(
         engine.folder = folder
     a, b, wide, spare = engines
     old, new = ([wide], [a, b]) if back else ([a, b], [wide])
+    asked = requests(9, 0)
     for engine in new:
         engine.asleep = engine.empty = True
+    for engine in old:
+        engine.limit = MIDDLE
     pool = EnginePool([a, b, wide, *([spare] if fails else [])], lanes=[*new, spare])
     found: list[Exchange] = []
 
@@ -120,9 +139,9 @@ def exchanged(
         found.append(Exchange(owner, named(old), named(new), push, serve, 0))
 
         def act() -> None:
-            time.sleep(0.03)
             try:
-                found[0].run(order(Footprint(10, 10), Footprint(5, 5), budget))
+                with middle(old, len(asked)):
+                    found[0].run(order(Footprint(10, 10), Footprint(5, 5), budget))
             except EngineError as error:
                 calls.append(str(error))
 
@@ -132,7 +151,6 @@ def exchanged(
         thread.join()
 
     pool.balance = balance
-    asked = requests(9, 0)
     for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
     assert fails or set(old) <= set(pool.engines), "a sample came back to an engine that sleeps"

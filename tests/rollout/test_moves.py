@@ -5,12 +5,14 @@ Token i of a sample is a function of its seed and of i, so a lost, doubled or fo
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -40,9 +42,10 @@ def length(seed: int) -> int:
 
 
 class Engine:
-    """Draws a token of every sample every ms. `fails`: the step at whose n-th call it ends, before or after it."""
+    """Generates a token of every sample in each round, up to `limit` tokens. `fails`: the step at which it ends."""
 
     node = "here"
+    limit = math.inf
 
     def __init__(self, name: str, chance: random.Random, refusals: float = 0.0) -> None:
         self.name = name
@@ -69,17 +72,27 @@ class Engine:
                 self.running[r.id] = (r, [] if r.partial is None else r.partial.response.tolist())
                 self.reserved.discard(r.id)
         left = {r.id for r in requests}
-        while left:
-            time.sleep(0.001)
+        try:
+            while left:
+                time.sleep(0.001)
+                with self.lock:
+                    self._alive()
+                    ended = [sample for name in sorted(left) if (sample := self._round(name)) is not None]
+                for sample in ended:
+                    left.remove(sample.request_id)
+                    done.append(sample)
+                    if on_sample:
+                        on_sample(sample)
+            return done
+        finally:
             with self.lock:
-                self._alive()
-                ended = [sample for name in sorted(left) if (sample := self._round(name)) is not None]
-            for sample in ended:
-                left.remove(sample.request_id)
-                done.append(sample)
-                if on_sample:
-                    on_sample(sample)
-        return done
+                for name in left:
+                    self.running.pop(name, None)
+
+    def waits(self) -> bool:
+        """Say whether its samples have all reached the limit."""
+        with self.lock:
+            return self.dead or all(len(drawn) >= self.limit for _, drawn in self.running.values())
 
     def _alive(self) -> None:
         if self.dead:
@@ -87,6 +100,8 @@ class Engine:
 
     def _round(self, name: str) -> Sample | None:
         request, drawn = self.running[name]
+        if len(drawn) >= self.limit and name not in self.leaving:
+            return None
         drawn.append(token(request.seed, len(drawn)))
         self.tokens += 1
         status: Status = "finished" if len(drawn) == length(request.seed) else "aborted"
@@ -159,6 +174,28 @@ class Engine:
         self.dead = True
 
 
+class Clock:
+    """Lets engines generate some tokens of every sample at each tick, so that no thread outruns the one that ticks."""
+
+    def __init__(self, engines: Sequence[Engine], tokens: int = 5) -> None:
+        self.engines = engines
+        self.tokens = tokens
+        for engine in engines:
+            engine.limit = tokens
+
+    def tick(self, ended: threading.Event) -> None:
+        """Wait until all engines have begun and all their samples wait, or the end; then go on."""
+        while not (all((e.tokens or e.dead) and e.waits() for e in self.engines) or ended.is_set()):
+            time.sleep(0.0005)
+        for engine in self.engines:
+            engine.limit += self.tokens
+
+    def stop(self) -> None:
+        """Let the engines go on without ticks."""
+        for engine in self.engines:
+            engine.limit = math.inf
+
+
 def requests(n: int, first: int) -> list[Request]:
     return [Request(f"r-{i:03d}.", Prompt(i // 2, np.array([1, 2, 3])), first + i) for i in range(n)]
 
@@ -223,6 +260,7 @@ class Moving:
         self.owner = owner
         self.chance = chance
         self.moved: list[Moved] = []
+        self.clock = Clock(list(engines.values()))  # type: ignore[arg-type]
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run)
 
@@ -235,12 +273,18 @@ class Moving:
         assert not self.thread.is_alive()
 
     def run(self) -> None:
-        while not self.ended.is_set():
-            source, target = self.chance.sample(sorted(self.engines), 2)
-            held = sorted(self.owner.drawn_by(self.engines[source]))
-            ids = tuple(self.chance.sample(held, min(len(held), self.chance.randint(1, 3))))
-            self.act(Move(source, target, ids, self.chance.choice(["kv", "recompute"])))
-            time.sleep(0.0005)
+        try:
+            while not self.ended.is_set():
+                self.clock.tick(self.ended)
+                self.turn()
+        finally:
+            self.clock.stop()
+
+    def turn(self) -> None:
+        source, target = self.chance.sample(sorted(self.engines), 2)
+        held = sorted(self.owner.drawn_by(self.engines[source]))
+        ids = tuple(self.chance.sample(held, min(len(held), self.chance.randint(1, 3))))
+        self.act(Move(source, target, ids, self.chance.choice(["kv", "recompute"])))
 
     def act(self, move: Move) -> None:
         self.moved.append(self.mover.move(move, 0))
@@ -285,12 +329,10 @@ def test_an_engine_that_ends_at_any_step_loses_no_sample(side: str, step: str, w
     others = engines[1:]
 
     class OneWay(Moving):
-        def run(self) -> None:
-            while not self.ended.is_set():
-                source, target = (dying, others[0]) if side == "source" else (others[0], dying)
-                ids = tuple(sorted(self.owner.drawn_by(source))[:2])
-                self.mover.move(Move(source.name, target.name, ids, "kv"), 0)
-                time.sleep(0.0005)
+        def turn(self) -> None:
+            source, target = (dying, others[0]) if side == "source" else (others[0], dying)
+            ids = tuple(sorted(self.owner.drawn_by(source))[:2])
+            self.mover.move(Move(source.name, target.name, ids, "kv"), 0)
 
     pool = EnginePool(engines)
     pool.balance = lambda owner: OneWay(owner, named(engines), chance)
@@ -317,16 +359,31 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
     """Draw 12 samples of one prompt, which one engine gets, and return what balanced the engines."""
     cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
     found: list[Balancer] = []
+    engine = engines[0]  # it gets the samples
+    clock = Clock([engine], tokens=20)
+
+    class Ticking(Balancer):
+        def _run(self) -> None:
+            try:
+                super()._run()
+            finally:
+                clock.stop()
+
+        def _loads(self) -> list[Load]:
+            clock.tick(self._ended)
+            return super()._loads()
 
     def balance(owner: Owner) -> Balancer:
         planner = Rebalancer(cost, [OFF], modes=modes)
-        found.append(Balancer(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
+        found.append(Ticking(owner, named(engines), planner, lengths, SAMPLING.max_new_tokens, every=4))
         return found[0]
 
     pool = EnginePool(engines)
     pool.balance = balance
     asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
-    for request, sample in zip(asked, pool.generate(asked, SAMPLING), strict=True):
+    with mock.patch.multiple("megatron_rlspec.rollout.balancer", PERIOD=0.01, SHARE=1.0):  # the engines wait for looks
+        samples = pool.generate(asked, SAMPLING)
+    for request, sample in zip(asked, samples, strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
     return found[0]
 
@@ -337,6 +394,7 @@ def test_what_a_broken_move_may_have_written_is_given_up() -> None:
     withdrawn: list[tuple[str, Sequence[str] | None]] = []
 
     def detach(*_: object, **__: object) -> list[Cargo]:
+        engines[0].limit = math.inf  # what was asked to leave runs to its end
         raise EngineError("no answer")
 
     for engine in engines:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
 
 import numpy as np
 import pytest
@@ -20,9 +22,8 @@ SAMPLING = Sampling()
 class Engine:
     """Finishes one sample at a time; fails permanently after `dies_after` samples."""
 
-    def __init__(self, name: str, dies_after: int | None = None, pace: float = 0.0005) -> None:
+    def __init__(self, name: str, dies_after: int | None = None) -> None:
         self.name = name
-        self.pace = pace
         self.left = dies_after
         self.drawn: list[str] = []
         self.prompts: set[int] = set()
@@ -42,7 +43,7 @@ class Engine:
             self.held += len(requests)
             self.most_held = max(self.most_held, self.held)
         for request in requests:
-            time.sleep(self.pace)
+            time.sleep(0.0005)
             with self.lock:
                 if self.left == 0:
                     raise EngineError(f"{self.name}: gone")
@@ -97,11 +98,17 @@ def test_a_lane_is_given_no_request_while_another_engine_is_left() -> None:
 
 
 class Slots(Engine):
-    """Runs `slots` requests at once, in their order; returns aborted ones as they are."""
+    """Runs `slots` requests at once, in their order; returns aborted ones as they are.
 
-    def __init__(self, name: str, slots: int, pace: float) -> None:
-        super().__init__(name, pace=pace)
+    turn  is held by one engine at a time, while it finishes a sample and reports it
+    most  samples that it finishes before any is aborted
+    """
+
+    def __init__(self, name: str, slots: int, turn: AbstractContextManager | None = None, most: float = inf) -> None:
+        super().__init__(name)
         self.slots = slots
+        self.turn = turn or nullcontext()
+        self.most = most
         self.queue: list[Request] = []
         self.aborted: set[str] = set()
         self.gave: set[str] = set()
@@ -114,25 +121,29 @@ class Slots(Engine):
         samples = []
         left = {r.id: r for r in requests}
         while left:
-            time.sleep(self.pace)
-            with self.lock:
-                ended = [r for r in self.queue if r.id in left and r.id in self.aborted]
-                if not ended:
-                    ended = [r for r in self.queue[: self.slots] if r.id in left][:1]
-                self.queue = [r for r in self.queue if r not in ended]
-            for request in ended:
-                del left[request.id]
-                drawn = request.aborted()
-                if request.id in self.aborted:
-                    self.aborted.remove(request.id)
-                    self.gave.add(request.id)
-                else:
-                    self.drawn.append(request.id)
-                    tokens = np.array([*request.prompt.tokens, request.seed])
-                    drawn = Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
-                samples.append(drawn)
-                on_sample(drawn)
+            time.sleep(0.0005)
+            with self.turn:
+                self._finish(left, samples, on_sample)
         return samples
+
+    def _finish(self, left: dict[str, Request], samples: list[Sample], on_sample: Callable[[Sample], None]) -> None:
+        with self.lock:
+            ended = [r for r in self.queue if r.id in left and r.id in self.aborted]
+            if not ended and len(self.drawn) < self.most:
+                ended = [r for r in self.queue[: self.slots] if r.id in left][:1]
+            self.queue = [r for r in self.queue if r not in ended]
+        for request in ended:
+            del left[request.id]
+            drawn = request.aborted()
+            if request.id in self.aborted:
+                self.aborted.remove(request.id)
+                self.gave.add(request.id)
+            else:
+                self.drawn.append(request.id)
+                tokens = np.array([*request.prompt.tokens, request.seed])
+                drawn = Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
+            samples.append(drawn)
+            on_sample(drawn)
 
     def not_begun(self) -> list[str]:
         with self.lock:
@@ -140,12 +151,14 @@ class Slots(Engine):
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self.lock:
-            self.aborted |= {r.id for r in self.queue if r.id in request_ids}
+            found = {r.id for r in self.queue if r.id in request_ids}
+            self.aborted |= found
+            self.most = inf if found else self.most
 
 
 def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
-    full = Slots("full", slots=4, pace=0.01)
-    idle = Slots("idle", slots=4, pace=0.01)
+    full = Slots("full", slots=4, most=4)
+    idle = Slots("idle", slots=4)
     asked = [r for r in requests(2, per_prompt=40) if r.prompt.id == 0 or r.id < "001-2."]
     pool = EnginePool([full, idle])
     seen: Counter[str] = Counter()
@@ -158,7 +171,8 @@ def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
 
 def test_aborted_requests_end_wherever_they_are() -> None:
     """Some are drawn, some wait in an engine, some in the pool; each comes back once, the rest untouched."""
-    pool = EnginePool([Slots("a", slots=2, pace=0.01), Slots("b", slots=2, pace=0.01)], in_flight=8)
+    turn = threading.RLock()  # nothing goes on while `stop` aborts
+    pool = EnginePool([Slots("a", slots=2, turn=turn), Slots("b", slots=2, turn=turn)], in_flight=8)
     asked = requests(12)
     seen: Counter[str] = Counter()
 
@@ -176,7 +190,7 @@ def test_aborted_requests_end_wherever_they_are() -> None:
 
 def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
     """By predicted tokens, the engine with one long request has more to do than that with twenty short ones."""
-    pool = EnginePool([Slots("a", slots=2, pace=0.2), Slots("b", slots=2, pace=0.02)])
+    pool = EnginePool([Slots("a", slots=2, most=0), Slots("b", slots=2, most=1)])
     asked = requests(6)[3:]
     seen: Counter[str] = Counter()
     lengths = {0: 1000.0} | dict.fromkeys(range(1, 6), 10.0)
@@ -186,22 +200,23 @@ def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
 
 
 def test_an_abort_reaches_requests_that_are_on_their_way() -> None:
+    asked = threading.Event()
     aborted = threading.Event()
 
     class Late(Slots):
         """Receives its requests after the abort."""
 
         def generate(self, *args: object) -> list[Sample]:
-            assert aborted.wait(20)
+            asked.set()
+            assert aborted.wait(60)
             return super().generate(*args)
 
         def abort(self, request_ids: Sequence[str] | None = None) -> None:
             super().abort([request.id for request in self.queue])
             aborted.set()
 
-    pool = EnginePool([Late("a", slots=1, pace=1.0)])
-    abort = threading.Timer(0.1, pool.abort)
-    abort.start()
+    pool = EnginePool([Late("a", slots=1, most=0)])
+    threading.Thread(target=lambda: asked.wait(60) and pool.abort()).start()
     [sample] = pool.generate(requests(1, per_prompt=1), SAMPLING)
     assert sample.status == "aborted"
 
@@ -245,10 +260,21 @@ def test_order_groups_and_balance(in_flight: int) -> None:
 
 
 def test_a_fast_engine_gets_more_requests() -> None:
-    slow = Engine("slow", pace=0.03)
-    fast = Engine("fast", pace=0.0005)
-    EnginePool([slow, fast], in_flight=4).generate(requests(20), SAMPLING)
-    assert len(fast.drawn) > len(slow.drawn) > 0
+    most = threading.Event()
+
+    class Slow(Engine):
+        def generate(self, *args: object) -> list[Sample]:
+            assert most.wait(60)
+            return super().generate(*args)
+
+    def count(sample: Sample) -> None:
+        if len(fast.drawn) == 60:
+            most.set()
+
+    slow = Slow("slow")
+    fast = Engine("fast")
+    EnginePool([slow, fast], in_flight=4).generate(requests(20), SAMPLING, count)
+    assert len(slow.drawn) >= 4
 
 
 @pytest.mark.parametrize("in_flight", [0, 8])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_exchange import Sleeper
+from test_exchange import MIDDLE, Sleeper, middle
 from test_moves import SAMPLING, length, named, requests, token
 
 from megatron_rlspec.engine import EngineError
@@ -27,7 +26,8 @@ from megatron_rlspec.types import Held, Load, RoundStats
 from megatron_rlspec.weights.fingerprint import fingerprints
 from megatron_rlspec.weights.push import Pusher
 
-CHANGE = Change(2, (tuple(f"r-{i:03d}." for i in range(9)),), "kv", 2.0, 1.0, 0.1)
+SAMPLES = 9
+CHANGE = Change(2, (tuple(f"r-{i:03d}." for i in range(SAMPLES)),), "kv", 2.0, 1.0, 0.1)
 
 
 class Waking(Sleeper):
@@ -99,11 +99,12 @@ class Run:
     @contextmanager
     def _balance(self, owner: Owner) -> Iterator[None]:
         self.turns.begin(SimpleNamespace(cost=None))
+        self.a.limit = self.b.limit = MIDDLE
 
         def act() -> None:
-            time.sleep(0.03)
-            self.changed = self.turns.change(owner, CHANGE)
-            self.then()
+            with middle([self.a, self.b], SAMPLES):
+                self.changed = self.turns.change(owner, CHANGE)
+                self.then()
 
         thread = threading.Thread(target=act)
         thread.start()
@@ -112,7 +113,7 @@ class Run:
         self.turns.end()
 
     def draw(self) -> bool:
-        asked = requests(9, 0)
+        asked = requests(SAMPLES, 0)
         for request, sample in zip(asked, self.pool.generate(asked, SAMPLING), strict=True):
             assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
         assert not list(self.folder.iterdir()), "files of columns are left"
