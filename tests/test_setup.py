@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ("tools/setup_cpu.sh", "pyproject.toml", "setup.py")
-DIFFERENT = {"megatron-core": ("0.16.1", "0.19.2"), "triton": ("3.9.0", "3.7.1")}
+DIFFERENT = {"megatron-core": ("0.16.1", "0.19.2")}
 # A Python of the version asked for: pip notes what it is asked to install, -m venv copies this file.
 INTERPRETER = """#!/bin/bash
 case "$*" in
@@ -52,10 +52,11 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def setup(self, python="", compiler="no-compiler"):
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "CC": compiler}
+    def setup(self, python="", compiler="no-compiler", path="/usr/bin:/bin"):
+        environment = {"PATH": path, "PYTHON": str(python), "CC": compiler}
         command = ["bash", str(self.root / "tools/setup_cpu.sh")]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.folder)
+        self.printed = done.stdout
         return done.returncode, done.stderr
 
     def installed(self):
@@ -89,10 +90,48 @@ def test_a_cpu_build_of_torch_needs_the_lock_only(machine, version, name):
     assert machine.installed() == [f"requirements/{name}"]  # and is up to date
 
 
-def test_a_cuda_build_of_torch_gets_its_libraries_on_3_12(machine):
+@pytest.mark.parametrize("version, name", [("3.11", "cpu.txt"), ("3.12", "cpu-py312.txt")])
+def test_a_cuda_build_of_torch_gets_its_libraries(machine, version, name):
     machine.torch("Requires-Dist: filelock\nRequires-Dist: nvidia-cudnn-cu13==9.20.0.48\n")
-    assert machine.setup(machine.python("3.12")) == (0, "")
-    assert machine.installed() == ["requirements/cpu-py312.txt", "requirements/cuda-libraries.txt"]
+    assert machine.setup(machine.python(version)) == (0, "")
+    assert machine.installed() == [f"requirements/{name}", "requirements/cuda-libraries.txt"]
+    assert "pip found a CUDA build of torch" in machine.printed and machine.stamped() == 1
+
+
+def test_torch_comes_first_and_the_end_says_what_to_type_next(machine):
+    machine.torch()
+    machine.setup(machine.python("3.11"))
+    asked = [line.partition("--no-deps ")[2] for line in machine.log.read_text().splitlines()]
+    assert asked == ["torch==2.13.0", "-r requirements/cpu.txt", "--no-build-isolation -e ."]
+    assert "GB" in machine.printed.splitlines()[0]
+    for command in (". .venv/bin/activate", "bash examples/quickstart.sh", "bash tests/run.sh"):
+        assert command in machine.printed
+    machine.setup()
+    assert machine.printed == "setup: .venv is up to date\n"
+
+
+def test_the_first_python_that_fits_is_taken(machine):
+    machine.torch()
+    machine.python("3.12")
+    (machine.folder / "python3.11").write_text("#!/bin/sh\necho 'pyenv: python3.11: command not found'; exit 127\n")
+    (machine.folder / "python3.11").chmod(0o755)
+    assert machine.setup(path=f"{machine.folder}:/usr/bin:/bin") == (0, "")
+    assert machine.installed() == ["requirements/cpu-py312.txt"]
+
+
+def test_pips_warnings_are_not_shown_and_its_errors_are(machine):
+    machine.torch()
+    python = machine.python("3.11")
+    noise = "echo 'WARNING: Location is ignored' >&2; echo 'ERROR: No matching distribution found for torch' >&2"
+    python.write_text(
+        python.read_text().replace('echo "$*" >>', f'{noise}; [ -e {machine.folder}/ok ] || exit 1; echo "$*" >>')
+    )
+    code, told = machine.setup(python)
+    assert code == 2 and not machine.stamped()
+    assert told.splitlines()[0] == "ERROR: No matching distribution found for torch"
+    assert "could not install 'torch==2.13.0'" in told.splitlines()[1] and len(told.splitlines()) == 2
+    (machine.folder / "ok").touch()
+    assert machine.setup() == (0, "")
 
 
 def test_a_c_compiler_builds_the_tasks(machine):
@@ -107,7 +146,7 @@ def test_a_changed_lock_is_installed_again(machine):
     with open(machine.root / "requirements/cuda-libraries.txt", "a") as file:
         file.write("# changed\n")
     assert machine.setup() == (0, "")
-    assert len(machine.installed()) == 2 and machine.stamped() == 1
+    assert len(machine.installed()) == 2 and machine.stamped() == 1  # the lock twice
 
 
 def test_an_impossible_setup_is_reported_in_one_line(machine):
@@ -120,7 +159,5 @@ def test_an_impossible_setup_is_reported_in_one_line(machine):
     assert "is Python 3.13; 3.11 or 3.12 is needed" in line(machine.python("3.13"))
     assert not machine.log.read_text()
     machine.torch("Requires-Dist: nvidia-cudnn-cu13==9.20.0.48\n", "raise ImportError('libcudnn.so.9: cannot open')")
-    assert "CUDA build of torch; point pip at PyTorch's CPU wheels" in line(machine.python("3.11"))
+    assert "torch does not load: ImportError: libcudnn.so.9: cannot open" in line(machine.python("3.11"))
     assert ".venv is of Python 3.11, not 3.12; remove it" in line(machine.python("3.12"))
-    shutil.rmtree(machine.root / ".venv")
-    assert "torch does not load: ImportError: libcudnn.so.9: cannot open" in line(machine.python("3.12"))

@@ -1,46 +1,81 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root from a CPU lock file and installs this package in it, unless that is up to date.
-#   bash tools/setup_cpu.sh                      an existing .venv keeps its Python; a new one has Python 3.11
+# Makes .venv in the repository root for a machine without a GPU and installs this package in it, unless it is up to date.
+#   bash tools/setup_cpu.sh                      an existing .venv keeps its Python; a new one has 3.11, or else 3.12
 #   PYTHON=python3.12 bash tools/setup_cpu.sh    Python 3.12, with the megatron-core that needs it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+log=.venv/setup.log
+exec 3>&1
+reporter=
+trap '[ -z "$reporter" ] || kill "$reporter" 2>/dev/null' EXIT
 stop() { echo "setup: $*" >&2; exit 2; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+installed() { find .venv/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l; }
+fetched() { grep -cE '^ *(Downloading|Using cached|Processing) .*\.(whl|tar\.gz|zip)( |$)' "$log" || true; }
 
-python=python3.11
-[ -x .venv/bin/python ] && python=.venv/bin/python
-python=${PYTHON:-$python}
+report() {  # one line every 20 s; `sleep` must not hold the output open after this script has ended
+    while sleep 20 >/dev/null 2>&1 3>&-; do
+        echo "setup: $(($(date +%s) - started)) s: $(fetched) of $1 files here, $(installed) packages installed"
+    done
+}
+
+# --no-deps: the locks are complete, and SGLang pins a torch that has no CPU build. pip's own lines, also its warnings,
+# go into the log.
+install() {  # install FILES ARGUMENTS...
+    : >"$log"
+    reporter=$(report "$1" >&3 & echo $!)  # in a shell of its own: no job of this one
+    shift
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-deps "$@" >"$log" 2>&1 || {
+        grep '^ *ERROR: ' "$log" | tail -3 >&2 || true
+        stop "pip could not install '$*'; its output is in $log. The next run goes on with what is there"
+    }
+    kill "$reporter" || true
+    reporter=
+}
+
+python=${PYTHON:-}
+[ -n "$python" ] || for python in .venv/bin/python python3.11 python3.12 python3; do
+    case $(version "$python") in 3.11 | 3.12) break ;; esac
+done
 found=$(version "$python") || stop "$python does not run; Python 3.11 or 3.12 is needed (set PYTHON=/path/to/it)"
 case $found in
-    3.11) locks=(requirements/cpu.txt) ;;
-    3.12) locks=(requirements/cpu-py312.txt requirements/cuda-libraries.txt) ;;
+    3.11) lock=requirements/cpu.txt ;;
+    3.12) lock=requirements/cpu-py312.txt ;;
     *) stop "$python is Python $found; 3.11 or 3.12 is needed (set PYTHON=/path/to/it)" ;;
 esac
-if [ -x .venv/bin/python ]; then
+if [ -e .venv ]; then
     there=$(version .venv/bin/python) || there=broken
     [ "$there" = "$found" ] || stop ".venv is of Python $there, not $found; remove it (rm -r .venv) or unset PYTHON"
 fi
-stamp=.venv/installed-$(sha256sum "${locks[@]}" requirements/tasks.txt pyproject.toml setup.py | sha256sum | cut -c1-16)
-[ -e "$stamp" ] && exit 0
+cuda=requirements/cuda-libraries.txt
+stamp=.venv/installed-$(sha256sum "$lock" "$cuda" requirements/tasks.txt pyproject.toml setup.py | sha256sum | cut -c1-16)
+if [ -e "$stamp" ]; then
+    echo "setup: .venv is up to date"
+    exit 0
+fi
 
-echo "setup: installing $(grep -c == "${locks[0]}") pinned packages into .venv (once, a few minutes)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+started=$(date +%s)
+echo "setup: installing $(grep -c == "$lock") packages for Python $found into .venv: 3.3 GB on disk, 3 to 15 minutes"
+[ -e .venv ] || "$python" -m venv .venv || { rm -rf .venv; stop "$python has no venv; install it (Debian, Ubuntu: python$found-venv)"; }
 rm -f .venv/installed-*
-# --no-deps: the lock is complete, and SGLang pins a torch that has no CPU build.
-install -r "${locks[0]}"
+install 1 "$(grep ^torch== "$lock")"
 # This reads the metadata, because a CUDA build of torch cannot be imported before its libraries are installed.
 if .venv/bin/python -c 'import sys; from importlib.metadata import requires
 sys.exit(not any(need.startswith("nvidia-") for need in requires("torch") or ()))'; then
-    [ "$found" = 3.12 ] || stop "pip took a CUDA build of torch; point pip at PyTorch's CPU wheels for torch==2.13.0 and run again"
-    echo "setup: pip found no CPU build of torch; installing the libraries that the CUDA build loads (5.9 GB)"
-    install -r "${locks[1]}"
+    echo "setup: pip found a CUDA build of torch. It works without a GPU, with the libraries that it loads: 6 GB in all"
+    install "$(cat "$lock" "$cuda" | grep -c ==)" -r "$lock" -r "$cuda"
+else
+    install "$(grep -c == "$lock")" -r "$lock"
 fi
 failed=$(.venv/bin/python -c 'import torch' 2>&1) || stop "torch does not load: ${failed##*$'\n'}"
 if command -v "${CC:-cc}" >/dev/null; then
-    install -r requirements/tasks.txt
+    install "$(grep -c == requirements/tasks.txt)" -r requirements/tasks.txt
 else
     echo "setup: no C compiler (${CC:-cc}), so reasoning_gym is left out; only data.path=reasoning_gym:TASK and its tests need it"
 fi
-install --no-build-isolation -e .
+install 1 --no-build-isolation -e .
 touch "$stamp"
+echo "setup: done after $(($(date +%s) - started)) s. What to type next:
+    . .venv/bin/activate            # then: rlspec --help
+    bash examples/quickstart.sh     # RL on a tiny model, 5 to 8 minutes
+    bash tests/run.sh               # the fast tests"
