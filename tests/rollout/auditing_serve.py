@@ -64,7 +64,7 @@ class Audit:
 
     def round(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(controller: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            missing = controller._gap.open
+            missing = controller.gap.open
             self.reads.found.clear()
             with self.switched(True):
                 self.reads.put(tensors_of(batch), controller.worker.req_to_token_pool.req_to_token)

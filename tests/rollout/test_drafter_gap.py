@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from python_work import PythonWork
 
 from megatron_rlspec.rollout.sglang.server import prefix_tree
 from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
@@ -23,14 +24,15 @@ class Feeding(DrafterGap):
     def _samples_drafts(self):
         return self.samples_drafts
 
-    def _extend(self, batch, parts):
-        self.passes.append(sum(len(tokens) for _, _, _, tokens, _ in parts))
-        assert len({i for i, *_ in parts}) == len(parts)
-        for i, start, hidden, tokens, after in parts:
-            following = [*tokens.tolist()[1:], *after.tolist()]
-            places = range(start, start + len(tokens))
-            rows = zip(places, tokens.tolist(), hidden[:, 0].tolist(), following, strict=True)
+    def _extend(self, batch, read):
+        self.passes.append(len(read.tokens))
+        assert len(set(read.behind)) == len(read.behind) and sum(read.sizes) == len(read.tokens) == len(read.hidden)
+        at = 0
+        for i, start, size, after in zip(read.behind, read.starts, read.sizes, read.following.tolist(), strict=True):
+            tokens, hidden = read.tokens[at : at + size].tolist(), read.hidden[at : at + size, 0].tolist()
+            rows = zip(range(start, start + size), tokens, hidden, [*tokens[1:], after], strict=True)
             self.fed.setdefault(batch.reqs[i].rid, []).extend(rows)
+            at += size
 
     def take(self):
         fed, self.fed = self.fed, {}
@@ -140,7 +142,9 @@ def test_memory_is_bounded_by_the_running_requests():
         requests.length = {}
         requests.prefill(chr(ord("A") + number))
         requests.round()
-    assert sum(rows.total() for rows, _ in gap._stash._chunks) + len(gap._rounds) <= 4 and len(gap._since) <= 1 + 4
+    held = sum(len(chunk.content.result().keys) for chunk in gap._stash._chunks)
+    assert held + len(gap._rounds) <= 4 and len(gap._since) <= 1 + 4
+    assert len(gap._stash._holding) <= 1 and len(gap._number) <= 4
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -153,15 +157,36 @@ def test_rows_of_ended_requests_leave_host_memory_and_the_others_stay_whole(ever
         del requests.length[ended]
     for _ in range(3):
         requests.round()
-    stored = list(gap._stash.rounds())
-    assert (
-        {rid for kept in stored[:6] for rid in kept.rids}
-        == {"d"}
-        == {r for rows, _ in gap._stash._chunks for r in rows}
-    )
-    assert sum(len(kept.hidden) for kept in stored) == 3 + 1 + 1 + 3 + 1 + 1 + 3
+    chunks = list(gap._stash._chunks)
+    assert {number for chunk in chunks for number in chunk.rows} == {gap._number["d"]}
+    assert sum(len(chunk.content.result().hidden) for chunk in chunks) == 3 + 1 + 1 + 1 + 1 + 1 + 3
     gap.close(requests.batch(), 1)
     assert gap.take() == requests.missed("d")
+
+
+def test_python_work_grows_neither_with_rounds_nor_with_the_requests_that_are_not_asked_for():
+    """A probe of 4 of 64 requests, a catch-up of all, and the recording of 64 rounds: after 64 rounds off, and 640."""
+
+    def work(rounds):
+        gap = Feeding()
+        requests = Requests(gap, *map(chr, range(200, 264)))
+        for _ in range(rounds - 64):
+            requests.round()
+        found = []
+        for act in (
+            lambda: [requests.round() for _ in range(64)],
+            lambda: gap.close(requests.batch(), 4),
+            lambda: gap.close(requests.batch(), 64),
+        ):
+            with PythonWork() as counted:
+                act()
+            found.append(counted.bytecodes)
+        return found
+
+    (recorded, probe, all_), (recorded_later, probe_later, all_later) = work(64), work(640)
+    assert recorded_later < 1.1 * recorded and recorded < 64 * (64 * 12 + 200)
+    assert probe_later - probe < 10 * 576  # for each of 9 chunks more
+    assert all_later - all_ < 10 * 576 * 64 / 4
 
 
 def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():

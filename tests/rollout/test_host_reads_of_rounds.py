@@ -26,10 +26,11 @@ FILTER = {
 }
 CATCHING_UP = {
     "drafter_gap.py:DrafterGap._feed: tolist": (1, "lengths of the requests, which SGLang has on the device only"),
-    "drafter_gap.py:DrafterGap._select: tolist": (1, "how many drafts were accepted in recent probes, all at once"),
-    "drafter_gap.py:DrafterGap._select: waiting copy to the GPU": (1, "which rows of recent rounds were missed"),
-    "drafter_gap.py:DrafterGap._select.<locals>.<genexpr>: waiting copy to the GPU": (2, "missed rows, from the stash"),
-    "drafter_gap.py:DrafterGap._extend: waiting copy to the GPU": (4, "positions and lengths of the drafter's pass"),
+    "drafter_gap.py:DrafterGap._missed_by: tolist": (1, "how many drafts were accepted in recent probes, all at once"),
+    "stash.py:Missed.read: waiting copy to the GPU": (2, "which rows of recent rounds a pass reads, and their order"),
+    "stash.py:_joined: waiting copy to the GPU": (2, "a pass's rows from the stash: hidden states, tokens"),
+    "drafter_gap.py:DrafterGap._feed: waiting copy to the GPU": (1, "which token follows each request's part"),
+    "drafter_gap.py:DrafterGap._extend: waiting copy to the GPU": (1, "places and lengths of the drafter's pass"),
 }
 STORING = {
     "stash.py:Stash._stage: copy without waiting": (2, "hidden states and numbers of 64 rounds, on a stream of its own")

@@ -14,17 +14,35 @@ accepted counts, and sequence lengths that SGLang has not copied to the host.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rlspec.rollout.sglang.server import versions
-from megatron_rlspec.rollout.sglang.server.stash import SkippedRound, Stash
+from megatron_rlspec.rollout.sglang.server.stash import Missed, Rows, SkippedRound, Stash, find, sort
 
-_Kept = dict[str, tuple[torch.Tensor, torch.Tensor]]  # request id -> hidden [n, H], tokens [n]
-# Index into the batch, first position, hidden [n, H] and tokens [n] from there on, and the token after them [1].
-_Part = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of the drafter reads: one part of each of some requests.
+
+    behind         indices of the requests in the batch
+    starts, sizes  first position and number of tokens of each part
+    hidden, tokens [n, H], [n] of all parts
+    following      the token after each part
+    """
+
+    behind: list[int]
+    starts: list[int]
+    sizes: list[int]
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    following: torch.Tensor
 
 
 class DrafterGap:
@@ -44,6 +62,9 @@ class DrafterGap:
         self._total = 0  # the most tokens that one request can have missed
         self._since: dict[str, int] = {}  # `_total` when a request's drafter last was up to date; 0 if absent
         self._rounds: list[SkippedRound] = []  # on the device
+        self._number: defaultdict[str, int] = defaultdict(count().__next__)  # by which the stash knows a request
+        self._running: list[str] = []
+        self._numbers = np.empty(0, np.int64)  # of those
         self._stash.keep(())
 
     @property
@@ -65,12 +86,16 @@ class DrafterGap:
         drafter has read them.
         """
         width = len(tokens) // len(reqs)
-        self._rounds.append(SkippedRound(self._total, [req.rid for req in reqs], hidden, tokens, width, counts))
+        running = [req.rid for req in reqs]
+        if running != self._running:
+            self._running = running
+            self._numbers = np.array([self._number[rid] for rid in running])
+        self._rounds.append(SkippedRound(self._total, self._numbers, hidden, tokens, width, counts))
         self._total += width
         for i in current:
             self._since[reqs[i].rid] = self._total
         if len(self._rounds) == self.every:
-            self._store([req.rid for req in reqs])
+            self._store()
 
     def forget(self, reqs: Sequence[Any]) -> None:
         """Note that these requests' drafter cache is complete, as after a prefill."""
@@ -95,10 +120,10 @@ class DrafterGap:
         order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted({*order[:n], *also})
         behind = [i for i in chosen if lags[i] > 0]
-        kept = self._take([reqs[i].rid for i in behind], batch.spec_info.bonus_tokens.device)
         if self._samples_drafts():
             _be_certain(batch, sorted(set(chosen) - set(behind)))
-        self._feed(batch, [(i, *kept[reqs[i].rid]) for i in behind if reqs[i].rid in kept])
+        if behind:
+            self._feed(batch, behind)
         if len(chosen) == len(reqs):
             self._reset()
             return None
@@ -108,107 +133,73 @@ class DrafterGap:
     def _samples_drafts(self) -> bool:
         return versions.installed().samples_drafts(self.worker)
 
-    def _take(self, rids: Sequence[str], device: torch.device) -> _Kept:
-        """Return what each of these requests missed, in order, without the requests that missed nothing."""
-        stored = self._select(list(self._stash.rounds()), rids, device, whole=False)
-        latest = self._select(self._rounds, rids, device, whole=True)
-        taken: _Kept = {}
-        for rid in rids:
-            if parts := [kept[rid] for kept in (stored, latest) if rid in kept]:
-                taken[rid] = (torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts]))
-        return taken
-
-    def _select(self, rounds: Sequence[SkippedRound], rids: Sequence[str], device: torch.device, whole: bool) -> _Kept:
-        """Return the same for these rounds, whose tensors are on one device, moved to `device`.
-
-        `whole`: select from all rows at once, which copies more rows, but sends the device only one list of places.
-        """
-        rows: dict[str, list[int]] = {rid: [] for rid in rids}  # places in the concatenation of what is selected
-        hidden: list[torch.Tensor] = []
-        tokens: list[torch.Tensor] = []
-        size = 0
-        known = [kept.counts for kept in rounds if kept.counts is not None]
-        read = iter(torch.cat(known).tolist() if known else ())  # one wait for the device
-        for kept in rounds:
-            counts = [kept.width if kept.counts is None else next(read) for _ in kept.rids]
-            selected: list[int] = []
-            for i, rid in enumerate(kept.rids):
-                if rid in rows and kept.at >= self._since.get(rid, 0):
-                    first = size + (i * kept.width if whole else len(selected))
-                    rows[rid] += range(first, first + counts[i])
-                    selected += range(i * kept.width, i * kept.width + counts[i])
-            if selected and whole:
-                hidden.append(kept.hidden)
-                tokens.append(kept.tokens.to(torch.int64))
-                size += len(kept.tokens)
-            elif selected:
-                index = torch.tensor(selected, device=kept.hidden.device)
-                hidden.append(kept.hidden[index])
-                tokens.append(kept.tokens[index].to(torch.int64))
-                size += len(selected)
-        if not size:
-            return {}
-        rows = {rid: numbers for rid, numbers in rows.items() if numbers}
-        index = torch.tensor([n for numbers in rows.values() for n in numbers], device=hidden[0].device)
-        parts = (torch.cat(all_)[index].to(device).split([len(n) for n in rows.values()]) for all_ in (hidden, tokens))
-        return dict(zip(rows, zip(*parts, strict=True), strict=True))
-
-    def _store(self, running: Sequence[str]) -> None:
-        self._stash.put(self._rounds)
-        self._stash.keep(set(running))
+    def _store(self) -> None:
+        running = set(self._running)
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
+        for rid in self._number.keys() - running:
+            del self._number[rid]
+        self._stash.put(self._rounds)
+        self._stash.keep(set(self._number.values()))
         self._rounds = []
 
-    def _feed(self, batch: Any, missed: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Run as few drafter passes as `most` allows. missed: (index into the batch, hidden [n, H], tokens [n])."""
-        ends = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist() if missed else []
-        parts: list[_Part] = []
-        room = self.most
-        for i, hidden, tokens in missed:
-            following = torch.cat([tokens[1:], batch.spec_info.bonus_tokens[i : i + 1].to(tokens)])
-            start = ends[i] - len(tokens)
-            done = 0
-            while done < len(tokens):
-                stop = min(done + room, len(tokens))
-                parts.append((i, start + done, hidden[done:stop], tokens[done:stop], following[stop - 1 : stop]))
-                room -= stop - done
-                done = stop
-                if room == 0:
-                    self._extend(batch, parts)
-                    parts = []
-                    room = self.most
-        if parts:
-            self._extend(batch, parts)
+    def _missed_by(self, rids: Sequence[str]) -> Missed:
+        asked = np.array([self._number[rid] for rid in rids]), np.array([self._since.get(rid, 0) for rid in rids])
+        found = self._stash.find(*asked)
+        if self._rounds:
+            known = [kept.counts for kept in self._rounds if kept.counts is not None]
+            accepted = torch.cat(known).tolist() if known else []  # one wait for the device
+            keys, order = sort(self._rounds, np.array(accepted))
+            places, counts = find(keys, *asked)
+            hidden, tokens = ([getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens"))
+            found.append(Rows(order[places], counts, torch.cat(hidden), torch.cat([part.long() for part in tokens])))
+        return Missed(found, len(rids))
 
-    def _extend(self, batch: Any, parts: Sequence[_Part]) -> None:
-        """Run one prefill of the drafter over parts of requests, at most one part of each."""
+    def _feed(self, batch: Any, behind: Sequence[int]) -> None:
+        """Run as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
+        missed = self._missed_by([batch.reqs[i].rid for i in behind])
+        lengths = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
+        shift = np.array([lengths[i] for i in behind]) - missed.ends  # from rows to positions
+        bonus = batch.spec_info.bonus_tokens.to(torch.int64)
+        total = int(missed.ends[-1])
+        for first in range(0, total, self.most):
+            last = min(first + self.most, total)
+            hidden, tokens = missed.read(first, min(last + 1, total), bonus.device)  # with the token after the last one
+            begins, ends = np.maximum(missed.ends - missed.counts, first), np.minimum(missed.ends, last)
+            here = np.flatnonzero(begins < ends)
+            begins, ends, own = begins[here], ends[here], np.array(behind)[here]
+            after = np.where(ends < missed.ends[here], ends - first, len(tokens) + own)
+            following = torch.cat([tokens, bonus])[torch.from_numpy(after).to(bonus.device)]
+            starts, sizes = (begins + shift[here]).tolist(), (ends - begins).tolist()
+            n = last - first
+            self._extend(batch, Pass(own.tolist(), starts, sizes, hidden[:n], tokens[:n], following))
+
+    def _extend(self, batch: Any, read: Pass) -> None:
+        """Run one prefill of the drafter."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
-        behind, starts, hidden, tokens, following = map(list, zip(*parts, strict=True))
+        behind, starts, sizes = read.behind, read.starts, read.sizes
         device = batch.seq_lens.device
-        index = torch.tensor(behind, device=device)
-        counts = [len(part) for part in tokens]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]).to(device)
+        index, first, counts = torch.tensor([behind, starts, sizes], device=device)
+        owner = torch.arange(len(behind), device=device).repeat_interleave(counts, output_size=len(read.tokens))
+        positions = torch.arange(len(read.tokens), device=device) + (first + counts - counts.cumsum(0))[owner]
         slots = batch.req_pool_indices[index]
-        owner = slots.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
         spec = batch.spec_info
 
         part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.
         part.forward_mode = ForwardMode.EXTEND
         part.reqs = [batch.reqs[i] for i in behind]
-        part.input_ids = torch.cat(tokens).to(device)
-        part.out_cache_loc = batch.req_to_token_pool.req_to_token[owner, positions].to(torch.int64)
+        part.input_ids = read.tokens
+        part.out_cache_loc = batch.req_to_token_pool.req_to_token[slots[owner], positions].to(torch.int64)
         part.req_pool_indices = slots
-        part.seq_lens_cpu = torch.tensor(ends)
-        part.seq_lens = part.seq_lens_cpu.to(batch.seq_lens)
-        part.seq_lens_sum = sum(ends)
+        part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
+        part.seq_lens = (first + counts).to(batch.seq_lens)
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
         part.orig_seq_lens = part.seq_lens.to(torch.int32)
         part.prefix_lens = starts
-        part.extend_lens = counts
-        part.extend_num_tokens = sum(counts)
-        part.extend_logprob_start_lens = counts
+        part.extend_lens = sizes
+        part.extend_num_tokens = len(read.tokens)
+        part.extend_logprob_start_lens = sizes
         part.return_logprob = False
         part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
         part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
@@ -219,9 +210,7 @@ class DrafterGap:
             eagle.speculative_moe_backend_context(),
             eagle.speculative_moe_a2a_backend_context(),
         ):
-            caught_up = drafter._draft_extend_for_prefill(
-                part, torch.cat(hidden).to(device), torch.cat(following).to(device)
-            )
+            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
         for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
             if getattr(caught_up, name) is not None:
                 values = getattr(spec, name).clone()

@@ -2,16 +2,21 @@
 
 A GPU's rows are copied on a stream of their own into one pinned buffer, and from there a thread copies them into
 ordinary memory. The buffer is allocated once: to pin memory for every copy would take the host as long as the copy.
+
+Requests are numbers here. Rows lie sorted by request, so that those of some requests are found without a walk over
+rounds or over the other requests (`find`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+_BITS = 32  # of a key: its upper half is the request's number, its lower half is `SkippedRound.at`
 
 
 @dataclass(frozen=True)
@@ -19,19 +24,104 @@ class SkippedRound:
     """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid."""
 
     at: int  # the most tokens that a request can have missed before this round
-    rids: list[str]
+    numbers: np.ndarray  # [B] of the requests
     hidden: torch.Tensor  # [B * width, H]
     tokens: torch.Tensor  # [B * width]
     width: int
     counts: torch.Tensor | None  # [B]; None: all
 
-    def of(self, running: Collection[str]) -> SkippedRound:
-        """Return a copy with these requests' rows only."""
-        kept = [i for i, rid in enumerate(self.rids) if rid in running]
-        index = torch.tensor([i * self.width + j for i in kept for j in range(self.width)], dtype=torch.int64)
-        counts = None if self.counts is None else self.counts[kept]
-        rids = [self.rids[i] for i in kept]
-        return SkippedRound(self.at, rids, self.hidden[index], self.tokens[index], self.width, counts)
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of hidden [n, H] and tokens [n], and some requests' `places` among them: `counts` [k] of each in turn."""
+
+    places: np.ndarray
+    counts: np.ndarray
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+
+
+class Missed:
+    """What some requests missed, request by request: `counts` [k] rows of each, which end before row `ends` [k].
+
+    found  rows of these requests, in the order of time
+    """
+
+    def __init__(self, found: Sequence[Rows], requests: int) -> None:
+        self.counts = sum((rows.counts for rows in found), np.zeros(requests, np.int64))
+        self.ends = np.cumsum(self.counts)
+        self._found = found
+        owners = [np.repeat(np.arange(requests), rows.counts) for rows in found]
+        order = np.argsort(np.concatenate([np.empty(0, np.int64), *owners]), kind="stable")
+        self._source = np.repeat(np.arange(len(found)), [len(rows.places) for rows in found])[order]
+        self._places = np.concatenate([np.empty(0, np.int64), *(rows.places for rows in found)])[order]
+
+    def read(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden and tokens (int64) of rows [first, last). Copies no others."""
+        source = self._source[first:last]
+        order = np.argsort(source, kind="stable")
+        places = self._places[first:last][order]
+        hidden, tokens = [], []
+        at = 0
+        for i, size in zip(*np.unique(source, return_counts=True), strict=True):
+            rows = self._found[i]
+            index = torch.from_numpy(places[at : at + size]).to(rows.hidden.device)
+            hidden.append(rows.hidden[index])
+            tokens.append(rows.tokens[index].to(torch.int64))
+            at += size
+        back = torch.from_numpy(np.argsort(order)).to(device)
+        return _joined(hidden, device)[back], _joined(tokens, device)[back]
+
+
+def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Concatenate parts, of which the first ones are in host memory, with one copy to the device."""
+    host = [part for part in parts if not part.is_cuda]
+    moved = [torch.cat(host).to(device)] if host else []
+    return torch.cat([*moved, *parts[len(host) :]])
+
+
+def sort(rounds: Sequence[SkippedRound], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys [n] of the valid rows of rounds, sorted, and their places in the concatenation of all rows.
+
+    counts  the concatenation of all `SkippedRound.counts`
+    """
+    keys = []
+    valid = []
+    for kept in rounds:
+        keys.append(np.repeat(kept.numbers << _BITS | kept.at, kept.width))
+        known, counts = (None, counts) if kept.counts is None else np.split(counts, [len(kept.numbers)])
+        own = kept.width if known is None else known[:, None]
+        valid.append(np.broadcast_to(np.arange(kept.width) < own, (len(kept.numbers), kept.width)).reshape(-1))
+    places = np.flatnonzero(np.concatenate(valid))
+    found = np.concatenate(keys)[places]
+    order = np.argsort(found, kind="stable")
+    return found[order], places[order]
+
+
+def find(keys: np.ndarray, numbers: np.ndarray, since: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places [m] of the rows of these requests since then, request by request, and how many each has."""
+    first = np.searchsorted(keys, numbers << _BITS | since)
+    counts = np.searchsorted(keys, (numbers + 1) << _BITS) - first
+    return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum()), counts
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Rows sorted by `keys` [n]: hidden [n, H], tokens [n]."""
+
+    keys: np.ndarray
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Rows of many rounds. `rows`: of each running request, at most; `total`: that these were when it was made."""
+
+    rows: dict[int, int]
+    alive: int
+    total: int
+    content: Future[_Sorted]
 
 
 class Stash:
@@ -42,25 +132,22 @@ class Stash:
     """
 
     def __init__(self) -> None:
-        self._chunks: list[tuple[Counter[str], Future[list[SkippedRound]]]] = []  # rows by request, rounds
+        self._chunks: dict[_Chunk, None] = {}  # in the order of time
+        self._holding: dict[int, list[_Chunk]] = {}  # the chunks with rows of a request
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")  # starts its thread when it is first used
         self._pinned: dict[torch.dtype, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
-        self._arrived: Future[list[SkippedRound]] | None = None  # when the pinned buffers are free again
+        self._arrived: Future[_Sorted] | None = None  # when the pinned buffers are free again
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
         """Begin to copy these rounds. They may be dropped at once, and no later pass may overwrite their tensors."""
-        rows: Counter[str] = Counter()
-        for kept in rounds:
-            rows.update(dict.fromkeys(kept.rids, kept.width))
         hidden = [kept.hidden for kept in rounds]
-        counts = [kept.counts for kept in rounds if kept.counts is not None]
-        numbers = [*(kept.tokens for kept in rounds), *counts]
-        device = hidden[0].device
-        if device.type != "cuda":
+        numbers = [*(kept.tokens for kept in rounds), *(kept.counts for kept in rounds if kept.counts is not None)]
+        if hidden[0].device.type != "cuda":
             copied = torch.cat(hidden), torch.cat([part.long() for part in numbers])
-            self._chunks.append((rows, self._thread.submit(_split, rounds, *copied)))
+            self._add(rounds, self._thread.submit(_sorted, rounds, *copied))
             return
+        device = hidden[0].device
         if self._arrived is not None:
             self._arrived.result()  # since many rounds
         self._stream = self._stream or torch.cuda.Stream(device)
@@ -72,12 +159,12 @@ class Stash:
             part.record_stream(self._stream)
         done = self._stream.record_event()
 
-        def finish() -> list[SkippedRound]:
+        def finish() -> _Sorted:
             done.synchronize()
-            return _split(rounds, *(buffer.clone() for buffer in staged))
+            return _sorted(rounds, *staged)
 
         self._arrived = self._thread.submit(finish)
-        self._chunks.append((rows, self._arrived))
+        self._add(rounds, self._arrived)
 
     def _stage(self, values: torch.Tensor) -> torch.Tensor:
         pinned = self._pinned.get(values.dtype)
@@ -85,35 +172,53 @@ class Stash:
             pinned = self._pinned[values.dtype] = torch.empty(values.numel(), dtype=values.dtype).pin_memory()
         return pinned[: values.numel()].view(values.shape).copy_(values, non_blocking=True)
 
-    def keep(self, running: Collection[str]) -> None:
+    def _add(self, rounds: Sequence[SkippedRound], content: Future[_Sorted]) -> None:
+        numbers = np.concatenate([kept.numbers for kept in rounds])
+        widths = np.repeat([kept.width for kept in rounds], [len(kept.numbers) for kept in rounds])
+        known, where = np.unique(numbers, return_inverse=True)
+        rows = dict(zip(known.tolist(), np.bincount(where, widths).astype(int).tolist(), strict=True))
+        chunk = _Chunk(rows, int(widths.sum()), int(widths.sum()), content)
+        self._chunks[chunk] = None
+        for number in rows:
+            self._holding.setdefault(number, []).append(chunk)
+
+    def keep(self, running: Collection[int]) -> None:
         """Drop the rows of all other requests, at the latest when they are most of a chunk."""
-        chunks = []
-        for rows, rounds in self._chunks:
-            alive = Counter({rid: n for rid, n in rows.items() if rid in running})
-            if 2 * alive.total() < rows.total():
-                rows, rounds = alive, self._thread.submit(_of, rounds, frozenset(alive))
-            if alive:
-                chunks.append((rows, rounds))
-        self._chunks = chunks
+        smaller = {}
+        for number in self._holding.keys() - running:
+            for chunk in self._holding.pop(number):
+                chunk.alive -= chunk.rows.pop(number)
+                smaller[chunk] = None
+        for chunk in smaller:
+            if not chunk.rows:
+                del self._chunks[chunk]
+            elif 2 * chunk.alive < chunk.total:
+                chunk.total = chunk.alive
+                chunk.content = self._thread.submit(_of, chunk.content, np.array(sorted(chunk.rows)))
 
-    def rounds(self) -> Iterator[SkippedRound]:
-        """Return all rounds, in order, once they have arrived."""
-        for _, rounds in self._chunks:
-            yield from rounds.result()
+    def find(self, numbers: np.ndarray, since: np.ndarray) -> list[Rows]:
+        """Return what each chunk has of these requests since then (`SkippedRound.at`), in the order of time."""
+        held = {chunk for number in numbers.tolist() for chunk in self._holding.get(number, ())}
+        found = []
+        for chunk in self._chunks if held else ():
+            if chunk in held:
+                content = chunk.content.result()
+                places, counts = find(content.keys, numbers, since)
+                if len(places):
+                    found.append(Rows(places, counts, content.hidden, content.tokens))
+        return found
 
 
-def _of(rounds: Future[list[SkippedRound]], running: Collection[str]) -> list[SkippedRound]:
-    return [kept.of(running) for kept in rounds.result()]
+def _of(content: Future[_Sorted], running: np.ndarray) -> _Sorted:
+    """Return these requests' rows only."""
+    kept = content.result()
+    places, _ = find(kept.keys, running, np.zeros_like(running))
+    index = torch.from_numpy(places)
+    return _Sorted(kept.keys[places], kept.hidden[index], kept.tokens[index])
 
 
-def _split(rounds: Sequence[SkippedRound], hidden: torch.Tensor, numbers: torch.Tensor) -> list[SkippedRound]:
-    """Return the rounds with these tensors, the concatenations of theirs: hidden, then tokens and counts."""
-    sizes = [len(kept.tokens) for kept in rounds]
-    counted = [len(kept.rids) for kept in rounds if kept.counts is not None]
-    parts = numbers.split(sizes + counted)
-    counts = iter(parts[len(rounds) :])
-    moved = []
-    for kept, states, tokens in zip(rounds, hidden.split(sizes), parts, strict=False):
-        own = None if kept.counts is None else next(counts)
-        moved.append(SkippedRound(kept.at, kept.rids, states, tokens, kept.width, own))
-    return moved
+def _sorted(rounds: Sequence[SkippedRound], hidden: torch.Tensor, numbers: torch.Tensor) -> _Sorted:
+    """Return a sorted copy of the rounds' rows. numbers: all their tokens, then all counts."""
+    keys, places = sort(rounds, numbers[len(hidden) :].numpy())
+    index = torch.from_numpy(places)
+    return _Sorted(keys, hidden[index], numbers[: len(hidden)][index])
