@@ -53,6 +53,17 @@ class Server:
         headers = self.headers | options.pop("headers", {})
         return requests.post(f"{self.process.url}{path}", headers=headers, timeout=60, **options)
 
+    def begin(self, scope: str = "all") -> str:
+        """Open an update; return its token."""
+        return self.post(f"/rlspec/weights/begin?scope={scope}&version=0").json()["session"]
+
+    def end(self, session: str) -> None:
+        assert self.post(f"/rlspec/weights/end?session={session}").status_code == 200
+        assert self.post("/rlspec/resume").status_code == 200
+
+    def abandon(self, session: str) -> None:
+        self.post(f"/rlspec/weights/abandon?session={session}")
+
     def check_alive(self) -> None:
         assert self.draw() == self.text and not self.process.ended
 
@@ -120,13 +131,19 @@ NOT_JSON = {
     "BOM": b"\xef\xbb\xbf{}",
 }
 NOT_OBJECTS = {"list": [], "null": None, "number": 5, "text": "x", "true": True}
-ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join", "weights/receive?scope=all",
-          "control/set_schedule", "control/describe")  # fmt: skip
+ROUTES = ("generate", "abort", "pause", "resume", "sleep", "wake", "weights/join?session=SESSION",
+          "weights/receive?session=SESSION", "control/set_schedule", "control/describe")  # fmt: skip
 NEEDED = {
-    "weights/join": {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"},
+    "weights/join?session=SESSION": {
+        "address": "127.0.0.1",
+        "port": 9,
+        "size": 2,
+        "group": "rlspec-a",
+        "backend": "gloo",
+    },
     "columns/send": {"name": "0" * 32, "rank": 0},
     "columns/fetch": {"url": "http://127.0.0.1:9", "names": ["0" * 32]},
-    "weights/receive?scope=all": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
+    "weights/receive?session=SESSION": {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
 }
 
 ATTACKS = [Attack(f"{route}: {name}", route, body) for route in ROUTES for name, body in NOT_JSON.items()]
@@ -275,28 +292,36 @@ ATTACKS += [
     rule("two deciders", "exactly one", schedule={"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]},
          roofline={}),
     Attack("set_spec_rule: null", "control/set_spec_rule", {"spec_rule": None}, ("expected an object",)),
-    Attack("begin: no scope", "weights/begin", b"", ("scope is missing",)),
-    Attack("begin: scope draft", "weights/begin?scope=draft", b"", ("expected all, target or drafter",)),
-    Attack("begin: two scopes", "weights/begin?scope=all&scope=all", b"", ("more than once",)),
-    Attack("begin: unknown query", "weights/begin?scope=all&x=1", b"", ("x is not known",)),
-    Attack("begin: twice", "weights/begin?scope=all", b"", ("already open",), 409, "all"),
-    Attack("end: not open", "weights/end", b"", ("no weight update is open",), 409),
-    Attack("bucket: not open", "weights/bucket?scope=all", save({NORM: torch.ones(64)}), ("weights/begin",), 409),
-    Attack("file: not open", "weights/file?scope=all&path=/etc/passwd", b"", ("weights/begin",), 409),
-    Attack("bucket: another scope", "weights/bucket?scope=all", b"", ("began with scope=target",), 409, "target"),
-    Attack("bucket: empty", "weights/bucket?scope=all", b"", ("8 bytes of header length",), 400, "all"),
-    Attack("bucket: text", "weights/bucket?scope=all", b"hello, engine", ("header length",), 400, "all"),
-    Attack("bucket: version -1", "weights/bucket?scope=all&version=-1", b"", ("version",), 400, "all"),
-    Attack("bucket: version x", "weights/bucket?scope=all&version=x", b"", ("version",), 400, "all"),
-    Attack("file: no path", "weights/file?scope=all", b"", ("path is missing",), 400, "all"),
-    Attack("file: relative", "weights/file?scope=all&path=x", b"", ("path",), 400, "all"),
-    Attack("file: NUL", "weights/file?scope=all&path=/a%00b", b"", ("path",), 400, "all"),
-    Attack("file: not there", "weights/file?scope=all&path=/no/such", b"", ("No such file",), 400, "all"),
-    Attack("file: directory", "weights/file?scope=all&path=/tmp", b"", ("not a regular file",), 400, "all"),
-    Attack("file: device", "weights/file?scope=all&path=/dev/zero", b"", ("not a regular file",), 400, "all"),
-    Attack("file: proc", "weights/file?scope=all&path=/proc/self/status", b"", ("safetensors",), 400, "all"),
-    Attack("file: text", "weights/file?scope=all&path=/etc/passwd", b"", ("safetensors",), 400, "all"),
-    Attack("file: path long", f"weights/file?scope=all&path=/{'x' * 5000}", b"", ("at most 4096",), 400, "all"),
+    Attack("begin: no scope", "weights/begin?version=1", b"", ("scope is missing",)),
+    Attack("begin: no version", "weights/begin?scope=all", b"", ("version is missing",)),
+    *(
+        Attack(f"begin: version {text}", f"weights/begin?scope=all&version={text}", b"", ("version is",))
+        for text in ("", "-1", "x", "1e3", "0" * 19)
+    ),
+    Attack("begin: scope draft", "weights/begin?scope=draft&version=1", b"", ("expected all, target or drafter",)),
+    Attack("begin: two scopes", "weights/begin?scope=all&scope=all&version=1", b"", ("more than once",)),
+    Attack("begin: unknown query", "weights/begin?scope=all&version=1&x=1", b"", ("x is not known",)),
+    Attack("begin: twice", "weights/begin?scope=all&version=1", b"", ("a weight update is open",), 409, "all"),
+    Attack("end: no session", "weights/end", b"", ("session is missing",)),
+    Attack("end: a text", "weights/end?session=x", b"", ("session is",)),
+    Attack("end: no bucket", "weights/end?session=SESSION", b"", ("no bucket came",), 409, "all"),
+    Attack("abandon: not open", "weights/abandon?session=SESSION", b"", ("no weight update is open",), 409),
+    Attack("bucket: of another client", f"weights/bucket?session={'0' * 32}", b"", ("another client",), 409, "all"),
+    Attack("end: of another client", f"weights/end?session={'0' * 32}", b"", ("another client",), 409, "all"),
+    Attack("end: not open", "weights/end?session=SESSION", b"", ("no weight update is open",), 409),
+    Attack("bucket: not open", "weights/bucket?session=SESSION", save({NORM: torch.ones(64)}), ("weights/begin",), 409),
+    Attack("file: not open", "weights/file?session=SESSION&path=/etc/passwd", b"", ("weights/begin",), 409),
+    Attack("bucket: empty", "weights/bucket?session=SESSION", b"", ("8 bytes of header length",), 400, "all"),
+    Attack("bucket: text", "weights/bucket?session=SESSION", b"hello, engine", ("header length",), 400, "all"),
+    Attack("file: no path", "weights/file?session=SESSION", b"", ("path is missing",), 400, "all"),
+    Attack("file: relative", "weights/file?session=SESSION&path=x", b"", ("path",), 400, "all"),
+    Attack("file: NUL", "weights/file?session=SESSION&path=/a%00b", b"", ("path",), 400, "all"),
+    Attack("file: not there", "weights/file?session=SESSION&path=/no/such", b"", ("No such file",), 400, "all"),
+    Attack("file: directory", "weights/file?session=SESSION&path=/tmp", b"", ("not a regular file",), 400, "all"),
+    Attack("file: device", "weights/file?session=SESSION&path=/dev/zero", b"", ("not a regular file",), 400, "all"),
+    Attack("file: proc", "weights/file?session=SESSION&path=/proc/self/status", b"", ("safetensors",), 400, "all"),
+    Attack("file: text", "weights/file?session=SESSION&path=/etc/passwd", b"", ("safetensors",), 400, "all"),
+    Attack("file: path long", f"weights/file?session=SESSION&path=/{'x' * 5000}", b"", ("at most 4096",), 400, "all"),
     Attack("no key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": ""}),
     Attack("wrong key", "control/describe", b"", ("Bearer KEY",), 401, headers={"Authorization": "Bearer x"}),
     Attack("another scheme", "control/describe", b"", ("Bearer",), 401, headers={"Authorization": "Basic eDp5"}),
@@ -305,14 +330,14 @@ ATTACKS += [
 
 
 def bucket(name: str, words: str, tensors: dict[str, torch.Tensor], scope: str = "all") -> Attack:
-    return Attack(f"bucket: {name}", f"weights/bucket?scope={scope}", save(tensors), (words,), 400, scope)
+    return Attack(f"bucket: {name}", "weights/bucket?session=SESSION", save(tensors), (words,), 400, scope)
 
 
 def header(name: str, words: str, value: object, size: int = 256, pad: int = 8) -> Attack:
     text = json.dumps(value).encode()
     text += b" " * (-len(text) % pad)
     data = struct.pack("<Q", len(text)) + text + b"\0" * size
-    return Attack(f"header: {name}", "weights/bucket?scope=all", data, (words,), 400, "all")
+    return Attack(f"header: {name}", "weights/bucket?session=SESSION", data, (words,), 400, "all")
 
 
 def entry(first: object, end: object, shape: object = (64,), dtype: object = "F32") -> dict[str, object]:
@@ -364,16 +389,16 @@ def test_there_are_enough_and_each_is_one_of_its_kind():
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))
 def test_one_sentence(server: Server, attack: Attack) -> None:
-    if attack.session:
-        assert server.post(f"/rlspec/weights/begin?scope={attack.session}").status_code == 200
+    session = server.begin(attack.session) if attack.session else "0" * 32
     try:
         body = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
         began = time.monotonic()
-        answer = server.post(f"/rlspec/{attack.path}", data=body, headers=dict(attack.headers))
+        path = attack.path.replace("SESSION", session)
+        answer = server.post(f"/rlspec/{path}", data=body, headers=dict(attack.headers))
         took = time.monotonic() - began
     finally:
         if attack.session:
-            assert server.post("/rlspec/weights/end").status_code == 200
+            server.abandon(session)
     told = refusal(answer)
     assert answer.status_code == attack.status, told
     missing = [words for words in attack.words if words not in told]
@@ -415,23 +440,23 @@ def test_bodies_of_strange_lengths(server: Server) -> None:
     for length in ("x", "-1", "1e3"):
         line = raw(server, f"POST /rlspec/abort HTTP/1.1\nKEY\nContent-Length: {length}\n\n").split(b"\r\n")[0]
         assert b" 400 " in line, line
-    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
-    assert b"413" in raw(server, huge.format("weights/bucket?scope=all")).split(b"\r\n")[0]
-    cut = raw(server, "POST /rlspec/weights/bucket?scope=all HTTP/1.1\nKEY\nContent-Length: 500\n\n", b"x", 1.0)
-    assert not cut
-    assert server.post("/rlspec/weights/bucket?scope=all", data=iter([save({NORM: WEIGHTS[NORM]})])).json() == {}
-    assert server.post("/rlspec/weights/end").status_code == 200
+    session = server.begin()
+    path = f"weights/bucket?session={session}"
+    assert b"413" in raw(server, huge.format(path)).split(b"\r\n")[0]
+    assert not raw(server, f"POST /rlspec/{path} HTTP/1.1\nKEY\nContent-Length: 500\n\n", b"x", 1.0)
+    assert server.post(f"/rlspec/{path}", data=iter([save({NORM: WEIGHTS[NORM]})])).json() == {}
+    server.end(session)
     server.check_alive()
 
 
 def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
-    answer = server.post(f"/rlspec/weights/file?scope=all&path={tmp_path}/pipe")
+    session = server.begin()
+    answer = server.post(f"/rlspec/weights/file?session={session}&path={tmp_path}/pipe")
     assert "not a regular file" in refusal(answer)
-    assert server.post("/rlspec/weights/end").status_code == 200
+    server.abandon(session)
     silent = socket.create_server(("127.0.0.1", 0))
-    body = NEEDED["weights/join"]
+    body = NEEDED["weights/join?session=SESSION"]
     cases = [
         ({}, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
         ({"port": silent.getsockname()[1]}, "does not answer as the trainer's store"),
@@ -449,12 +474,14 @@ def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path
     ]
     for change, told in cases:
         began = time.monotonic()
-        assert told in refusal(server.post("/rlspec/weights/join", json=body | change))
+        session = server.begin()
+        assert told in refusal(server.post(f"/rlspec/weights/join?session={session}", json=body | change))
         assert time.monotonic() - began < 2 * SECONDS
+        server.abandon(session)
         server.check_alive()
     silent.close()
-    what = NEEDED["weights/receive?scope=all"]
-    assert server.post("/rlspec/weights/begin?scope=all").status_code == 200
+    what = NEEDED["weights/receive?session=SESSION"]
+    session = server.begin()
     for change, told in [
         ({}, "was not joined"),
         ({"shapes": []}, "at least 1"),
@@ -463,8 +490,8 @@ def test_a_pipe_and_a_silent_trainer_do_not_block(server: Server, tmp_path: Path
         ({"names": ["x"]}, "no tensor x"),
         ({"dtypes": ["int8"]}, "expected float64"),
     ]:
-        assert told in refusal(server.post("/rlspec/weights/receive?scope=all", json=what | change))
-    assert server.post("/rlspec/weights/end").status_code == 200
+        assert told in refusal(server.post(f"/rlspec/weights/receive?session={session}", json=what | change))
+    server.abandon(session)
     server.check_alive()
 
 
@@ -543,11 +570,11 @@ BODIES: dict[str, st.SearchStrategy] = {
     "control/describe": JUNK,
     "sleep": st.lists(JUNK, min_size=1),
     "wake": JUNK,
-    "weights/join": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
-    "weights/receive?scope=all": JUNK,
+    f"weights/join?session={'0' * 32}": st.fixed_dictionaries({"address": st.just("127.0.0.1"), "port": JUNK}) | JUNK,
+    f"weights/receive?session={'0' * 32}": JUNK,
     "weights/begin": JUNK,
     "weights/end": JUNK,
-    "weights/bucket?scope=all": JUNK,
+    f"weights/bucket?session={'0' * 32}": JUNK,
     "nothing": JUNK,
 }
 SENT = st.one_of([st.tuples(st.just(path), bodies) for path, bodies in BODIES.items()])
@@ -568,8 +595,6 @@ def attack_once(server: Server, path: str, body: object) -> None:
         lines = [json.loads(line) for line in answer.iter_lines()]
         assert len(lines) == len(body["requests"])
         assert all("error" not in line for line in lines), lines
-    elif path.startswith("weights/begin"):
-        server.post("/rlspec/weights/end")
 
 
 @settings(fuzz, max_examples=120)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.server import schemas
+from megatron_rlspec.rollout.sglang.server import limits, schemas
 
 PAGE = "http-api.md"
 TABLE = DOCS.parent / "examples/cost_tables/h100-simulated.json"
@@ -26,7 +26,8 @@ def test_the_page_has_every_command_and_field():
         assert f"`{command}`" in text, command
     bodies: list[type[BaseModel]] = [schemas.GenerateBody, schemas.RequestBody, schemas.SamplingBody]
     bodies += [
-        schemas.BucketQuery,
+        schemas.BeginQuery,
+        schemas.SessionQuery,
         schemas.FileQuery,
         schemas.JoinBody,
         schemas.ReceiveBody,
@@ -34,6 +35,15 @@ def test_the_page_has_every_command_and_field():
     ]
     for field in itertools.chain.from_iterable(body.model_fields for body in bodies):
         assert any(form in text for form in (f"`{field}`", f".{field}`", f'"{field}"', f"{field}=")), field
+
+
+def test_the_page_has_every_limit():
+    text = (DOCS / PAGE).read_text()
+    units = {"BYTES": (limits.MEGABYTE, " MiB"), "SECONDS": (1, " s"), "SILENT": (1, " s"), "WAIT": (1, " s")}
+    for name, value in vars(limits).items():
+        if name.isupper() and name != "MEGABYTE":
+            scale, unit = units.get(name.rpartition("_")[2], (1, ""))
+            assert f"`{name}`: {value / scale:g}{unit}" in text, name
 
 
 @pytest.mark.slow

@@ -1181,18 +1181,18 @@ def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engine
     engine.sleep()
     with pytest.raises(EngineError, match="asleep already"):
         engine._post("sleep")
-    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "all"}})):
+    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "all", "version": "1"}})):
         with pytest.raises(EngineError, match="the engine sleeps: its memory is released; call wake first"):
             engine._post(path, **arguments)
     with pytest.raises(EngineError, match="it slept, and no weights were pushed since"):
         engine.generate(asked, SAMPLINGS["T=1"])
     engine.wake()
     undefined = "the engine slept, so its weights are undefined"
-    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "drafter"}})):
+    for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "drafter", "version": "1"}})):
         with pytest.raises(EngineError, match=undefined):
             engine._post(path, **arguments)
-    engine._post("weights/begin", params={"scope": "all"})
-    engine._post("weights/end")  # an update that ended before its last bucket
+    session = engine._post("weights/begin", params={"scope": "all", "version": "1"})
+    engine._post("weights/abandon", params=session)
     with pytest.raises(EngineError, match=undefined):
         engine._post("resume")
     engine.update_weights(1, WEIGHTS.items())

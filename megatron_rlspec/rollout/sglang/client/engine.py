@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -39,6 +41,7 @@ from megatron_rlspec.weights.push import in_buckets
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
+_OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
 _NAME = len(uuid.UUID(int=0).hex)  # characters at the end of a path of columns that name them
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class SGLangEngine:
         self._paused = False
         self._broken = ""
         self._held: dict[str, Any] | None = None
+        self._update = ""  # the token of the open weight update
 
     @classmethod
     def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
@@ -142,8 +146,7 @@ class SGLangEngine:
         """Replace weights. Running samples continue under the new weights with a recomputed cache."""
         self._broken = self._broken or f"version {version} was not completed"
         try:
-            self._post("pause")
-            self._session(version, tensors, scope)
+            self._push(version, tensors, scope)
         except (EngineError, ValueError) as error:
             self._broken = str(error)
             raise
@@ -151,25 +154,49 @@ class SGLangEngine:
         if not self._paused:
             self._post("resume")
 
-    def _session(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
+    def _push(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
+        """Send an update. It begins with the first bucket, so samples go on while that is made."""
         held = self._holds()
         try:
-            self._post("weights/begin", params={"scope": scope})
-        except EngineError as error:
-            if "already open" not in str(error):
-                raise
-            self._post("weights/end")
-            self._post("weights/begin", params={"scope": scope})
-        sent = 0
-        for bucket, last in in_buckets(tensors, self._transport.memory):
-            if not held["unnamed"]:
-                self._check(bucket, held["shapes"])
-            final = {"version": str(version)} if last else {}
-            self._transport.send(self._post, bucket, {"scope": scope, **final})
-            sent += 1
-        if not sent:
-            raise ValueError(f"update_weights(version={version}): no tensors")
-        self._post("weights/end")
+            for bucket, _ in in_buckets(tensors, self._transport.memory):
+                if not held["unnamed"]:
+                    self._check(bucket, held["shapes"])
+                if not self._update:
+                    self._begin(version, scope)
+                self._transport.send(self._in_update, bucket)
+            if not self._update:
+                raise ValueError(f"update_weights(version={version}): no tensors")
+            self._in_update("weights/end")
+        except BaseException:
+            if self._update:
+                with suppress(EngineError):  # if it ended, or cannot be reached, then there is nothing to give up
+                    self._in_update("weights/abandon")
+            raise
+        finally:
+            self._update = ""
+
+    def _begin(self, version: int, scope: Scope) -> None:
+        """Open an update. An update that a lost client left open ends by itself, which this waits for."""
+        asked = {"scope": scope, "version": str(version)}
+        until = time.monotonic() + _OTHERS_UPDATE
+        while True:
+            try:
+                found = self._post("weights/begin", params=asked)
+                break
+            except RefusedError as error:
+                if "a weight update is open" not in str(error) or time.monotonic() > until:
+                    raise
+            time.sleep(1.0)
+        token = found.get("session")
+        if not isinstance(token, str) or not token:
+            raise self._not_an_engine("weights/begin", found)
+        self._update = token
+
+    def _in_update(self, path: str, params: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+        """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""
+        if path.startswith("weights/"):
+            params = {**(params or {}), "session": self._update}
+        return self._post(path, params=params, **arguments)
 
     def _check(self, bucket: Bucket, shapes: Mapping[str, list[int]]) -> None:
         """Check names and shapes before a byte is sent; the server checks them again."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -33,16 +33,16 @@ _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one
 class Transport(Protocol):
     memory: Memory
 
-    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
-        """Deliver a bucket of `memory` within an open session; `params` are those of the bucket's request."""
+    def send(self, post: Post, bucket: Bucket) -> None:
+        """Deliver a bucket of `memory` within an open update, which `post` names in its requests."""
 
 
 class Http:
     def __init__(self) -> None:
         self.memory = Memory()
 
-    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
-        post("weights/bucket", params=params, data=bucket.file().numpy().data)
+    def send(self, post: Post, bucket: Bucket) -> None:
+        post("weights/bucket", data=bucket.file().numpy().data)
 
 
 class Files:
@@ -56,8 +56,8 @@ class Files:
         self.memory = Memory(closed=self._remove)
         self._files: dict[int, IO[bytes]] = {}  # address of a piece of memory -> its file
 
-    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
-        post("weights/file", params={**params, "path": bucket.once(lambda: self._write(bucket.file()))})
+    def send(self, post: Post, bucket: Bucket) -> None:
+        post("weights/file", params={"path": bucket.once(lambda: self._write(bucket.file()))})
 
     def _write(self, content: Tensor) -> str:
         try:
@@ -94,17 +94,17 @@ class GroupBroadcast:
         self._group: Any = None
         self._made = 0
 
-    def send(self, post: Post, bucket: Bucket, params: Mapping[str, str]) -> None:
-        bucket.together(post, lambda posts: self._send(posts, bucket, params))
+    def send(self, post: Post, bucket: Bucket) -> None:
+        bucket.together(post, lambda posts: self._send(posts, bucket))
 
-    def _send(self, posts: list[Post], bucket: Bucket, params: Mapping[str, str]) -> None:
+    def _send(self, posts: list[Post], bucket: Bucket) -> None:
         with ThreadPoolExecutor(len(posts)) as threads:
             if not self._members or set(self._members) != set(posts):
                 self._members = []
                 self._join(posts, threads)
                 self._members = posts
             what = {"group": self._name, "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
-            answers = [threads.submit(post, "weights/receive", params=params, json=what) for post in posts]
+            answers = [threads.submit(post, "weights/receive", json=what) for post in posts]
             try:
                 self._broadcast(bucket.data())
                 for answer in answers:

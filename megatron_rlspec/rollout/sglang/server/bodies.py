@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Request
@@ -12,11 +14,13 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import DumperControlReqInput
 from starlette.requests import ClientDisconnect
 
+from megatron_rlspec.rollout.sglang.server import limits
 from megatron_rlspec.rollout.sglang.server.control import METHOD, of_all
-from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Nothing, Refusal, parse, shown
+from megatron_rlspec.rollout.sglang.server.schemas import Body, Nothing, Refusal, parse, shown
 
-BODY_BYTES = 64 * MEGABYTE  # of a JSON body; a cost table has a few
 logger = logging.getLogger(__name__)
+_UNREAD = (408, 413, 503)
+_reading = 0  # bytes of the JSON bodies that are being read
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -25,17 +29,52 @@ def manager() -> Any:
     return http_server._global_state.tokenizer_manager
 
 
-async def read_body(request: Request, limit: int = BODY_BYTES) -> bytes:
+async def parsed(request: Request, model: type[Body]) -> Body:
+    """Read and check a JSON body, in a thread. Raises Refusal."""
+    return await asyncio.to_thread(parse, model, await read_body(request, model.limit))
+
+
+async def read_body(request: Request, limit: int = limits.JSON_BYTES) -> bytes:
     """Read the body, at most `limit` bytes. Raises Refusal for a longer one, if possible before it is read."""
+    global _reading
+    found: list[bytes] = []
     content_length(request, limit)
-    parts: list[bytes] = []
+    try:
+        async for part in parts(request, limit, limits.BODY_SECONDS):
+            found.append(part)
+            _reading += len(part)
+            if _reading > limits.READING_BYTES:
+                raise Refusal(503, f"bodies of {limits.READING_BYTES} bytes are being read; send this one later")
+        return b"".join(found)
+    finally:
+        _reading -= sum(map(len, found))
+
+
+async def parts(
+    request: Request, limit: int, seconds: float, heard: Callable[[], None] = lambda: None
+) -> AsyncIterator[bytes]:
+    """Yield the parts of a body of at most `limit` bytes. Raises Refusal for a longer, a slow or an unfinished one.
+
+    heard  is called for each part
+    """
+    until = time.monotonic() + seconds
+    stream = request.stream()
     size = 0
-    async for part in request.stream():
+    while True:
+        left = min(limits.BODY_SILENT, until - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                part = await anext(stream, None)
+        except TimeoutError:
+            slow = f"silent for {left:.0f} s" if left == limits.BODY_SILENT else f"unfinished after {seconds:.0f} s"
+            raise Refusal(408, f"the body is {slow}, after {size} bytes; expected it whole") from None
+        if part is None:
+            return
+        heard()
         size += len(part)
         if size > limit:
             raise Refusal(413, f"the body has more than {limit} bytes; expected at most {limit}")
-        parts.append(part)
-    return b"".join(parts)
+        yield part
 
 
 def content_length(request: Request, limit: int) -> int | None:
@@ -52,7 +91,7 @@ def content_length(request: Request, limit: int) -> int | None:
 
 async def read_nothing(request: Request) -> None:
     """Raise Refusal unless the body is empty or `{}`."""
-    parse(Nothing, await read_body(request))
+    await parsed(request, Nothing)
 
 
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +126,9 @@ def answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Refusal as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
+            # The rest of a body that is not read would be taken for the next request.
+            unread = {"Connection": "close"} if refusal.status in _UNREAD else None
+            return JSONResponse({"error": str(refusal)}, refusal.status, unread)
         except ClientDisconnect:
             return JSONResponse({"error": "the client closed the connection"}, 400)
         except Exception as error:

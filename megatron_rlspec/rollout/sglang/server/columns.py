@@ -21,18 +21,18 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.server import bucket_file, kv_file, schemas
-from megatron_rlspec.rollout.sglang.server.bodies import manager, one_line, read_body, run_command
-from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
+from megatron_rlspec.rollout.sglang.server import bucket_file, kv_file, limits, schemas
+from megatron_rlspec.rollout.sglang.server.bodies import manager, one_line, parsed, run_command
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal
 
-CHUNK = MEGABYTE
+CHUNK = limits.MEGABYTE
 _SILENT = 10.0  # seconds without a byte after which the source counts as lost
 _LONGEST = 120.0  # seconds that one call may take; looked at between two chunks
 
 
 async def send(request: Request) -> StreamingResponse:
     """Send one rank's file of this engine, and remove it."""
-    asked = parse(schemas.SendBody, await read_body(request))
+    asked = await parsed(request, schemas.SendBody)
     file = await asyncio.to_thread(_take, f"{asked.name}.{asked.rank}")
     size = os.fstat(file.fileno()).st_size
     headers = {"Content-Length": str(size)}
@@ -41,7 +41,7 @@ async def send(request: Request) -> StreamingResponse:
 
 async def fetch(request: Request) -> JSONResponse:
     """Fetch the files of all ranks of another engine, all or none; return {"paths"} for `kv_accept`."""
-    asked = parse(schemas.FetchBody, await read_body(request))
+    asked = await parsed(request, schemas.FetchBody)
     room = int((await run_command("kv_room", {}))["bytes"])
     headers = (kv_file.HEADER_BYTES + kv_file.TOKEN_BYTES * manager().context_len) * len(asked.names) * asked.ranks
     most = room * manager().server_args.tp_size + headers

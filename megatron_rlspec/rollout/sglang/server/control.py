@@ -136,6 +136,14 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
     }
 
 
+def _stamp(settings: Settings, scheduler: Any, version: str) -> dict[str, Any]:
+    """End an update of weights: drop what older ones computed, and keep the version."""
+    if not scheduler.flush_cache():
+        raise ValueError("requests are running, so the cache of older weights was not dropped")
+    versions.installed().stamp(scheduler, version)
+    return {}
+
+
 def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
     return _stay_held()
@@ -291,6 +299,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "fingerprints": _fingerprints,
     "delivered": _delivered,
     "shapes": _shapes,
+    "stamp": _stamp,  # of `weights/end` only: no route has this name
     "progress": kv_moves.progress,
     "kv_offer": kv_moves.offer,
     "kv_export": kv_moves.export,

@@ -38,23 +38,23 @@ from megatron_rlspec.rollout.sglang.server.bodies import (
     internal,
     manager,
     one_line,
-    read_body,
+    parsed,
     read_nothing,
     run_command,
 )
-from megatron_rlspec.rollout.sglang.server.schemas import MEGABYTE, Refusal, parse
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal
+from megatron_rlspec.rollout.sglang.server.weight_routes import weights
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being drawn
 _sglang = versions.installed()
-_GENERATE_BYTES = 512 * MEGABYTE  # 4096 prompts of 16,000 tokens
 logger = logging.getLogger(__name__)
 
 
 def _control(command: str, schema: type[schemas.Strict]) -> Handler:
     async def control(request: Request) -> JSONResponse:
-        body = parse(schema, await read_body(request))
+        body = await parsed(request, schema)
         return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
 
     control.__name__ = command
@@ -67,9 +67,9 @@ async def generate(request: Request) -> StreamingResponse:
     Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}; a defect of the server ends
     the stream with a line {"error"}.
     """
-    body = parse(schemas.GenerateBody, await read_body(request, _GENERATE_BYTES))
+    body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
-    weight_routes.check_defined()
+    await weight_routes.may_generate()
     schemas.check_batch(body, tokenizer.model_config.vocab_size, tokenizer.context_len)
     for asked in body.requests:
         if asked.id in tokenizer.rid_to_state:
@@ -187,7 +187,7 @@ async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[di
 
 
 async def abort(request: Request) -> JSONResponse:
-    ids = parse(schemas.AbortBody, await read_body(request)).ids
+    ids = (await parsed(request, schemas.AbortBody)).ids
     tokenizer = manager()
     if ids is None:
         tokenizer.abort_request(abort_all=True)
@@ -200,13 +200,16 @@ async def abort(request: Request) -> JSONResponse:
 async def pause(request: Request) -> JSONResponse:
     """Take running requests off the batch and keep them; their cache is recomputed, hence may be flushed."""
     await read_nothing(request)
+    weights.paused = True
     await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
     return JSONResponse({})
 
 
 async def resume(request: Request) -> JSONResponse:
     await read_nothing(request)
-    weight_routes.check_defined()
+    weights.check_closed()
+    weights.check_defined()
+    weights.paused = False
     await manager().continue_generation(ContinueGenerationReqInput())
     return JSONResponse({})
 
@@ -245,12 +248,13 @@ ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
     "wake": (wake, schemas.Nothing),
     "columns/send": (columns.send, schemas.SendBody),
     "columns/fetch": (columns.fetch, schemas.FetchBody),
-    "weights/begin": (weight_routes.begin, schemas.ScopeQuery),
-    "weights/bucket": (weight_routes.bucket, schemas.BucketQuery),
+    "weights/begin": (weight_routes.begin, schemas.BeginQuery),
+    "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
     "weights/file": (weight_routes.file, schemas.FileQuery),
     "weights/join": (weight_routes.join, schemas.JoinBody),
     "weights/receive": (weight_routes.receive, schemas.ReceiveBody),
-    "weights/end": (weight_routes.end, schemas.Nothing),
+    "weights/end": (weight_routes.end, schemas.SessionQuery),
+    "weights/abandon": (weight_routes.abandon, schemas.SessionQuery),
 }
 
 
@@ -272,7 +276,7 @@ def add_routes(app: FastAPI) -> None:
 def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
     """Return the description of the request for /openapi.json."""
     found = schema.model_json_schema()
-    if not issubclass(schema, schemas.ScopeQuery):
+    if not issubclass(schema, schemas.BeginQuery | schemas.SessionQuery):
         return {"requestBody": {"content": {"application/json": {"schema": found}}}}
     required = found.get("required", [])
     return {

@@ -9,13 +9,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from megatron_rlspec.rollout.sglang.server import limits
 from megatron_rlspec.types import Scope
 
-MEGABYTE = 1 << 20
 SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
 
 
@@ -28,7 +28,10 @@ class Refusal(ValueError):
 
 
 class Strict(BaseModel):
+    """`limit`: bytes that such a body may have."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    limit: ClassVar[int] = limits.JSON_BYTES
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -56,7 +59,7 @@ Text = Annotated[str, Field(min_length=1, max_length=256)]
 RequestId = Annotated[
     str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$"), AfterValidator(_not_reserved)
 ]
-Version = Annotated[str, Field(pattern=r"^[0-9]{0,18}$")]
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]
 ColumnsPath = Annotated[str, Field(max_length=4096, pattern=r"^/([^\x00/]+/)*rlspec-kv-[A-Za-z0-9._-]+$")]
@@ -89,7 +92,8 @@ class RequestBody(Strict):
 class GenerateBody(Strict):
     """`progress`: also send the tokens of samples that are being drawn."""
 
-    requests: list[RequestBody] = Field(min_length=1, max_length=1 << 16)
+    limit: ClassVar[int] = limits.BATCH_BYTES
+    requests: list[RequestBody] = Field(min_length=1, max_length=limits.REQUESTS)
     progress: bool = False
 
 
@@ -140,6 +144,7 @@ class SetSpecRule(Strict):
 class SetDraftVocabulary(Strict):
     """Ids of the words that drafts are chosen from, as many as at the start of the engine."""
 
+    limit: ClassVar[int] = limits.BATCH_BYTES
     words: list[Annotated[int, Field(ge=0, le=1 << 24)]] = Field(min_length=1, max_length=1 << 24)
 
 
@@ -156,8 +161,9 @@ class OfferNote(Strict):
 
 
 class Offer(Strict):
+    limit: ClassVar[int] = limits.BATCH_BYTES
     version: Version
-    notes: list[OfferNote] = Field(min_length=1, max_length=1 << 16)
+    notes: list[OfferNote] = Field(min_length=1, max_length=limits.REQUESTS)
 
 
 class ExportNote(Strict):
@@ -169,7 +175,7 @@ class ExportNote(Strict):
 
 
 class Export(Strict):
-    notes: list[ExportNote] = Field(min_length=1, max_length=1 << 16)
+    notes: list[ExportNote] = Field(min_length=1, max_length=limits.REQUESTS)
 
 
 class DetachNote(Strict):
@@ -181,7 +187,7 @@ class DetachNote(Strict):
 
 
 class Detach(Strict):
-    notes: list[DetachNote] = Field(min_length=1, max_length=1 << 16)
+    notes: list[DetachNote] = Field(min_length=1, max_length=limits.REQUESTS)
 
 
 class AcceptNote(Strict):
@@ -192,7 +198,7 @@ class AcceptNote(Strict):
 
 
 class Accept(Strict):
-    notes: list[AcceptNote] = Field(min_length=1, max_length=1 << 16)
+    notes: list[AcceptNote] = Field(min_length=1, max_length=limits.REQUESTS)
 
 
 class Withdraw(Strict):
@@ -213,7 +219,7 @@ class FetchBody(Strict):
 
     url: Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9._:%\[\]-]+(/[A-Za-z0-9._~/-]*)?$")]
     key: Annotated[str, Field(max_length=4096, pattern=r"^[\x20-\x7e]*$")] = ""
-    names: list[ColumnsName] = Field(min_length=1, max_length=1 << 16)
+    names: list[ColumnsName] = Field(min_length=1, max_length=limits.REQUESTS)
     ranks: int = Field(1, ge=1, le=4096)
 
 
@@ -242,17 +248,20 @@ COMMANDS: dict[str, type[Strict]] = {
 }
 
 
-class ScopeQuery(Strict):
+class BeginQuery(Strict):
+    """Which tensors an update has, and the version of the weights after it."""
+
     scope: Scope
+    version: Version
 
 
-class BucketQuery(ScopeQuery):
-    """The last bucket of a push names the version of the weights."""
+class SessionQuery(Strict):
+    """The update that a request belongs to, by the token that `begin` returned."""
 
-    version: Version = ""
+    session: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class FileQuery(BucketQuery):
+class FileQuery(SessionQuery):
     path: str = Field(min_length=1, max_length=4096, pattern=r"^/[^\x00]*$")
 
 

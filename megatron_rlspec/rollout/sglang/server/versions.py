@@ -144,6 +144,7 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.init_weights_update_group": (
         "recv_req",
     ),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager._update_weight_version_if_provided": ("weight_version",),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.abort_request": ("rid", "abort_all"),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.pause_generation": ("obj",),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager.continue_generation": ("obj",),
@@ -168,6 +169,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.begin_weight_update": ("obj",),
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.end_weight_update": ("obj",),
         f"{_MANAGERS}.scheduler.Scheduler.continue_generation": ("recv_req",),
+        f"{_MANAGERS}.scheduler.Scheduler.record_weight_version_change": ("new_version",),
         f"{_MANAGERS}.scheduler.Scheduler.weight_updater": (),
         f"{_MANAGERS}.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (),
         f"{_MANAGERS}.scheduler.Scheduler.idle_sleeper": (),
@@ -336,19 +338,22 @@ class Sglang0523:
 
         return await manager.end_weight_update(EndWeightUpdateReqInput())
 
-    def tensors(self, selector: str, version: str, payloads: list[bytes]) -> Any:
-        """Return a bucket of weights as a message. The last one names the version, and flushes the cache."""
+    def stamp(self, scheduler: Any, version: str) -> None:
+        """Tell the scheduler the version of its weights."""
+        scheduler.record_weight_version_change(new_version=version)
+
+    def tensors(self, selector: str, payloads: list[bytes]) -> Any:
+        """Return a bucket of weights as a message. The cache is flushed at the end of the update."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         return UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format="flattened_bucket",
-            flush_cache=bool(version),
-            weight_version=version or None,
+            flush_cache=False,
             **self.tensors_for(selector),
         )
 
-    def broadcast(self, selector: str, version: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
+    def broadcast(self, selector: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
         """Return the message that has the ranks receive a bucket in one broadcast; otherwise as `tensors`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
@@ -358,8 +363,7 @@ class Sglang0523:
             shapes=shapes,
             group_name=group,
             load_format="flattened_bucket",
-            flush_cache=bool(version),
-            weight_version=version or None,
+            flush_cache=False,
             **self.broadcast_for(selector),
         )
 
@@ -447,6 +451,9 @@ class Sglang0515(Sglang0523):
 
     async def end_push(self, manager: Any) -> tuple[bool, str]:
         return True, ""
+
+    def stamp(self, scheduler: Any, version: str) -> None:
+        """Do nothing: its schedulers keep no version."""
 
     def tensors_for(self, selector: str) -> dict[str, Any]:
         return {"disable_draft_model": selector == "target"}

@@ -3,155 +3,210 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+)
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-from megatron_rlspec.rollout.sglang.server import schemas, versions
+from megatron_rlspec.rollout.sglang.server import limits, schemas, versions
 from megatron_rlspec.rollout.sglang.server.bodies import (
     content_length,
     done,
     manager,
-    read_body,
+    parsed,
+    parts,
     read_nothing,
     run_command,
 )
 from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors, header_length, read_entries
 from megatron_rlspec.rollout.sglang.server.bucket_file import NotRegularError, bytes_of, of_file, open_regular
-from megatron_rlspec.rollout.sglang.server.schemas import Refusal, parse, parse_query
-from megatron_rlspec.types import Scope
+from megatron_rlspec.rollout.sglang.server.schemas import Refusal, parse_query
+from megatron_rlspec.rollout.sglang.server.update import Update, Weights
 
 _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 _KEPT = 1 << 30  # bytes of shared memory that stay between pushes
+logger = logging.getLogger(__name__)
 _PROBE_SECONDS = 5.0  # for a trainer's store to answer before a scheduler may wait for it
 
 
-class _Push:
-    """The open weight update, if there is one, and the memory that holds its buckets."""
+class _Memory:
+    """Memory that SGLang's scheduler processes can map. One piece stays between buckets.
+
+    Allocating new pages costs more than the copy into them.
+    """
 
     def __init__(self) -> None:
-        self.scope: Scope | None = None
-        self.asleep = False
-        self.undefined = False  # after a sleep, until an update of all tensors
-        self.whole = False  # whether the open update is of all tensors and its last bucket came
-        self.lock = asyncio.Lock()  # one request of a push at a time: all buckets use the same memory
-        self.groups: set[str] = set()
-        self.served: ServedTensors | None = None
-        self._shared = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8)
 
-    def memory(self, size: int) -> torch.Tensor:
-        """Return `size` bytes that SGLang's scheduler processes can map; the same memory serves every bucket.
+    @contextmanager
+    def piece(self, size: int) -> Iterator[torch.Tensor]:
+        """Lend `size` bytes."""
+        taken, self._free = self._free, torch.empty(0, dtype=torch.uint8)
+        if taken.numel() < size:
+            taken = torch.empty(size, dtype=torch.uint8).share_memory_()
+        try:
+            yield taken[:size]
+        finally:
+            if self._free.numel() < taken.numel():
+                self._free = taken
 
-        Allocating new pages costs more than the copy into them.
-        """
-        if self._shared.numel() < size:
-            self._shared = torch.empty(size, dtype=torch.uint8).share_memory_()
-        return self._shared[:size]
-
-    def check(self, scope: Scope) -> None:
-        if self.scope is None:
-            raise Refusal(409, "no weight update is open; call weights/begin first")
-        if scope != self.scope:
-            raise Refusal(409, f"scope is {scope}, but the open weight update began with scope={self.scope}")
-
-    def close(self) -> None:
-        self.scope = None
-        self.whole = False
-        if self._shared.numel() > _KEPT:
-            self._shared = torch.empty(0, dtype=torch.uint8)
+    def trim(self) -> None:
+        """Give back what is more than a push's first bucket will need."""
+        if self._free.numel() > _KEPT:
+            self._free = torch.empty(0, dtype=torch.uint8)
 
 
-_push = _Push()
+weights = Weights()
+_memory = _Memory()
+_lock = asyncio.Lock()  # around what schedulers do in an update; no body is read under it
+_closed = asyncio.Event()  # while no update is open
+_closed.set()
+_groups: set[str] = set()
+_held: list[ServedTensors] = []  # what the engine holds, once it was asked
 
 
-def check_awake() -> None:
-    if _push.asleep:
-        raise Refusal(409, "the engine sleeps: its memory is released; call wake first")
-
-
-def check_defined() -> None:
-    """Raise Refusal while the engine sleeps, and after that until all weights are pushed."""
-    check_awake()
-    if _push.undefined:
-        raise Refusal(409, "the engine slept, so its weights are undefined; push all of them first, with scope=all")
+async def may_generate() -> None:
+    """Wait for the end of an open update. Raises Refusal if it does not come, or if weights are undefined."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(_closed.wait(), limits.UPDATE_WAIT)
+    weights.check_closed()
+    weights.check_defined()
 
 
 @asynccontextmanager
 async def between_updates(asleep: bool) -> AsyncIterator[None]:
     """Keep updates away while the engine goes to sleep or wakes up. Raises Refusal unless it is `asleep` or awake."""
     async with _alone():
-        if _push.scope is not None:
-            raise Refusal(409, "a weight update is open; call weights/end first")
-        if _push.asleep != asleep:
-            raise Refusal(409, f"the engine is {'asleep already' if _push.asleep else 'awake'}")
-        _push.undefined = True
+        weights.check_closed()
+        weights.check_asleep(asleep)
+        weights.sleep()
         yield
-        _push.asleep = not asleep
+        weights.asleep = not asleep
 
 
 async def begin(request: Request) -> JSONResponse:
-    scope = _query(request, schemas.ScopeQuery).scope
+    """Open an update, and return the token that its other requests name. Running samples are taken off the batch."""
+    query = _query(request, schemas.BeginQuery)
     await read_nothing(request)
     async with _alone():
-        if scope == "all":
-            check_awake()
-        else:
-            check_defined()
-        if _push.scope is not None:
-            raise Refusal(409, "a weight update is already open; call weights/end first")
-        answer = done(*await _sglang.begin_push(manager(), _SELECTOR[scope]))
-        _push.scope = scope
-        return answer
+        update = weights.begin(query.scope, query.version)
+        _closed.clear()
+        try:
+            await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+            done(*await _sglang.begin_push(manager(), _SELECTOR[query.scope]))
+        except BaseException:
+            await _close(update, "it could not begin", opened=False)
+            raise
+        if await request.is_disconnected():
+            await _close(update, "its client left before it began")
+            raise Refusal(409, "the client closed the connection, so the update was withdrawn")
+        _watchers[update.token] = asyncio.create_task(_watch(update))
+        return JSONResponse({"session": update.token})
+
+
+_watchers: dict[str, asyncio.Task[None]] = {}
+
+
+async def _watch(update: Update) -> None:
+    """End an update whose owner falls silent."""
+    try:
+        while weights.update is update:
+            if (left := weights.silence(update)) > 0:
+                await asyncio.sleep(left)
+                continue
+            async with _lock:
+                if weights.update is update and weights.silence(update) <= 0:
+                    await _close(update, f"its client was silent for {limits.UPDATE_SILENT:.0f} s")
+    finally:
+        _watchers.pop(update.token, None)
+
+
+async def _close(update: Update, why: str, opened: bool = True) -> None:
+    """End an update unfinished. If it has changed nothing, samples go on, unless a client asked for a pause."""
+    weights.abandon(update, why)
+    logger.warning("rlspec: the update to version %s ended unfinished: %s", update.version, why)
+    if opened:
+        await _sglang.end_push(manager())
+    if not (weights.undefined or weights.paused):
+        await manager().continue_generation(ContinueGenerationReqInput())
+    _closed.set()
+    _memory.trim()
+
+
+async def abandon(request: Request) -> JSONResponse:
+    """End an update unfinished, at its owner's wish."""
+    query = _query(request, schemas.SessionQuery)
+    await read_nothing(request)
+    async with _alone():
+        await _close(weights.of(query.session), "its client gave it up")
+        return JSONResponse({})
 
 
 async def end(request: Request) -> JSONResponse:
-    parse_query(schemas.Nothing, request.query_params.multi_items())
+    """End an update that is complete: drop what older weights computed, and stamp its version."""
+    query = _query(request, schemas.SessionQuery)
     await read_nothing(request)
     async with _alone():
-        if _push.scope is None:
-            raise Refusal(409, "no weight update is open; call weights/begin first")
-        whole = _push.whole
-        _push.close()
-        answer = done(*await _sglang.end_push(manager()))
-        _push.undefined &= not whole
-        return answer
+        update = weights.of(query.session)
+        if not update.sent:
+            await _close(update, "no bucket came")
+            raise Refusal(409, "no bucket came, so neither the weights nor their version have changed")
+        try:
+            done(*await _sglang.end_push(manager()))
+            if not update.failed:
+                await run_command("stamp", {"version": update.version})
+                manager()._update_weight_version_if_provided(update.version)
+        except Refusal as refusal:
+            update.failed = update.failed or str(refusal)
+        _closed.set()
+        _memory.trim()
+        weights.end(update)
+        return JSONResponse({})
 
 
 async def bucket(request: Request) -> JSONResponse:
-    """Load a safetensors file of full tensors from the body. The last bucket names `version` and flushes the cache."""
-    query = _query(request, schemas.BucketQuery)
-    async with _alone():
-        _push.check(query.scope)
-        limit = (await _one_machine()).largest_bucket
-        size = content_length(request, limit)
-        if size is None:
-            body = await read_body(request, limit)
-            landed = _push.memory(len(body))
-            landed.numpy()[:] = memoryview(body)
-            return await _load(landed, query)
-        landed = _push.memory(size)
-        at = 0
-        view = landed.numpy().data
-        async for part in request.stream():
-            if at + len(part) > size:
-                raise Refusal(400, f"the body is longer than its Content-Length of {size}")
-            view[at : at + len(part)] = part
-            at += len(part)
-        if at != size:
-            raise Refusal(400, f"the body ended after {at} of {size} bytes")
-        return await _load(landed, query)
+    """Load a safetensors file of full tensors from the body."""
+    query = _query(request, schemas.SessionQuery)
+    update = weights.of(query.session)
+    limit = (await _one_machine()).largest_bucket
+    size = content_length(request, limit)
+    with weights.receiving(update):
+        chunks = parts(request, limit, limits.BUCKET_SECONDS, lambda: weights.heard(update))
+        if size is None:  # a chunked body
+            whole = b"".join([part async for part in chunks])
+            size, chunks = len(whole), _one(whole)
+        with _memory.piece(size) as landed:
+            view = landed.numpy().data
+            at = 0
+            async for part in chunks:
+                if at + len(part) > size:
+                    raise Refusal(400, f"the body is longer than its Content-Length of {size}")
+                view[at : at + len(part)] = part
+                at += len(part)
+            if at != size:
+                raise Refusal(400, f"the body ended after {at} of {size} bytes")
+            async with _alone():
+                return await _load(landed, weights.of(query.session))
+
+
+async def _one(part: bytes) -> AsyncIterator[bytes]:
+    yield part
 
 
 async def file(request: Request) -> JSONResponse:
@@ -159,17 +214,19 @@ async def file(request: Request) -> JSONResponse:
     query = _query(request, schemas.FileQuery)
     await read_nothing(request)
     async with _alone():
-        _push.check(query.scope)
+        update = weights.of(query.session)
         served = await _one_machine()
         head, size = await asyncio.to_thread(_read_header, query.path, served.largest_bucket)
-        entries = read_entries(memoryview(head), served, query.scope, size)
+        entries = read_entries(memoryview(head), served, update.scope, size)
         if not _sglang.reads_files:
-            landed = _push.memory(size)
-            landed.copy_(await asyncio.to_thread(bytes_of, query.path, size))
-            return await _load(landed, query)
+            with _memory.piece(size) as landed:
+                landed.copy_(await asyncio.to_thread(bytes_of, query.path, size))
+                return await _load(landed, update)
         ranks = manager().server_args.tp_size
-        message = _sglang.tensors(_SELECTOR[query.scope], query.version, [of_file(query.path, size, entries)] * ranks)
-        return _loaded(await manager().update_weights_from_tensor(message, None), query)
+        message = _sglang.tensors(_SELECTOR[update.scope], [of_file(query.path, size, entries)] * ranks)
+        return await _given(
+            update, [entry.name for entry in entries], manager().update_weights_from_tensor(message, None)
+        )
 
 
 def _read_header(path: str, limit: int) -> tuple[bytes, int]:
@@ -189,8 +246,8 @@ def _read_header(path: str, limit: int) -> tuple[bytes, int]:
 
 async def join(request: Request) -> JSONResponse:
     """Join the trainer, rank 0, in a process group: {"address", "port", "size", "first", "group", "backend"}."""
-    parse_query(schemas.Nothing, request.query_params.multi_items())
-    asked = parse(schemas.JoinBody, await read_body(request))
+    query = _query(request, schemas.SessionQuery)
+    asked = await parsed(request, schemas.JoinBody)
     arguments = manager().server_args
     if asked.first + arguments.tp_size > asked.size:
         raise Refusal(
@@ -201,7 +258,8 @@ async def join(request: Request) -> JSONResponse:
     if asked.backend == "nccl" and arguments.device != "cuda":
         raise Refusal(400, f"backend is nccl, but this engine runs on {arguments.device}; expected gloo")
     async with _alone():
-        if asked.group in _push.groups:
+        weights.of(query.session)
+        if asked.group in _groups:
             raise Refusal(409, f"group {asked.group} was joined already; expected a new name")
         await asyncio.to_thread(_find_store, asked.address, asked.port)
         message = InitWeightsUpdateGroupReqInput(
@@ -213,7 +271,7 @@ async def join(request: Request) -> JSONResponse:
             backend=asked.backend,
         )
         answer = done(*await manager().init_weights_update_group(message, None))
-        _push.groups.add(asked.group)
+        _groups.add(asked.group)
         return answer
 
 
@@ -245,8 +303,8 @@ def _find_store(address: str, port: int) -> None:
 
 async def receive(request: Request) -> JSONResponse:
     """Load a bucket that the trainer broadcasts in one piece: {"group", "names", "dtypes", "shapes"}."""
-    query = _query(request, schemas.BucketQuery)
-    asked = parse(schemas.ReceiveBody, await read_body(request))
+    query = _query(request, schemas.SessionQuery)
+    asked = await parsed(request, schemas.ReceiveBody)
     counts = {len(asked.names), len(asked.dtypes), len(asked.shapes)}
     if len(counts) > 1:
         raise Refusal(
@@ -257,20 +315,18 @@ async def receive(request: Request) -> JSONResponse:
     if len(set(asked.names)) != len(asked.names):
         raise Refusal(400, "names holds a name twice; expected distinct names")
     async with _alone():
-        _push.check(query.scope)
+        update = weights.of(query.session)
         served = await _served()
         for name, shape in zip(asked.names, asked.shapes, strict=True):
-            served.check(name, shape, query.scope)
-        if asked.group not in _push.groups:
+            served.check(name, shape, update.scope)
+        if asked.group not in _groups:
             raise Refusal(409, f"group {schemas.shown(asked.group)} was not joined; call weights/join first")
-        message = _sglang.broadcast(
-            _SELECTOR[query.scope], query.version, asked.group, asked.names, asked.dtypes, asked.shapes
-        )
-        return _loaded(await manager().update_weights_from_distributed(message, None), query)
+        message = _sglang.broadcast(_SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes)
+        return await _given(update, asked.names, manager().update_weights_from_distributed(message, None))
 
 
-async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONResponse:
-    entries = read_entries(landed.numpy().data, await _served(), query.scope)
+async def _load(landed: torch.Tensor, update: Update) -> JSONResponse:
+    entries = read_entries(landed.numpy().data, await _served(), update.scope)
     metadata = [
         FlattenedTensorMetadata(
             entry.name, torch.Size(entry.shape), entry.dtype, entry.first, entry.end, entry.end - entry.first
@@ -279,26 +335,31 @@ async def _load(landed: torch.Tensor, query: schemas.BucketQuery) -> JSONRespons
     ]
     # Pickled for SGLang's own scheduler processes only, with the tensor in shared memory. Each process gets its own
     # pickle, because a handle of shared memory can be opened only once.
-    parts = {"flattened_tensor": landed, "metadata": metadata}
-    payloads = [MultiprocessingSerializer.serialize(parts) for _ in range(manager().server_args.tp_size)]
-    message = _sglang.tensors(_SELECTOR[query.scope], query.version, payloads)
-    return _loaded(await manager().update_weights_from_tensor(message, None), query)
+    pieces = {"flattened_tensor": landed, "metadata": metadata}
+    payloads = [MultiprocessingSerializer.serialize(pieces) for _ in range(manager().server_args.tp_size)]
+    message = _sglang.tensors(_SELECTOR[update.scope], payloads)
+    return await _given(update, [entry.name for entry in entries], manager().update_weights_from_tensor(message, None))
 
 
-def _loaded(answered: tuple[bool, str], query: schemas.BucketQuery) -> JSONResponse:
-    answer = done(*answered)
-    _push.whole = query.scope == "all" and bool(query.version)
+async def _given(update: Update, names: Sequence[str], loading: Awaitable[tuple[bool, str]]) -> JSONResponse:
+    """Wait until the schedulers have loaded these tensors. Raises Refusal if not; then the update stays unfinished."""
+    weights.sending(update, names)
+    try:
+        answer = done(*await loading)
+    except Refusal as refusal:
+        update.failed = str(refusal)
+        raise
+    weights.heard(update)
     return answer
 
 
 async def _served() -> ServedTensors:
     """Return what the engine holds. The scheduler is asked once, since names and shapes never change."""
-    if _push.served is None:
+    if not _held:
         found = await run_command("shapes", {})
-        _push.served = ServedTensors(
-            found["shapes"], frozenset(found["drafter"]), found["elements"], found["unnamed"], found["apart"]
-        )
-    return _push.served
+        drafter = frozenset(found["drafter"])
+        _held.append(ServedTensors(found["shapes"], drafter, found["elements"], found["unnamed"], found["apart"]))
+    return _held[0]
 
 
 async def _one_machine() -> ServedTensors:
@@ -310,15 +371,15 @@ async def _one_machine() -> ServedTensors:
 
 
 class _alone:
-    """Refuse a request of a push while another one is being carried out."""
+    """Refuse a request of an update while another one is being carried out."""
 
     async def __aenter__(self) -> None:
-        if _push.lock.locked():
+        if _lock.locked():
             raise Refusal(409, "another request of a weight update is being carried out; wait for its answer")
-        await _push.lock.acquire()
+        await _lock.acquire()
 
     async def __aexit__(self, *_: object) -> None:
-        _push.lock.release()
+        _lock.release()
 
 
 def _query(request: Request, schema: type[schemas.Body]) -> schemas.Body:
