@@ -7,6 +7,7 @@ through, because replacing `/dev/stdout` or `/dev/full` by a file would destroy 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -21,8 +22,16 @@ READ_MOST = 1 << 28  # bytes of a text file that is read whole; a cost table of 
 _STREAMS = {"/dev/stdout": "stdout", "/dev/stderr": "stderr"}
 
 
+_LOCKED: set[int] = set()  # descriptors that hold a lock
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
 class FileError(ValueError):
     """A file that cannot be read or written. One line: which file, what is wrong, what was expected."""
+
+
+class LockedError(FileError):
+    """Another process holds the lock of a file."""
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -136,6 +145,67 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---- locks --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Hold the lock of a file during the block. The file and its directory are made if they are missing.
+
+    The system frees the lock when the process ends, however it ends. Processes that this one starts or forks do not
+    hold it. NFS passes it on to its server. A file system without locks gets one line on stderr. Raises LockedError at
+    once if another process has it, and OSError, which names `path`.
+    """
+    with _naming(Path(path)):
+        handle = _locked(Path(path))
+    _LOCKED.add(handle)
+    try:
+        yield
+    finally:
+        if handle in _LOCKED:  # else this is a forked child
+            _LOCKED.remove(handle)
+            os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    """Return the descriptor of a locked file. Tries again if its last owner removes file or directory meanwhile."""
+    for _ in range(100):
+        handle = -1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise LockedError(f"{path}: another process uses it") from None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if handle < 0 or error.errno not in _NO_LOCKS:
+                raise
+            line = f"{path}: this file system has no locks ({reason(error)}); let one process at a time use it"
+            print(line, file=sys.stderr, flush=True)
+            return handle
+        if handle >= 0:
+            os.close(handle)
+    raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again", str(path))
+
+
+def _close_in_child() -> None:
+    """Close what a forked child inherits: a lock lasts as long as any copy of its descriptor."""
+    for handle in _LOCKED:
+        os.close(handle)
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+# ---- outputs of commands ------------------------------------------------------------------------------------------
 
 
 def check_output(path: str | Path) -> None:

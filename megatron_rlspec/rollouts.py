@@ -153,7 +153,8 @@ class Rollouts:
         self.seconds = math.nan  # of the newest rollout, rewards included
         self.counts: dict[str, float] = {}  # of the newest rollout
         self.begun = list(drawn.begun)  # groups that go on in the next rollout
-        self._lengths: dict[int, tuple[int, int]] = {}  # tokens and number of the responses to a prompt
+        # tokens and number of the responses to a prompt: they decide which requests engines get first
+        self._lengths: dict[int, tuple[int, int]] = {row: (t, n) for row, t, n in resumed.get("lengths", ())}
         self.rounds: list[RoundStats] = []  # of the newest rollout, as `adapt` read them
         self.failed_steps = rewards.FailedSteps(config.reward.max_failed_steps)
         self._drawing: Collection[str] = ()  # ids of the running requests
@@ -162,12 +163,15 @@ class Rollouts:
         self.ahead: Future[_Rollout] | None = None
         if drawn.ahead:
             self.ahead = Future()
-            self.ahead.set_result(_Rollout(list(drawn.ahead), math.nan))
+            self.ahead.set_result(_Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {}))))
         self.restarts = Restarts(self.starting.again, rollout.restarts)
         self.asleep = False
         self.restarted = 0  # engines that were restarted since the last record
         self._begun: dict[str, int] = {}  # engine that is restarting, without an event yet -> number of the restart
-        in_flight = rollout.in_flight or rollout.max_running_requests
+        # A single engine in this process has a queue of its own. The round in which a sample begins then does not
+        # depend on threads, nor does what unfinished samples have when a batch is full.
+        alone = rollout.engine == "embedded"
+        in_flight = rollout.in_flight or (0 if alone else rollout.max_running_requests)
         continues = rollout.engine == "embedded" or config.spec.verifier == "position_keyed"
         lanes = [engines[name] for name in self.starting.lanes]
         self.engines = EnginePool(list(engines.values()), in_flight, self._start_again, continues, lanes)
@@ -225,8 +229,10 @@ class Rollouts:
         self.scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON, without `pending`."""
-        return self.learning.state()
+        """Return the state for a checkpoint, as JSON, without the groups of `pending` and `begun`."""
+        ahead = self.ahead.result().counts if self.ahead is not None else {}
+        lengths = [(row, tokens, number) for row, (tokens, number) in self._lengths.items()]
+        return self.learning.state() | {"ahead": ahead, "lengths": lengths}
 
     def pending(self) -> list[Group]:
         """Return the rollout that was drawn ahead. A checkpoint keeps it, because a resumed run lacks its weights."""

@@ -42,12 +42,12 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.trajectory import Trajectory, TrajectoryWriter
 from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
 from megatron_rlspec.weights import tensor_file
-from megatron_rlspec.weights.checkpoint import CheckpointError, check, write_hf
+from megatron_rlspec.weights.checkpoint import CheckpointError, build_hf, check, publish
 from megatron_rlspec.weights.contract import HealthError
-from megatron_rlspec.weights.drafter_files import Tensors, read_model, words, write_drafter
+from megatron_rlspec.weights.drafter_files import Tensors, build_drafter, read_model, words
 from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
-from megatron_rlspec.weights.push import PushError, broadcast_device, exporting
+from megatron_rlspec.weights.push import PushError, Source, broadcast_device, exporting
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
@@ -514,26 +514,37 @@ class Session:
         if self.trajectory is not None and self.config.replay.policy_step < 0:
             self._load_recorded(self.done)
         self._save()
-        policy = drafter = self.run_dir / "hf"
+        written: dict[Path, Path] = {}  # built directories, by the names that they get at the end; hf/ is the last
         with exporting(self.trainer.export) as source:
-            if source is not None and DRAFTER not in self.hf_config:
-                write_hf(policy, self.hf_config, source("all"), tokenizer_from=self.config.model.path)
-            elif source is not None:
-                drafter = self.run_dir / "hf_drafter"
-                stated = {key: value for key, value in self.hf_config.items() if key != DRAFTER}
-                write_hf(policy, stated, source("target"), tokenizer_from=self.config.model.path)
-                if self.config.drafter.train:
-                    own = self.hf_config[DRAFTER]
-                    write_drafter(drafter, own, source("drafter"), self.eagle3_words, self.config.drafter.path)
+            if source is not None:
+                written = self._build_result(source)
         found = dict(self.trainer.export_drafter_moments())
         if found:
-            path = drafter / moments.FILE
+            path = next(iter(written.values())) / moments.FILE
             path.parent.mkdir()
             tensor_file.save(found, path)
+        for target, built in written.items():
+            publish(built, target)
         if self.main:
+            drafter, *policy = written
             what = "policy and drafter as a Hugging Face checkpoint"
-            what = what if drafter == policy else f"the policy, and {drafter}, its EAGLE-3 drafter"
-            print(f"written: {policy}, {what}", flush=True)
+            what = f"the policy, and {drafter}, its EAGLE-3 drafter" if policy else what
+            print(f"written: {self.run_dir / 'hf'}, {what}", flush=True)
+
+    def _build_result(self, source: Source) -> dict[Path, Path]:
+        """Write the directories of drafter and policy, which can be one, beside their names. Return them by name."""
+        target = self.run_dir / "hf"
+        tokenizer = self.config.model.path
+        if DRAFTER not in self.hf_config:
+            return {target: build_hf(target, self.hf_config, source("all"), tokenizer)}
+        stated = {key: value for key, value in self.hf_config.items() if key != DRAFTER}
+        built = {}
+        if self.config.drafter.train:
+            own = self.run_dir / "hf_drafter"
+            described = self.hf_config[DRAFTER]
+            tokens = self.eagle3_words
+            built[own] = build_drafter(own, described, source("drafter"), tokens, self.config.drafter.path)
+        return built | {target: build_hf(target, stated, source("target"), tokenizer)}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

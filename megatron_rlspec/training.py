@@ -6,11 +6,13 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from megatron_rlspec import arguments, data, doctor, environment
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.load import unknown_option
+from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.inputs import check_inputs, with_drafter
 from megatron_rlspec.interruption import Interruption
 from megatron_rlspec.weights.model_config import DRAFTER
@@ -74,28 +76,33 @@ def train(argv: list[str]) -> None:
     """Run `rlspec train`. Mistakes in options and files are found before the heavy imports."""
     if "--dry-run" in argv:
         return dry_run(argv)
-    environment.prepare(os.environ)
-    config = parse("train", argv)
-    check_inputs(config, "train")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=True)
-        from megatron_rlspec import loop
-
-        loop.train(config, interruption)
+    _run("train", argv)
 
 
 def sft(argv: list[str]) -> None:
     """Run `rlspec sft`."""
-    environment.prepare(os.environ)
-    config = parse("sft", argv)
-    check_inputs(config, "sft")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=config.sft.eval_every > 0 and bool(config.data.eval_path))
-        from megatron_rlspec import loop
+    _run("sft", argv)
 
-        loop.warm_start(config, interruption)
+
+def replay(argv: list[str]) -> None:
+    """Run `rlspec replay`."""
+    _run("replay", argv)
+
+
+def _run(command: Command, argv: list[str]) -> None:
+    """Check what is asked, keep the run directory for this process, and run the command's loop."""
+    environment.prepare(os.environ)
+    config = parse(command, argv)
+    with claimed(Path(config.train.run_dir), config.train.resume):
+        check_inputs(config, command)
+        interruption = Interruption().install()
+        with interruption.translating():
+            evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path)
+            engines = {"train": True, "sft": evaluates, "replay": config.replay.policy_step >= 0}
+            doctor.refuse_if_affected(config, engines=engines[command])
+            from megatron_rlspec import loop
+
+            {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command](config, interruption)
 
 
 def answer(argv: list[str]) -> None:
@@ -110,20 +117,6 @@ def answer(argv: list[str]) -> None:
         from megatron_rlspec import answer
 
         print(answer.answer(config, hf_config))
-
-
-def replay(argv: list[str]) -> None:
-    """Run `rlspec replay`."""
-    environment.prepare(os.environ)
-    config = parse("replay", argv)
-    draws = config.replay.policy_step >= 0
-    check_inputs(config, "replay")
-    interruption = Interruption().install()
-    with interruption.translating():
-        doctor.refuse_if_affected(config, engines=draws)
-        from megatron_rlspec import loop
-
-        loop.replay(config, interruption)
 
 
 def dry_run(argv: list[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from short_run import TESTS, make_start, run, words
 
 from megatron_rlspec.checkpoints import Checkpoints, Drawn, _checksum
 from megatron_rlspec.config import ConfigError
+from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.environment import ranks_started
 from megatron_rlspec.metrics import Recorder, RecordError, read_records
 from megatron_rlspec.weights.tensor_file import CHECKSUMS
@@ -80,6 +82,21 @@ def test_a_start_that_failed_before_its_first_step_may_be_repeated(start, tmp_pa
         start, tmp_path / "run", rollout__engine="sglang", rollout__urls="http://127.0.0.1:9", spec__mode="adaptive"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_resumed(start, copy):
+    with claimed(copy, True):
+        before = contents(copy)
+        assert f"(process {os.getpid()} on " in refused(start, copy, train__resume="true")
+        assert contents(copy) == before
+
+
+def test_a_result_has_its_name_once_the_optimizers_state_is_there_too(start, copy):
+    arguments = words(start, copy, "train", OPTIONS | {"train__resume": "true"})
+    assert forked.run_module("killed_at_end", arguments, folder=TESTS).returncode == -signal.SIGKILL
+    assert not (copy / "hf").exists() and (copy / ".hf.partial/config.json").exists()
+    run(start, copy, **OPTIONS, train__resume="true")
+    assert (copy / "hf/optimizer/drafter.safetensors").exists() and not (copy / ".hf.partial").exists()
 
 
 def test_resumed_runs_repeat_no_sample_and_no_record(start, copy):

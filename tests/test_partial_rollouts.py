@@ -16,6 +16,7 @@ from megatron_rlspec.weights.checkpoint import read_hf
 STEPS = 4
 WANTED = 3
 SAMPLES = 4
+ROWS = 8
 
 
 def config_of(start, run_dir, **changed):
@@ -37,7 +38,7 @@ def config_of(start, run_dir, **changed):
 class Run:
     """The rollouts of a run, with the engine that they use."""
 
-    def __init__(self, config, run_dir, drawn=None, order=None):
+    def __init__(self, config, run_dir, state=None, drawn=None, order=None):
         hf_config, _ = read_hf(config.model.path)
         tokenizer = data.load_tokenizer(config.model.path)
         self.prompts = data.Prompts(config.data.path, tokenizer, config)
@@ -47,7 +48,9 @@ class Run:
         starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
         engines = starting.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
-        self.rollouts = Rollouts(starting, engines, recorder, self.prompts, {}, drawn or Drawn(), threading.Event())
+        self.rollouts = Rollouts(
+            starting, engines, recorder, self.prompts, state or {}, drawn or Drawn(), threading.Event()
+        )
         self.engine = engines["embedded"]
 
     def step(self, step):
@@ -57,18 +60,26 @@ class Run:
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial_staleness": 3}, {"dynamic_sampling": True}))],
+    [
+        {},
+        {"max_running_requests": 9},
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial_staleness": 3}, {"dynamic_sampling": True})),
+    ],
     ids=str,
 )
 def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same(start, tmp_path, changed):
     config = config_of(start, tmp_path, **changed)
+    if "max_running_requests" in changed:  # earlier lengths of these prompts then decide which requests begin first
+        rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:ROWS]
+        (tmp_path / "few.jsonl").write_text("".join(rows))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/few.jsonl"})})
     run = Run(config, tmp_path)
     steps = []
     for step in range(STEPS):
         if step == 2:
             order = run.prompts.state()
             checkpoints = Checkpoints(tmp_path, 2)
-            checkpoints.write_state(2, {}, Drawn(begun=run.rollouts.begun))
+            checkpoints.write_state(2, run.rollouts.state(), Drawn(begun=run.rollouts.begun))
         steps.append(run.step(step))
         assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
     begun = run.rollouts.begun
@@ -86,8 +97,8 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
         assert all(len({s.reward for s in group.samples}) > 1 for groups in steps for group in groups)
         return
-    _, drawn = checkpoints.read_state(checkpoints.path(2))
-    resumed = Run(config, tmp_path, drawn, order)
+    state, drawn = checkpoints.read_state(checkpoints.path(2))
+    resumed = Run(config, tmp_path, state, drawn, order)
     for step in range(2, STEPS):
         for group, before in zip(resumed.step(step), steps[step], strict=True):
             assert [s.request_id for s in group.samples] == [s.request_id for s in before.samples]

@@ -53,7 +53,8 @@ class RolloutConfig(Section):
 
     in_flight: Count = Field(
         0,
-        description="requests that an engine is given at a time, the rest as it ends others; 0: max_running_requests",
+        description="requests that an engine is given at a time, the rest as it ends others; 0: max_running_requests, "
+        "and all with engine=embedded",
     )
     partial: bool = Field(
         False,

@@ -1,14 +1,59 @@
-"""Look at what a run directory holds before a run starts in it. Standard library only; writes nothing."""
+"""A run directory: whether a run can start in it, and the lock that keeps other runs out. Standard library only."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from megatron_rlspec import files
+from megatron_rlspec.config.base import ConfigError
+
+LOCK = ".lock"  # names host and process of a run while it goes on
+
+
+@contextmanager
+def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
+    """Keep `run_dir` for one run during the block. Makes the directory, and removes it if it is still empty then.
+
+    Raises ConfigError at once if another run has it, or if no run can start in it. Other ranks than 0 do nothing.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    option, lock, owner = f"train.run_dir={run_dir}", run_dir / LOCK, os.getpid()
+    new = not run_dir.exists()
+    with ExitStack() as held:
+        try:
+            held.enter_context(files.locked(lock))
+        except files.LockedError:
+            with suppress(files.FileError):
+                option += f" ({files.read_text(lock, 200)})"
+            raise ConfigError(f"{option}: another run goes on in it; expected one run at a time") from None
+        except OSError as error:
+            wanted = "expected a directory that the run can write to"
+            raise ConfigError(f"{option}: {files.reason(error)}; {wanted}") from None
+        try:
+            if taken := taken_by(run_dir, resume):
+                raise ConfigError(f"{option}: {taken}")
+            lock.write_text(f"process {owner} on {socket.gethostname()}")
+            yield
+        finally:
+            if os.getpid() == owner:  # else this is a forked child
+                lock.unlink(missing_ok=True)
+                if new:
+                    with suppress(OSError):  # it holds a run
+                        run_dir.rmdir()
 
 
 def taken_by(run_dir: Path, resume: bool) -> str:
     """Return why no run can start in `run_dir`, or with `resume` continue there; "" if it can."""
     if (run_dir / "hf").exists():
         return "holds hf/, the result of a finished run; expected another directory, or move hf/ away to go on"
+    if (run_dir / "hf_drafter").exists():
+        return "holds hf_drafter/, the result of a finished run; expected another directory, or move it away to go on"
     checkpoints = run_dir / "checkpoints"
     if checkpoints.exists() and not checkpoints.is_dir():
         return "checkpoints is a file; expected a directory"

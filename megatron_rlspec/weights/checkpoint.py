@@ -155,7 +155,18 @@ def write_hf(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a checkpoint directory that appears whole or not at all.
+    """Write a checkpoint directory that appears whole or not at all. Arguments and errors as of `build_hf`."""
+    publish(build_hf(path, config, tensors, tokenizer_from, shard_bytes), Path(path))
+
+
+def build_hf(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
 
     `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
     memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. Raises CheckpointError if
@@ -170,7 +181,8 @@ def write_hf(
     writer = ShardWriter(partial, shard_bytes)
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         writer.add(name, tensor)
-    finish(partial, target, config, writer.close(), tokenizer_from)
+    complete(partial, config, writer.close(), tokenizer_from)
+    return partial
 
 
 class ShardWriter:
@@ -208,14 +220,13 @@ class ShardWriter:
             self._bytes = 0
 
 
-def finish(
+def complete(
     partial: Path,
-    target: Path,
     config: Mapping[str, Any],
     file_of: Mapping[str, str],
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Name the shards as Transformers expects, add the small files, and move the directory into place."""
+    """Name the shards as Transformers expects, and add the small files."""
     shards = sorted(set(file_of.values()))
     final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
     if len(shards) == 1:
@@ -230,7 +241,6 @@ def finish(
     write_json(partial / "config.json", config)
     if tokenizer_from is not None:
         copy_companions(Path(tokenizer_from), partial)
-    publish(partial, target)
 
 
 def companions(source: Path) -> list[Path]:

@@ -321,7 +321,8 @@ class _HfSink:
         for file in sorted(self.directory.glob("shard-*.safetensors")):
             with TensorFile(file) as opened:
                 file_of |= dict.fromkeys(opened, file.name)
-        checkpoint.finish(self.directory, self.work.target, self.work.config, file_of, self.work.small_files)
+        checkpoint.complete(self.directory, self.work.config, file_of, self.work.small_files)
+        checkpoint.publish(self.directory, self.work.target)
 
 
 def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
-from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, read_hf, write_hf
+from megatron_rlspec.weights.checkpoint import CheckpointError, LazyTensors, build_hf, publish, read_hf
 from megatron_rlspec.weights.eagle3 import check_drafter, shapes
 from megatron_rlspec.weights.model_config import DRAFTER, EAGLE3, MAPS, PREFIX, check_drafter_config
 from megatron_rlspec.weights.model_directory import check_model
@@ -106,19 +106,19 @@ def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor
     return ids if offsets is None else ids + offsets
 
 
-def write_drafter(
+def build_drafter(
     path: str | Path,
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor]],
     ids: Tensor,
     tokenizer_from: str | Path | None = None,
-) -> None:
-    """Write a drafter's directory, whole or not at all. `tensors` are its own, named with or without `PREFIX`."""
+) -> Path:
+    """Write a drafter's directory as `build_hf`. `tensors` are its own, named with or without `PREFIX`."""
     drafted = torch.zeros(config["vocab_size"], dtype=torch.bool)
     drafted[ids] = True
     maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))
     named = ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
-    write_hf(path, config, [*named, *maps.items()], tokenizer_from)
+    return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
 
 
 def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: int = 0) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: in
         raise CheckpointError(f"{source}: {error}") from None
     head = tensors["model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"]
     made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"], seed)
-    write_drafter(target, config, made, ids, tokenizer_from=source)
+    publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
     check_drafter(target, hf_config, str(source))
     return config
 

@@ -2,6 +2,7 @@
 
 import itertools
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     """Start the engines of a layout, and return what was started."""
     started.clear()
     monkeypatch.setattr(subprocess, "Popen", Recorded)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directory
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
     StartingEngines(config, tmp_path, layout)
     return list(started)

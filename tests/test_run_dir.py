@@ -1,0 +1,91 @@
+"""One run at a time has a run directory, and none once its process has ended."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rlspec import files
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.config.run_dir import claimed
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from megatron_rlspec.config.run_dir import claimed
+with claimed(Path(sys.argv[1]), True):
+    forked = os.fork()
+    if not forked:
+        time.sleep(600)
+        os._exit(0)
+    started = subprocess.Popen(["sleep", "600"], close_fds=False)
+    print(forked, started.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_ones_process_has_ended(tmp_path):
+    run_dir = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    children = [int(pid) for pid in holder.stdout.readline().split()]
+    try:
+        for resume in (False, True):
+            with pytest.raises(ConfigError) as told, claimed(run_dir, resume):
+                pass
+            assert f"process {holder.pid} on " in str(told.value) and "another run goes on" in str(told.value)
+        assert [path.name for path in run_dir.iterdir()] == [".lock"]
+        holder.kill()
+        holder.wait()
+        with claimed(run_dir, True):  # what it had forked and started lives
+            assert [os.kill(pid, 0) for pid in children] == [None, None]
+            (run_dir / "x").touch()
+        assert [path.name for path in run_dir.iterdir()] == ["x"]
+    finally:
+        holder.kill()
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        holder.communicate()
+
+
+def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path, monkeypatch):
+    with claimed(tmp_path / "a/run", False), pytest.raises(ConfigError), claimed(tmp_path / "a/run", False):
+        pass
+    assert list((tmp_path / "a").iterdir()) == []
+    monkeypatch.setenv("RANK", "1")  # rank 0 has it
+    with claimed(tmp_path / "run", False):
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("result", ["hf", "hf_drafter"])
+def test_what_became_of_the_directory_meanwhile_counts(tmp_path, result):
+    (tmp_path / result).mkdir()
+    with pytest.raises(ConfigError, match=f"holds {result}/"), claimed(tmp_path, True):
+        pass
+
+
+def test_a_file_that_its_owner_removes_is_not_locked(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    flock = files.fcntl.flock
+
+    def removed_meanwhile(handle: int, how: int) -> None:
+        monkeypatch.setattr(files.fcntl, "flock", flock)
+        path.unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", removed_meanwhile)
+    with files.locked(path), pytest.raises(files.LockedError, match="another process uses it"), files.locked(path):
+        pass
+    assert path.exists()
+
+
+def test_a_file_system_without_locks_gets_one_line(tmp_path, monkeypatch, capsys):
+    def without(*_: object) -> None:
+        raise OSError(files.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", without)
+    with files.locked(Path(tmp_path, "lock")):
+        pass
+    assert "has no locks (No locks available)" in capsys.readouterr().err
