@@ -58,15 +58,21 @@ def checkpoint(
         tensors[f"{MTP}{name}.weight"] = torch.ones(hidden, dtype=dtype)
     halves = [torch.zeros(hidden, hidden, dtype=dtype), torch.eye(hidden, dtype=dtype)]
     tensors[MTP + "input_proj.weight"] = torch.cat(halves, 1)
-    config = {
+    return config_of(layers, hidden, vocab, heads, kv, inter, dtype), tensors
+
+
+def config_of(
+    layers: int, hidden: int, vocab: int, heads: int, kv: int, ffn: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the config.json of a MiMo of this shape."""
+    return {
         "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "hidden_size": hidden,
-        "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
         "head_dim": hidden // heads, "num_key_value_heads": kv, "vocab_size": vocab, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
         "hidden_act": "silu", "eos_token_id": None, "bos_token_id": None, "use_sliding_window": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    return config, tensors
 
 
 def worse_drafter(tensors: dict[str, torch.Tensor], noise: float) -> dict[str, torch.Tensor]:

@@ -38,20 +38,21 @@ def model(gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[s
         "hidden_act": "silu",
     }
     size = torch.finfo(dtype).bits / 8
-    per_layer = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." in name) * size
-    outside = sum(_count(shape) for name, shape in _shapes(config).items() if ".layers.0." not in name) * size
+    per_layer = sum(_count(shape) for name, shape in shapes(config).items() if ".layers.0." in name) * size
+    outside = sum(_count(shape) for name, shape in shapes(config).items() if ".layers.0." not in name) * size
     config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - outside) / per_layer))
     generator = torch.Generator().manual_seed(0)
     # Drawing a gigabyte of normals takes longer than pushing it, so blocks of one draw are repeated.
     draw = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
     tensors = {}
-    for name, shape in _shapes(config).items():
+    for name, shape in shapes(config).items():
         flat = draw.repeat(-(-_count(shape) // draw.numel()))[: _count(shape)]
         tensors[name] = flat.view(shape).clone()
     return config, tensors
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a MiMo, by name."""
     h = config["hidden_size"]
     i = config["intermediate_size"]
     q = config["num_attention_heads"] * config["head_dim"]

@@ -1,0 +1,104 @@
+"""Compare contestants on one speculating engine with a second engine that was launched without speculation."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from adaptive_sglang import ratio, share_a_key, shares, tokens_per_round
+
+from gpu import serving
+from gpu.figures import Figures
+from gpu.plan import Plan
+from megatron_rlspec.rollout import profile
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.speculation.adapt import Adapter
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+RIDGE = 256.0  # tokens in a pass from which an H100 computes longer than it reads weights; only without a cost table
+
+
+def run(plan: Plan, folder: Path, figures: Figures) -> None:
+    share_a_key()
+    steps = ",".join(map(str, plan.steps))
+    adaptive = ["--spec", "adaptive", "--candidate-steps", steps, "--num-steps", str(max(plan.fixed))]
+    most = max(plan.batches)
+    tokens = most * (serving.PROMPT + plan.tokens + 64)
+    speculating = [*serving.options(plan, most, tokens, 0.45, serving.UNCACHED), *adaptive]
+    with serving.launched(plan, folder, figures, "speculating", speculating) as first:
+        serving.say_captures(figures, "speculating", f"candidates {steps}; up to batch {most}")
+        without = [*serving.options(plan, most, tokens, 0.75, serving.UNCACHED), "--spec", "off"]
+        with serving.launched(plan, folder, figures, "plain", without) as second:
+            engines = [SGLangEngine.of(process, timeout=300) for process in (first, second)]
+            cost = Roofline.of_layers(plan.shape.layers, ridge_tokens=RIDGE)
+            table = ""
+            with figures.attempt("cost table"):
+                table = _cost_table(plan, folder, figures, engines[0])
+            adapter = Adapter(plan.steps, table, cost, 0.01, 0.01, learn=False)
+            for batch in plan.batches:
+                with figures.attempt(f"contestants at batch {batch}"):
+                    _compete(plan, figures, *engines, adapter, batch)
+
+
+def _compete(
+    plan: Plan, figures: Figures, spec: SGLangEngine, plain: SGLangEngine, adapter: Adapter, batch: int
+) -> None:
+    """Run all contestants in turn, and write tokens/s and ratios to plain within the same repetition."""
+    fixed = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in plan.fixed}
+    names = ("plain", *fixed, "adaptive")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    rounds: dict[str, list[Any]] = {name: [] for name in names}
+    equal = []
+    for repetition in range(-1, plan.repetitions):
+        turn = max(repetition, 0) % len(names)
+        texts = {}
+        for name in (*names[turn:], *names[:turn]):
+            if name == "adaptive":
+                spec.set_spec_rule(adapter.rule())
+            elif name in fixed:
+                spec.set_schedule(SpecSchedule.fixed(fixed[name]))
+            engine = plain if name == "plain" else spec
+            engine.stats()
+            spec.spec_rule_report()
+            wanted = serving.asked(plan, batch, seed=1000 * batch + repetition + 1)
+            taken, samples = serving.rollout(plan, engine, wanted, plan.tokens)
+            texts[name] = [sample.tokens.tolist() for sample in samples]
+            stats = engine.stats()
+            if name == "adaptive":
+                adapter.observe(stats, [spec.spec_rule_report()])
+            if repetition >= 0:
+                seconds[name].append(taken)
+                rounds[name] += stats
+        equal += [np.mean([texts[name][i] == texts["plain"][i] for i in range(batch)]) for name in names[1:]]
+    for name in names:
+        speed = batch * plan.tokens / statistics.median(seconds[name])
+        per_round = "" if name == "plain" else f"{tokens_per_round(rounds[name]):.2f} tokens a round; "
+        chosen = "" if name == "plain" else f"rounds: {shares(rounds[name])}"
+        figures.say(f"{name}, batch {batch}", speed, "tokens/s", per_round + chosen)
+    for name in names[1:]:
+        middle, low, high = ratio(np.array(seconds["plain"]), np.array(seconds[name]))
+        note = f"{low:.3f} to {high:.3f} over {plan.repetitions} repetitions"
+        figures.say(f"{name} / plain, batch {batch}", middle, "x", note)
+    note = "1 in float32; bf16 kernels differ between decode and verify"
+    figures.say(f"texts equal to plain's, batch {batch}", float(np.mean(equal)), "", note)
+
+
+def _cost_table(plan: Plan, folder: Path, figures: Figures, engine: SGLangEngine) -> str:
+    """Profile the engine for the adaptive contestant, and write what rounds cost; "" if the profile fails."""
+    path = folder / "table.json"
+    points = ",".join(map(str, sorted({1, *plan.batches})))
+    steps = ",".join(map(str, plan.steps))
+    command = [str(path), "--url", engine.url, "--model", str(serving.directory(plan, folder)), "--samples", "8"]
+    command += ["--batches", points, "--lengths", "64", "--steps", steps, "--seconds", str(plan.profile_seconds)]
+    if profile.main(command):
+        figures.without("cost table", "failed", "rlspec profile; the adaptive rule goes by a roofline")
+        return ""
+    table = CostTable.load(path)
+    for batch in plan.batches:
+        for config in (OFF, *map(SpecConfig, plan.fixed)):
+            figures.say(f"a round, {config}, batch {batch}", table.ms(config, batch, 64 * batch), "ms")
+    return str(path)

@@ -1,0 +1,103 @@
+"""What was expected of each figure before it was measured, and why. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An expected range, and its origin."""
+
+    low: float
+    high: float
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+
+
+_SLICES = "two processes without MPS have time slices in turn"
+_LINEAR = "queries, keys, output and their gradients; no score matrix, counted on meta tensors"
+_CHUNK = "bytes of the elementwise passes at 2.8 TB/s, products at 700 TFLOP/s, for 8,192 rows"
+_ATOMICS = "flash attention's backward adds with atomics; a drafter adds nothing"
+# Of the default plan on an H100 or H200. (part, what) -> estimate
+ESTIMATES: dict[tuple[str, str], Estimate] = {
+    ("decode", "speculating: the engine answers after"): Estimate(
+        45, 95, "95 s on an H100 beside tests; imports are half"
+    ),
+    ("decode", "capturing graphs"): Estimate(15, 60, "0.05 s a graph with 8 layers on an H100"),
+    ("decode", "memory of graphs"): Estimate(2.9, 6, "2.9 GB with 8 layers on an H100"),
+    ("decode", "off / plain, batch 256"): Estimate(0.94, 1.0, "off copies its stash to the host every 64 rounds"),
+    ("shared", "beside a process that spins / alone"): Estimate(0.4, 0.6, _SLICES),
+    ("shared", "beside a process that waits / alone"): Estimate(
+        0.97, 1.0, "a context without kernels has no time slice"
+    ),
+    ("fit", "capturing graphs"): Estimate(20, 90, "0.05 s a graph with 8 layers on an H100"),
+    ("fit", "memory of graphs"): Estimate(2.9, 8, "2.9 GB with 8 layers on an H100"),
+    ("push", "http"): Estimate(0.43, 0.78, "40 to 60 pageable copies a bucket, one Python HTTP server"),
+    ("push", "files"): Estimate(1.3, 2.6, "one writer, then pageable copies"),
+    ("push", "group over gloo"): Estimate(0.8, 2, "a copy to the host, gloo's sockets, a copy back"),
+    ("draws", "peaked, argmax: a round"): Estimate(0.2, 0.3, "measured on an H100: 0.24 ms"),
+    ("draws", "peaked, ours at T = 1: a round"): Estimate(2.5, 3.2, "measured on an H100: 2.83 ms"),
+    ("draws", "peaked, ours with top-p: a round"): Estimate(
+        5, 14, "the 1,024 largest of each row, no row sorted whole"
+    ),
+    ("draws", "peaked, SGLang's at T = 1: a round"): Estimate(
+        1.0, 1.5, "softmax, zeros and the kernel: 2.4 GB and 1.2"
+    ),
+    ("draws", "peaked, SGLang's with top-p: a round"): Estimate(2, 3.5, "1 to 2 ms more"),
+    ("draws", "peaked, log-probs: a round"): Estimate(1.5, 2.2, "5 GB of elementwise passes"),
+    ("draws", "flat, ours with top-p: a round"): Estimate(50, 65, "measured on an H100: 58 ms; rows are sorted whole"),
+    ("draws", "flat, ours at T = 1: peak beyond the logits"): Estimate(1.5, 2, "measured on an H100: 1.74 GiB"),
+    ("head", "drafter, ce, chunks of 1,024"): Estimate(60, 75, _CHUNK),
+    ("head", "drafter, forward_kl, chunks of 1,024"): Estimate(115, 135, _CHUNK),
+    ("head", "policy with entropy, chunks of 1,024"): Estimate(150, 180, _CHUNK),
+    ("head", "policy with entropy, chunks of 4,096"): Estimate(130, 165, "a quarter of the additions to the gradient"),
+    ("head", "drafter, ce, compiled"): Estimate(33, 50, "one pass in place of about ten"),
+    ("sleep", "accept length after / before"): Estimate(0.9, 1.1, "the same weights, other seeds"),
+    ("moves", "prefill"): Estimate(
+        120, 200, "8,192 tokens of 18 layers at 60 % of the FLOPs; half of MiMo-7B's 0.27 s"
+    ),
+    ("moves", "KV cache: bytes"): Estimate(0.6, 0.65, "8,192 tokens of 18 layers of 8 heads of 128, bfloat16"),
+    ("moves", "KV cache: out of the source"): Estimate(300, 1400, "2.2 s per GB on one CPU core, before pinned copies"),
+    ("moves", "KV cache: into the target"): Estimate(300, 1800, "2.8 s per GB on one CPU core, before pinned copies"),
+    ("catchup", "catching up"): Estimate(
+        300, 1500, "512,000 tokens of one layer; the bookkeeping took 1 s on a CPU core"
+    ),
+    ("identity", "with and without: tensors that differ, deterministic algorithms"): Estimate(0, 0, "by construction"),
+    ("identity", "twice without a drafter: tensors that differ, deterministic algorithms"): Estimate(0, 0, _ATOMICS),
+    ("attention", "forward, one sequence of 9,216: peak"): Estimate(0.12, 0.25, _LINEAR),
+    ("attention", "backward, one sequence of 9,216: peak"): Estimate(0.17, 0.42, "measured on an H100: 0.42 GiB"),
+    ("attention", "forward, one sequence of 32,768: peak"): Estimate(0.4, 0.9, _LINEAR),
+    ("attention", "backward, one sequence of 32,768: peak"): Estimate(0.6, 1.5, "measured on an H100: 1.49 GiB"),
+}
+
+
+def verdict(value: float | None, expected: Estimate, tolerance: float = 0.1) -> str:
+    """Compare a figure with its estimate. None as value: there was not enough memory for it."""
+    if value is None:
+        return "did not fit"
+    if expected.low * (1 - tolerance) <= value <= expected.high * (1 + tolerance):
+        return "as estimated"
+    bound = expected.high if value > expected.high else expected.low
+    return f"{value / bound:.2g} x the estimate" if bound else f"{value:g} in place of {bound:g}"
+
+
+def beside(row: Row, *, estimated: bool) -> Row:
+    """Return the row with its estimate. `estimated`: the plan is the one that the table above is about."""
+    own = row.get("estimate")
+    expected = Estimate(*own) if own else ESTIMATES.get((row["part"], row["what"])) if estimated else None
+    if expected is None or row["state"] == "failed":
+        return row | {"estimate": "", "origin": "", "verdict": ""}
+    value = row["value"] if row["state"] == "measured" else None
+    return row | {"estimate": str(expected), "origin": expected.origin, "verdict": verdict(value, expected)}
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """Format what was measured."""
+    return f"{row['value']:.4g} {row['unit']}".strip() if row["state"] == "measured" else row["state"]

@@ -1,0 +1,82 @@
+"""Time the output layer: the losses of policy and drafter, their passes, chunk sizes, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gpu.figures import Figures, forget_peak, median, peak_gib
+from gpu.plan import Plan
+from megatron_rlspec.mtp.head import VocabParallelHead
+from megatron_rlspec.mtp.logprobs import policy_logprobs
+from megatron_rlspec.mtp.loss import Student, drafter_loss
+
+
+def run(plan: Plan, folder: Path, figures: Figures) -> None:
+    rows, chunks = plan.head
+    shape, dtype = plan.shape, getattr(torch, plan.dtype)
+    std = shape.hidden**-0.5
+    weight = (torch.randn(shape.vocab, shape.hidden, device=plan.device) * std).to(dtype).requires_grad_()
+    hidden = torch.randn(rows, shape.hidden, device=plan.device).to(dtype).requires_grad_()
+    labels = torch.randint(0, shape.vocab, (rows,))
+    _passes(plan, figures, VocabParallelHead.of(weight, 1.0, None, None, True), hidden.detach()[: chunks[0]])
+    losses = _losses(hidden, weight, labels)
+    for chunk in chunks:
+        for name, loss in losses.items():
+            _say(plan, figures, f"{name}, chunks of {chunk:,}", lambda: loss(chunk), rows)  # noqa: B023
+    compiled = torch.compile(Student._learn)
+    with mock.patch.object(Student, "_learn", compiled):
+        for name in ("drafter, ce", "drafter, forward_kl"):
+            _say(plan, figures, f"{name}, compiled", lambda: losses[name](chunks[0]), rows)  # noqa: B023
+
+
+def _say(plan: Plan, figures: Figures, name: str, work: Callable[[], Any], rows: int) -> None:
+    with figures.attempt(name):
+        forget_peak()
+        figures.say(name, median(plan.repeats, work), "ms", f"{rows:,} rows, forward and backward")
+        figures.peak(name, peak_gib())
+
+
+def _losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> dict[str, Callable[[int], None]]:
+    """Return the losses by name; each takes the rows of a chunk, and runs forward and backward."""
+    ones = torch.ones(len(labels))
+
+    def drafter(kind: Any) -> Callable[[int], None]:
+        teacher = None if kind == "ce" else hidden.detach().flip(0)
+
+        def work(chunk: int) -> None:
+            hidden.grad = None
+            loss, _ = drafter_loss(hidden, weight, labels, ones, kind, teacher_hidden=teacher, chunk=chunk)
+            loss.backward()
+
+        return work
+
+    def policy(chunk: int) -> None:
+        hidden.grad = weight.grad = None
+        logprobs, entropy = policy_logprobs(hidden, weight, labels, with_entropy=True, chunk=chunk)
+        assert entropy is not None
+        (logprobs + 0.01 * entropy).sum().backward()
+
+    return {"drafter, ce": drafter("ce"), "drafter, forward_kl": drafter("forward_kl"), "policy with entropy": policy}
+
+
+def _passes(plan: Plan, figures: Figures, head: VocabParallelHead, hidden: torch.Tensor) -> None:
+    """Write the time of the passes over one chunk of logits."""
+    scores = head.scores(hidden)
+    lse = head.log_sum_exp(scores)
+    product = median(plan.repeats, lambda: hidden @ head.weight.t())
+    whole = median(plan.repeats, lambda: head.scores(hidden))
+    found = {
+        "product": product,
+        "cast, scale, clamp, largest, subtract": whole - product,
+        "logsumexp": median(plan.repeats, lambda: head.log_sum_exp(scores)),
+        "argmax": median(plan.repeats, lambda: head.argmax(scores)),
+        "subtract and exp": median(plan.repeats, lambda: (scores - lse[:, None]).exp_()),
+        "cast and product of the gradient": median(plan.repeats, lambda: head.back(scores)),
+    }
+    for name, ms in found.items():
+        figures.say(f"a chunk: {name}", ms, "ms", f"{len(hidden):,} rows of {plan.shape.vocab:,} words")

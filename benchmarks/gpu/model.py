@@ -1,0 +1,38 @@
+"""Write a random model whose drafter is nearly right by construction (bigram_model.py)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from bigram_model import checkpoint
+
+from gpu.figures import Figures
+from gpu.plan import Plan
+from megatron_rlspec.weights.checkpoint import write_hf
+
+SHARPNESS = 16.0
+
+
+def run(plan: Plan, folder: Path, figures: Figures) -> None:
+    if plan.model:
+        figures.without("size of the model", "given", plan.model)
+        return
+    shape = plan.shape
+    began = time.perf_counter()
+    config, tensors = checkpoint(
+        SHARPNESS,
+        shape.layers,
+        shape.hidden,
+        vocab=shape.vocab,
+        heads=shape.heads,
+        kv=shape.groups,
+        ffn=shape.ffn,
+        dtype=getattr(torch, plan.dtype),
+        device=plan.device,
+    )
+    write_hf(folder / "model", config | {"max_position_embeddings": 32768}, tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    figures.say("size of the model", size / 1e9, "GB", f"{shape.layers} layers of {shape.hidden}")
+    figures.say("making and writing it", time.perf_counter() - began, "s")
