@@ -58,6 +58,7 @@ import torch
 import torch.distributed as dist
 from synthetic import conditions
 
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded import retile
 from megatron_rlspec.rollout.embedded.cache import Cache
@@ -66,7 +67,6 @@ from megatron_rlspec.rollout.embedded.led import LedEngine
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.rollout.sweep import Bench, tokens_of_a_point
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost

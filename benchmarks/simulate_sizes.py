@@ -30,11 +30,11 @@ import torch.distributed as dist
 from bigram_model import VOCAB, checkpoint
 from synthetic import conditions
 
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
 from megatron_rlspec.sim.rollout import Resizing
 from megatron_rlspec.sim.rollout import rollout as simulated

@@ -52,6 +52,7 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
         )
         starting = StartingEngines(config, path.with_name(f"{path.name}.logs"))
         try:
+            starting.launch()
             engines = starting.wait()
             began = time.perf_counter()
             tokens = _draw(config, hf_config, list(engines.values()), missing, journal, tokenizer)

@@ -71,14 +71,14 @@ class RolloutCancelledError(RuntimeError):
 
 
 class StartingRollouts:
-    """The parts of `Rollouts` that start before the trainer is built. The constructor starts engines and reward
-    workers.
+    """The parts of `Rollouts` that exist before the trainer is built. The constructor starts reward workers, and
+    `launch` engines.
 
     held_out    prompts of evaluations; empty without `data.eval_path`
     learning    the learning of speculation
     planner     decides on moves of running samples between engines; None: none move
     scorer      reward workers
-    starting    engines, which start while the trainer is built
+    starting    engines
     """
 
     def __init__(
@@ -102,6 +102,10 @@ class StartingRollouts:
         self.sizes = sizes_planner(config, SwitchCosts(0.0), ranks) if config.second else None
         self.scorer = rewards.Scorer(config.reward)
         self.starting = StartingEngines(config, run_dir, layout)
+
+    def launch(self) -> None:
+        """Start the engines in the background."""
+        self.starting.launch()
 
     def wait(self) -> Mapping[str, RolloutEngine]:
         """Wait until every engine answers and return the engines by name. Raises EngineError."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import custom, data, files, wire
+from megatron_rlspec import custom, data, files, ranks, wire
 from megatron_rlspec.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
@@ -47,7 +47,7 @@ from megatron_rlspec.weights.contract import HealthError
 from megatron_rlspec.weights.drafter_files import Tensors, build_drafter, read_model, words
 from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
-from megatron_rlspec.weights.push import PushError, Source, broadcast_device, exporting
+from megatron_rlspec.weights.push import PushError, Source, exporting
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
@@ -129,9 +129,12 @@ class Session:
         if isinstance(self.data, data.Demonstrations):
             self.data.check_ids(self.hf_config["vocab_size"])
         self.trajectory = self._open_trajectory(tensors) if self.replays else None
-        if self.main and self.generates:  # engines start while the trainer is built
+        starting = None
+        if self.main and self.generates:
             starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir, self.layout)
             self._closing.callback(starting.close)
+        if starting is not None and not self.layout.together:
+            starting.launch()  # engines start while the trainer is built
         self.trainer = Trainer(config, self.hf_config)
         self.trainer.load_hf(tensors, fresh_drafter=config.replay.fresh_drafter)
         if DRAFTER in self.hf_config:
@@ -146,10 +149,14 @@ class Session:
         moments_event = self._take_drafter_moments(tensors) if warm and not resumed else ""
         self._recorded = self.done
         self._saved = self.done
+        if self.layout.together:
+            self._free_memory()
+            if starting is not None:
+                starting.launch()
         if not self.main and self.generates and config.rollout.engine == "embedded":
             self._closing.callback(Follower(member(config)).close)
         if self.main:
-            engines = starting.wait() if self.generates else {}  # before the first write of the run
+            engines = starting.wait() if starting is not None else {}  # before the first write of the run
             sink = partial(open_sinks, config, self.run_dir, self.done)
             self.recorder = Recorder(self.run_dir, self.done, sink)
             self._closing.callback(self.recorder.close)
@@ -164,7 +171,7 @@ class Session:
                 self.writer = TrajectoryWriter(self.run_dir, int(config.train.record_gib * 2**30), self.done)
                 if self.writer.ended:
                     self.recorder.event("trajectory", self.writer.ended)
-            if self.generates:
+            if starting is not None:
                 prompts = self.data if isinstance(self.data, data.Prompts) else None
                 cancelled = self.interruption.asked
                 self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, drawn, cancelled)
@@ -261,9 +268,7 @@ class Session:
         """With `train.record`, write the present policy, and the rollouts that the next step trains on. Collective."""
         if not self.config.train.record:
             return
-        going = torch.tensor(self.main and not self.writer.ended, device=broadcast_device())
-        dist.broadcast(going, src=0)
-        if not going:
+        if not ranks.job().number(self.main and not self.writer.ended):
             return
         with self.clock("record"), exporting(self.trainer.export) as source:
             if source is not None and (line := self.writer.keep(self.done, source("target"), groups)):
@@ -337,25 +342,19 @@ class Session:
                 raise  # the export failed, so a checkpoint of the same parameters may be wrong as well
             reason = str(error)
         done, again, over = range(3)
-        outcome = torch.tensor(done, device=broadcast_device())
+        outcome = done
         if self.main and reason:
-            outcome += again if self.rollouts.awaited else over
-        dist.broadcast(outcome, src=0)
+            outcome = again if self.rollouts.awaited else over
+        outcome = ranks.job().number(outcome)
         if outcome == over:
             self._stop(reason)
-        return bool(outcome == done)
+        return outcome == done
 
     def _broadcast(self, groups: list[Group]) -> list[Group]:
         """Return rank 0's groups on every rank. Collective."""
         if dist.get_world_size() == 1:
             return groups
-        device = broadcast_device()
-        payload = torch.frombuffer(bytearray(wire.encode_groups(groups)), dtype=torch.uint8) if self.main else None
-        size = torch.tensor(0 if payload is None else len(payload), device=device)
-        dist.broadcast(size, src=0)
-        payload = torch.empty(int(size), dtype=torch.uint8, device=device) if payload is None else payload.to(device)
-        dist.broadcast(payload, src=0)
-        return wire.decode_groups(payload.cpu().numpy().tobytes())
+        return wire.decode_groups(ranks.job().tell(wire.encode_groups(groups) if self.main else None))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -480,11 +479,15 @@ class Session:
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.layout.together:
-            torch.cuda.empty_cache()
-            dist.barrier()
+            self._free_memory()
             self._on_rank0(lambda: self.rollouts.wake())
         while not self._on_rank0(self._push, all_ranks=True):
             pass
+
+    def _free_memory(self) -> None:
+        """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
+        torch.cuda.empty_cache()
+        ranks.job().wait()
 
     def _push(self) -> None:
         with exporting(partial(self.trainer.export, live=True)) as source:
@@ -682,19 +685,19 @@ class Session:
         options = self.config.sft
         with self.clock("push"):
             self.push()
-        stop = torch.zeros((), device=broadcast_device())
+        stop = False
 
         def judge() -> None:
+            nonlocal stop
             result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
             gain = result["accept_length"] - self._last_accept_length
             self._last_accept_length = result["accept_length"]
-            stop.fill_(result["reward"] >= options.stop_reward and gain < options.plateau)
+            stop = result["reward"] >= options.stop_reward and gain < options.plateau
 
         with self.clock("generate"):
             while not self._on_rank0(judge):
                 self.push()
-        dist.broadcast(stop, src=0)
-        return bool(stop)
+        return bool(ranks.job().number(stop))
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining steps. Rank 0 shows the progress on the terminal."""

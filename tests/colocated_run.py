@@ -1,6 +1,13 @@
-"""`rlspec train` with an engine on the trainer's devices, as on a node with GPUs: prints the calls that it makes."""
+"""`rlspec train` with an engine on the trainer's devices, as on a node with GPUs: prints the calls that it makes.
+
+MODE=apart in the environment gives the engine devices of its own. LAST names a call that the program ends with.
+"""
+
+import os
+import sys
 
 from megatron_rlspec import cli
+from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.session import Session
@@ -12,14 +19,19 @@ def noted(kind, name):
 
     def call(self, *arguments, **options):
         print(f"CALL {name}", flush=True)
+        if name == os.environ.get("LAST"):
+            sys.exit()
         return inner(self, *arguments, **options)
 
     setattr(kind, name, call)
 
 
 if __name__ == "__main__":
-    Session._place = lambda self, tensors: Layout("together")
+    Session._place = lambda self, tensors: Layout(os.environ.get("MODE", "together"))
     for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
         noted(SGLangEngine, name)
-    noted(Trainer, "train_step")
+    for name in ("load_hf", "train_step"):
+        noted(Trainer, name)
+    noted(StartingEngines, "launch")
+    noted(Session, "_free_memory")
     cli.main()

@@ -2,35 +2,53 @@
 
 import forked
 import pytest
-from short_run import TESTS, make_start, words
+from short_run import TESTS, words
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return make_start(tmp_path_factory.mktemp("start"))
+STARTED = ["load_hf", "_free_memory", "launch"]
 
 
-def calls_of(start, run_dir, command, options):
+def calls_of(start, run_dir, command, options, **environment):
     """Return the calls of a run with SGLang's engine on a CPU: its release and resume run, but free no memory there."""
-    options |= {"rollout.restarts": 0, "health.canary_prompts": 0, "train.eval_prompts": 1}
-    ended = forked.run_module("colocated_run", words(start, run_dir, command, options), folder=TESTS)
+    options = {"rollout.restarts": 0, "health.canary_prompts": 0, "train.eval_prompts": 1} | options
+    arguments = words(start, run_dir, command, options)
+    ended = forked.run_module("colocated_run", arguments, folder=TESTS, environment=environment)
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-3000:]
     return [line.removeprefix("CALL ") for line in output.splitlines() if line.startswith("CALL ")]
 
 
+@pytest.mark.parametrize(("mode", "calls"), [("apart", ["launch"]), ("together", STARTED)])
+def test_engines_share_what_the_trainer_leaves(start, tmp_path, mode, calls):
+    """On the same devices they start after it: SGLang sizes its caches by the memory that is free at its start."""
+    assert calls_of(start, tmp_path / "run", "train", {}, MODE=mode, LAST="launch") == calls
+
+
+@pytest.mark.slow
 def test_the_order_of_calls_in_a_run(start, tmp_path):
     calls = calls_of(start, tmp_path / "run", "train", {"train.steps": 2})
-    step = ["generate", "sleep", "train_step", "wake", "update_weights", "fingerprints"]
+    step = ["generate", "sleep", "train_step", "_free_memory", "wake", "update_weights", "fingerprints"]
     evaluation = ["generate"]
-    assert calls == ["update_weights", "fingerprints", *evaluation, *step, *step, *evaluation]
+    assert calls[:3] == STARTED and calls[3:] == [
+        "update_weights",
+        "fingerprints",
+        *evaluation,
+        *step,
+        *step,
+        *evaluation,
+    ]
     assert "policy/skipped" in (tmp_path / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_warm_start_lets_engines_sleep_over_several_steps(start, tmp_path):
     options = {"sft.path": start / "task/train.jsonl", "sft.steps": 3, "sft.samples_per_step": 4, "sft.eval_every": 2}
     calls = calls_of(start, tmp_path / "run", "sft", options | {"sft.eval_prompts": 1})
-    evaluation = ["wake", "update_weights", "fingerprints", "generate"]
-    assert calls == ["sleep", "train_step", "train_step", *evaluation, "sleep", "train_step"]
+    evaluation = ["_free_memory", "wake", "update_weights", "fingerprints", "generate"]
+    assert calls[:3] == STARTED and calls[3:] == [
+        "sleep",
+        "train_step",
+        "train_step",
+        *evaluation,
+        "sleep",
+        "train_step",
+    ]

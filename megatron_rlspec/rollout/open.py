@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron_rlspec import files
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded import link
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.pool import EnginePool
@@ -48,7 +48,7 @@ _SECOND = "second-"  # engines of the second size of tail.tp
 
 
 class StartingEngines:
-    """Start engines in the background, while the trainer is built. `wait` returns them once all of them answer.
+    """The engines of a run. `launch` starts them in the background, and `wait` returns them once all of them answer.
 
     Raises ConfigError if no engine answers at one of `rollout.urls`.
     """
@@ -72,13 +72,17 @@ class StartingEngines:
             if config.tail.lane:
                 self.lanes = [LANE]
                 self.sizes[LANE] = config.tail.lane
-            for name in list(self.sizes):
-                self._launch(name)
             number = config.rollout.engines * tensor // config.second if config.second else 0
             self.sizes |= {f"{_SECOND}{index}": config.second for index in range(number)}
         elif config.rollout.engine == "sglang":
             self._attached = {url: self._attach(url) for url in config.rollout.urls}
             self.lanes = self._of_lane()
+
+    def launch(self) -> None:
+        """Start the processes of the engines, except those of the second fleet."""
+        for name in self.sizes:
+            if name not in self._attached and not name.startswith(_SECOND):
+                self._launch(name)
 
     @property
     def own(self) -> Collection[str]:

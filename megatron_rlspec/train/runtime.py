@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any, TypedDict
 
 import torch
@@ -40,16 +39,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_rlspec import loopback
+from megatron_rlspec import loopback, ranks
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
 
 _CPU = torch.device("cpu")
-# Ranks wait for rank 0 while its engines generate or start again. torch's default of ten minutes would end a job during
-# a long rollout. torchrun detects ranks that die.
-_PATIENCE = timedelta(hours=12)
 _installed = False
 
 
@@ -110,7 +106,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         loopback.bind_stores()
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=ranks.PATIENCE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -127,15 +123,10 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def first_message(message: str, room: int = 2048) -> str:
-    """Return the first rank's message that is not empty, at most `room` bytes of it; "" if all are. Collective."""
-    mine = torch.zeros(room, dtype=torch.uint8)
-    content = message.encode()[:room]
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else mine[:0]
-    every = [torch.empty_like(mine, device=device()) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine.to(device()))
-    texts = [bytes(one.cpu().tolist()).rstrip(b"\0").decode(errors="ignore") for one in every]
-    return next((text for text in texts if text), "")
+def first_message(message: str) -> str:
+    """Return the first rank's message that is not empty; "" if all are. Collective."""
+    texts = ranks.job().share(message.encode())
+    return next((text for text in texts if text), b"").decode()
 
 
 def has_transformer_engine() -> bool:

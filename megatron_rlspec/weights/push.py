@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.ranks import job
 from megatron_rlspec.types import Scope
 from megatron_rlspec.weights.bucket import Bucket, Memory, Named, bucket_bytes, buckets, size
 from megatron_rlspec.weights.fingerprint import Difference, compare, fingerprints
@@ -197,36 +198,27 @@ def exporting(export: Source) -> Iterator[Source | None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield export
         return
-    device = broadcast_device()
-    order = torch.zeros((), dtype=torch.int64, device=device)
+    ranks = job()
     done = len(scopes)
     failed = len(scopes) + 1
-    if dist.get_rank() == 0:
+    if ranks.rank == 0:
 
         def source(scope: Scope) -> Iterator[Named]:
-            dist.broadcast(order.fill_(scopes.index(scope)), src=0)
+            ranks.number(scopes.index(scope))
             return iter(export(scope))
 
         try:
             yield source
         except BaseException:
-            dist.broadcast(order.fill_(failed), src=0)
+            ranks.number(failed)
             raise
-        dist.broadcast(order.fill_(done), src=0)
+        ranks.number(done)
         return
-    while True:
-        dist.broadcast(order, src=0)
-        if int(order) == failed:
-            raise PushError("the push failed on rank 0")
-        if int(order) == done:
-            break
-        deque(export(scopes[int(order)]), maxlen=0)
+    while (order := ranks.number(done)) < done:
+        deque(export(scopes[order]), maxlen=0)
+    if order == failed:
+        raise PushError("the push failed on rank 0")
     yield None
-
-
-def broadcast_device() -> torch.device:
-    """Return where the tensors of a broadcast must lie."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 class Feed:

@@ -54,7 +54,7 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     monkeypatch.setattr(subprocess, "Popen", Recorded)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directory
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
-    StartingEngines(config, tmp_path, layout)
+    StartingEngines(config, tmp_path, layout).launch()
     return list(started)
 
 

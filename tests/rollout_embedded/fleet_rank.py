@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded import link
 from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
 from megatron_rlspec.rollout.embedded.member import Member
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.rebalance import Rebalancer, Transport
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded import member as member_module
 from megatron_rlspec.rollout.embedded import regroup, retile
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tail.rebalance import How

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron_rlspec import files, wire
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.speculation.rule import Cost
 from megatron_rlspec.types import Prompt, Request, Sampling
 

@@ -19,10 +19,10 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.ranks import Pending, Ranks
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.move import Arrivals, Cargo, Grant, MoveError, Mover, Offer
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.embedded.ranks import Pending, Ranks
 from megatron_rlspec.rollout.embedded.regroup import regroup
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.tail.lengths import Lengths

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from megatron_rlspec import wire
+from megatron_rlspec.ranks import Ranks
 from megatron_rlspec.rollout.embedded import retile
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.rollout.embedded.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.tail.rebalance import How

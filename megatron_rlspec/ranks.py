@@ -1,14 +1,21 @@
-"""Messages between the ranks of a job, as bytes over gloo: from rank 0 to all, from all to all, between two."""
+"""Messages and waits between the ranks of a job, as bytes over gloo: from rank 0 to all, from all to all, between two.
+
+A rank that waits in a collective of NCCL runs a kernel until the others have come. An engine on the same GPU would then
+get half of its time. So a rank that waits for a decision of another one, and not for tensors, waits here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(hours=12)  # ranks wait while rank 0 has nothing to draw; torchrun detects ranks that die
+# Ranks wait while rank 0 generates, or starts an engine again. torch's default of ten minutes would end a job during a
+# long rollout. torchrun detects ranks that die.
+PATIENCE = timedelta(hours=12)
 
 
 class Ranks:
@@ -27,6 +34,16 @@ class Ranks:
         data = _tensor(message) if message is not None else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self.group)
         return data.numpy().tobytes()
+
+    def number(self, value: int) -> int:
+        """Return rank 0's number on every rank."""
+        told = torch.tensor([value])
+        dist.broadcast(told, src=0, group=self.group)
+        return int(told)
+
+    def wait(self) -> None:
+        """Return when every rank has called this."""
+        dist.barrier(group=self.group)
 
     def share(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, on every rank."""
@@ -69,6 +86,18 @@ class Ranks:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+
+_of_jobs: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+
+
+def job() -> Ranks:
+    """Return all ranks of the job, for their main threads. The first call is one of all ranks."""
+    world = dist.group.WORLD
+    assert world is not None, "this process has joined no job"
+    if world not in _of_jobs:
+        _of_jobs[world] = Ranks()
+    return _of_jobs[world]
 
 
 class Pending:
