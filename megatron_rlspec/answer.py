@@ -8,11 +8,11 @@ it ended. `FILE.settings.json` holds what all rows share.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_rlspec import data, files
+from megatron_rlspec import data, files, identity
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.rollout.open import StartingEngines, learning
@@ -33,14 +33,21 @@ AT_ONCE = 16  # requests given to the engines together, as a multiple of those t
 def answer(config: Config, hf_config: dict[str, Any]) -> str:
     """Write the answers that `answer.path` lacks. Returns the line that says what the file then holds.
 
-    Raises ConfigError if the file holds answers of other settings, DataError and EngineError.
+    Raises ConfigError if the file holds answers of other settings, LockedError if another process writes it, DataError
+    and EngineError.
     """
+    with files.locked(config.answer.path):
+        return _answer(config, hf_config)
+
+
+def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     path = Path(config.answer.path)
     tokenizer = data.load_tokenizer(config.model.path)
     longest = config.model.max_length - config.rollout.max_new_tokens
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+    held = settings(config, prompts)
     prompts = prompts[: config.answer.prompts or len(prompts)]
-    journal = Journal(path, settings(config), prompts)
+    journal = Journal(path, held, prompts)
     missing = [request for request in requests(config, prompts) if request.id not in journal.done]
     tokens = 0
     seconds = 1.0
@@ -76,24 +83,28 @@ def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
             yield Request(f"p{prompt.id:09d}-n{number:07d}", prompt, int(seed) & 0x7FFF_FFFF)
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """Return what the answers of one file have in common: model, prompts, template and sampling."""
-    model = Path(config.model.path)
-    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*.safetensors"))]
-    rollout = config.rollout
-    source = Path(config.data.path)  # a file, or the name of an environment's task
-    return {
-        "model": hashlib.sha256(files.read_bytes(model / "config.json")).hexdigest(),
-        "weights": hashlib.sha256(repr(stamps).encode()).hexdigest(),
+def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return what the answers of one file have in common: all that their texts follow from.
+
+    That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
+    """
+    spec = config.spec
+    found = {
+        "model": identity.of_model(config.model.path),
         "dtype": config.model.dtype,
-        "prompts": hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else config.data.path,
-        "apply_chat_template": config.data.apply_chat_template,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "max_new_tokens": rollout.max_new_tokens,
-        "seed": config.train.seed,
+        "engine": config.rollout.engine,
     }
+    found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed} | asdict(_sampling(config))
+    found["verifier"] = spec.verifier
+    if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
+        found["spec"] = spec.model_dump(mode="json")
+        found["drafter"] = identity.of_model(config.drafter.path) if config.drafter.path else ""
+    return json.loads(json.dumps(found))
+
+
+def _sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
 
 
 class Journal:
@@ -108,12 +119,10 @@ class Journal:
         self._lock = threading.Lock()
         beside = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
-            known = files.read_json(beside) if beside.exists() else {}
-            for key, value in settings.items():
-                if not isinstance(known, dict) or known.get(key) != value:
-                    raise ConfigError(
-                        f"answer.path={path}: holds answers with another {key} ({beside.name}); expected another file"
-                    )
+            if other := identity.difference(files.read_json(beside) if beside.exists() else {}, settings):
+                raise ConfigError(
+                    f"answer.path={path}: its answers have another `{other}` ({beside.name}); expected another file"
+                )
             self._read(path, {prompt.id for prompt in prompts})
         else:
             files.write(beside, json.dumps(settings, indent=1) + "\n")
@@ -155,7 +164,7 @@ def _draw(
 ) -> int:
     """Draw the missing answers and write them. Returns the number of their tokens. Raises EngineError."""
     rollout = config.rollout
-    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+    sampling = _sampling(config)
     pool = EnginePool(engines)
     if config.spec.mode == "adaptive":
         rule = learning(config, hf_config).rule()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import custom, data, files, ranks, wire
+from megatron_rlspec import custom, data, files, identity, ranks, wire
 from megatron_rlspec.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import EngineError
@@ -129,6 +129,7 @@ class Session:
         if isinstance(self.data, data.Demonstrations):
             self.data.check_ids(self.hf_config["vocab_size"])
         self.trajectory = self._open_trajectory(tensors) if self.replays else None
+        self.identity = self._identity(supervised)
         starting = None
         if self.main and self.generates:
             starting = StartingRollouts(config, self.hf_config, self.tokenizer, self.run_dir, self.layout)
@@ -176,6 +177,18 @@ class Session:
                 cancelled = self.interruption.asked
                 self.rollouts = Rollouts(starting, engines, self.recorder, prompts, resumed, drawn, cancelled)
                 self._closing.callback(self.rollouts.close)
+
+    def _identity(self, supervised: bool) -> dict[str, str]:
+        """Return what a resumed run must share with the run that wrote its checkpoint, by the names of options."""
+        model, drafter = self.config.model.path, self.config.drafter.path
+        found = {"model.path": identity.of_model(model)}
+        if drafter:
+            found["drafter.path"] = identity.of_model(drafter)
+        if self.data is not None:
+            found["sft.path" if supervised else "data.path"] = identity.of_rows(self.data.rows)
+        if self.trajectory is not None:
+            found["replay.run"] = self.trajectory.digest
+        return found
 
     def _loading(self, supervised: bool) -> str:
         """Return the line that says what is being loaded."""
@@ -604,6 +617,7 @@ class Session:
 
     def _write_state(self) -> None:
         state: dict[str, Any] = {"data": self.data.state()} if self.data is not None else {}
+        state["identity"] = self.identity
         state |= {"accept_lengths": self._accept_lengths, "tokens": self._tokens}
         if self.words is not None:
             state["words"] = self.words.state()
@@ -625,6 +639,10 @@ class Session:
         state, drawn = self.checkpoints.read_state(path)
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
+        if other := identity.difference(state.get("identity"), self.identity):
+            raise CheckpointError(
+                f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
+            )
         self.trainer.load(path)
         if self.data is not None:
             self.data.restore(state["data"])

@@ -10,11 +10,13 @@ rollouts and without a backward pass of the policy (`rlspec replay`).
                            the file before. A tensor without any change is left out
     rollouts               `wire.encode_groups` of the step's groups, as bytes; absent after the last step
 
-Every tensor has a checksum, and a file appears whole or not at all.
+Every tensor has a checksum, and a file appears whole or not at all. Each file names its run, its step, and the digest
+of the header of the file before it. Headers hold the tensors' checksums, so a chain of headers names all bits before.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +31,20 @@ from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
 FOLDER = "trajectory"
 ROLLOUTS = "rollouts"
+_NOTE = "rlspec.trajectory"  # key in a file's metadata
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Link(msgspec.Struct, forbid_unknown_fields=True):
+    """A file's place in its trajectory.
+
+    run     digest of the header of step 0, which has "": runs with the same first step have the same
+    before  digest of the header of the file before; "" for step 0
+    """
+
+    run: str
+    step: int
+    before: str
 
 
 def file_of(run_dir: Path, step: int) -> Path:
@@ -48,6 +63,7 @@ class TrajectoryWriter:
         self.run_dir = run_dir
         self.limit = limit
         self.ended = ""
+        self._link = Link("", 0, "")  # of the next file
         self._held: dict[str, Tensor] = {}
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
@@ -57,6 +73,11 @@ class TrajectoryWriter:
         missing = [step for step, file in enumerate(kept) if not file.exists()]
         if missing:
             self.ended = f"nothing is recorded: step {missing[0]} was not, and a replay needs every step before"
+        elif kept:
+            try:
+                self._link = _next(kept[-1])
+            except CheckpointError as error:
+                self.ended = f"nothing is recorded: {error}"
         self._bytes = sum(file.stat().st_size for file in kept if not missing)
 
     def keep(self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()) -> str:
@@ -73,13 +94,14 @@ class TrajectoryWriter:
         if self._bytes + size > self.limit:
             self.ended = (
                 f"recording ends before step {step}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
-                f"train.record_gib={self.limit / 2**30:g} are used; steps 0 to {step - 1} can be replayed"
+                f"train.record_gib={self.limit / 2**30:g} are used; {max(0, step - 1)} steps can be replayed"
             )
             self._held = {}
             return self.ended
         path = file_of(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
-        tensor_file.save(stored, path)
+        tensor_file.save(stored, path, {_NOTE: msgspec.json.encode(self._link).decode()})
+        self._link = _next(path)
         self._bytes += path.stat().st_size
         if step:
             return ""
@@ -87,17 +109,34 @@ class TrajectoryWriter:
 
 
 class Trajectory:
-    """Read a recorded run. Raises CheckpointError for a run without a trajectory and for damaged files."""
+    """Read a recorded run. Raises CheckpointError for a run without a trajectory, for files that are missing, damaged,
+    exchanged or of another run, and for others beside them. It reads every file's header before any tensor.
+
+    digest  of all that it holds
+    steps   how many steps can be replayed: those with the policy before and after them
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._policy: dict[str, Tensor] = {}
         self._at = -1
-        recorded = len(list((run_dir / FOLDER).glob("step-*.safetensors")))
-        if not recorded:
+        folder = run_dir / FOLDER
+        found = sorted(path.name for path in folder.glob("[!.]*"))
+        if not found:
             raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record true")
-        with TensorFile(file_of(run_dir, recorded - 1)) as newest:
-            self.steps = recorded - (ROLLOUTS not in newest)  # steps with rollouts
+        expected = Link("", 0, "")
+        for step, name in enumerate(found):
+            path = file_of(run_dir, step)
+            if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":
+                raise CheckpointError(f"{path}: no such file, but {name} is there; a replay needs every step before")
+            if name != path.name:
+                raise CheckpointError(f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing")
+            link = _link(path)
+            if link != expected:
+                raise CheckpointError(f"{path}: {_fault(link, expected)}")
+            expected = _next(path)
+        self.digest = expected.before
+        self.steps = expected.step - 1
 
     def groups(self, step: int) -> list[Group]:
         """Return the rollouts that `step` trained on."""
@@ -129,6 +168,36 @@ class Trajectory:
                     if name not in self._policy:
                         raise CheckpointError(f"{path}: {key} changes a tensor that no file before it holds")
                     self._policy[name].view(-1)[file[key].long()] = file[f"to/{name}"]
+
+
+def _link(path: Path) -> Link:
+    """Return a file's place. Raises CheckpointError, also for a truncated file."""
+    with TensorFile(path) as file:
+        note = file.notes.get(_NOTE)
+    if note is None:
+        raise CheckpointError(f"{path}: an earlier version recorded it, without the run's name; record the run again")
+    try:
+        return msgspec.json.decode(note, type=Link)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: {_NOTE}: {error}") from None
+
+
+def _next(path: Path) -> Link:
+    """Return the place after a file. Raises CheckpointError."""
+    link = _link(path)
+    with path.open("rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+    digest = hashlib.sha256(header).hexdigest()
+    return Link(link.run or digest, link.step + 1, digest)
+
+
+def _fault(found: Link, expected: Link) -> str:
+    if found.step != expected.step:
+        return f"it holds step {found.step}"
+    if found.run != expected.run:
+        return "it is of another run than step 0"
+    return "it does not continue the file before it: one of the two is of another run, or from before a resume"
 
 
 def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """`rlspec answer`: ids as the engine drew them, resumable, and read by the warm start as they are."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 import short_run
 import tiny_mimo
 import torch
+from safetensors.torch import load_file, save_file
 from train_ranks import on_ranks
 
-from megatron_rlspec import answer, data
+from megatron_rlspec import answer, data, files
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.packing.pack import pack
@@ -70,12 +73,78 @@ def test_an_interrupted_command_goes_on(start, tmp_path):
     more = options(start, tmp_path / "half.jsonl", rollout__samples_per_prompt="5")
     rows = by_id(answered(more))
     assert len(rows) == 60 and whole.items() <= rows.items()
-    for name, value in {"rollout__temperature": "0.5", "train__seed": "2"}.items():
-        with pytest.raises(ConfigError, match=f"holds answers with another {name.rpartition('_')[2]}"):
-            answered(options(start, tmp_path / "half.jsonl", **{name: value}))
     (tmp_path / "half.jsonl.settings.json").unlink()
     with pytest.raises(ConfigError, match="expected another file"):
         answered(config)
+
+
+def changed_model(folder: Path, file: str, old: str, new: str) -> None:
+    path = folder / "model" / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+# What an answer's text, or its row, follows from: the change, and the part of the identity that tells it.
+CHANGES = {
+    "sampling": ({"rollout__temperature": "0.5"}, "temperature"),
+    "seed": ({"train__seed": "2"}, "seed"),
+    "prompts of another column": ({"data__prompt_key": "other"}, "prompts"),
+    "prompts with another system prompt": (
+        {"data__apply_chat_template": "true", "data__system_prompt": "Be brief."},
+        "prompts",
+    ),
+    "labels": ({"data__label_key": "other"}, "prompts"),
+    "prompts that are left out": ({"model__max_length": "30"}, "prompts"),
+    "tokenizer": (lambda folder: changed_model(folder, "tokenizer.json", '"version"', ' "version"'), "model"),
+    "end of text": (lambda folder: changed_model(folder, "config.json", "{", '{ "eos_token_id": 5,'), "model"),
+    "weights": (lambda folder: halve(folder / "model/model.safetensors"), "model"),
+    "type of the weights": ({"model__dtype": "float64"}, "dtype"),
+    "verifier": ({"spec__verifier": "target_only"}, "verifier"),
+}
+
+
+def halve(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: tensor / 2 for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
+    shutil.copytree(start / "model", tmp_path / "model")
+    rows = [json.loads(line) for line in (start / "task/rl.jsonl").read_text().splitlines()]
+    rows = [row | {"other": f"{row['label']} and more"} for row in rows]
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def held(**changes: str) -> dict:
+        config = options(tmp_path, tmp_path / "a.jsonl", **changes)
+        tokenizer = data.load_tokenizer(config.model.path)
+        longest = config.model.max_length - config.rollout.max_new_tokens
+        prompts, _ = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+        return answer.settings(config, prompts)
+
+    template = {"data__apply_chat_template": "true"} if "system" in change else {}
+    if template:
+        changed_model(tmp_path, "tokenizer_config.json", "{", '{"chat_template": "{{ messages }}",')
+    before = held(**template)
+    answer.Journal(tmp_path / "a.jsonl", before, [])
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    os.utime(tmp_path / "model/config.json", (0, 0))
+    answer.Journal(tmp_path / "b.jsonl", held(**template), [])  # the same contents, of another date
+    assert (tmp_path / "b.jsonl.settings.json").read_text() == (tmp_path / "a.jsonl.settings.json").read_text()
+    what, part = CHANGES[change]
+    what(tmp_path) if callable(what) else None
+    with pytest.raises(ConfigError, match=f"another `{part}` .*expected another file"):
+        answer.Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
+
+
+def test_one_command_at_a_time_writes_a_file(start, tmp_path):
+    with (
+        files.locked(tmp_path / "a.jsonl"),
+        pytest.raises(files.LockedError, match=r"a\.jsonl: another process uses it"),
+    ):
+        answered(options(start, tmp_path / "a.jsonl"))
+    assert (tmp_path / "a.jsonl").read_bytes() == b"" and not (tmp_path / "a.jsonl.settings.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import forked
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from short_run import TESTS, make_start, run, words
 
 from megatron_rlspec.checkpoints import Checkpoints, Drawn, _checksum
@@ -89,6 +89,27 @@ def test_a_run_that_goes_on_elsewhere_is_not_resumed(start, copy):
         before = contents(copy)
         assert f"(process {os.getpid()} on " in refused(start, copy, train__resume="true")
         assert contents(copy) == before
+
+
+def other_weights(start: Path) -> None:
+    path = start / "model/model.safetensors"
+    save_file({name: tensor * 1.3 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def other_labels(start: Path) -> None:
+    path = start / "task/rl.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"label": "x"}) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("change", "option"), [(other_weights, "model.path"), (other_labels, "data.path")])
+def test_a_run_is_not_continued_with_another_model_or_other_data(start, tmp_path, copy, change, option):
+    other = Path(shutil.copytree(start, tmp_path / "start"))
+    change(other)
+    before = contents(copy)
+    line = refused(other, copy, train__resume="true", train__steps=3)
+    assert f"step-000002 is of a run with another content of {option}" in line
+    assert contents(copy) == before
 
 
 def test_a_result_has_its_name_once_the_optimizers_state_is_there_too(start, copy):

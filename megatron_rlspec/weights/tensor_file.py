@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -42,15 +43,15 @@ def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
     return tensor
 
 
-def save(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
-    `tensors` must not share storage.
+    `tensors` must not share storage. `notes` go into the file's metadata.
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     with files.replacing(path) as partial:
         try:
-            save_file(dict(tensors), partial, metadata={"format": "pt", CHECKSUMS: json.dumps(checksums)})
+            save_file(dict(tensors), partial, metadata={"format": "pt", CHECKSUMS: json.dumps(checksums), **notes})
         except SafetensorError as error:
             number = _OS_ERROR.search(str(error))
             code = int(number[1]) if number else errno.EIO
@@ -73,6 +74,8 @@ def _sort_metadata(path: Path) -> None:
 class TensorFile(Mapping[str, Tensor]):
     """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
 
+    notes  the file's metadata
+
     Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
     bits are not those that were written.
     """
@@ -80,7 +83,8 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _open(path)
-        metadata = self._file.metadata() or {}
+        metadata: dict[str, str] = self._file.metadata() or {}
+        self.notes: Mapping[str, str] = metadata
         self._names = tuple(self._file.keys())
         self._checksums = _checksums(path, metadata.get(CHECKSUMS))
         lost = sorted(self._checksums.keys() ^ set(self._names)) if self._checksums else []
