@@ -202,8 +202,6 @@ DRAFTER = "*/drafter-*"
 RANDOM = "*/generators*"
 DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "bit of the policy": (flip_in(POLICY, 0.3), ("policy-tensor0", "checksum differs", "to go on with")),
-    "bit of its moments": (flip_in(POLICY, 0.9), ("policy-tensor0", "checksum differs")),
-    "last bit": (flip_in(POLICY, 1), ("policy-tensor0", "checksum differs")),
     "bit of the drafter": (flip_in(DRAFTER, 0.7), ("drafter-tensor0", "checksum differs")),
     "bit of the generators": (flip_in(RANDOM, 0.7), ("generators-tensor0", "checksum differs")),
     "bit of the header": (flip_in(POLICY, 0.002), ("policy-tensor0",)),
@@ -211,13 +209,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "tensor too many": (rewrite(POLICY, lambda t, _: t.update(x=torch.zeros(2))), ("policy-tensor0", "x is in")),
     "wrong shape": (rewrite(POLICY, lambda t, _: t.update({NAME: torch.zeros(3)})), (NAME, "checksum differs")),
     "no checksums": (rewrite(POLICY, lambda _, m: m.pop(CHECKSUMS)), ("policy-tensor0", "no checksums")),
-    "state {}": (text("{}"), ("step-000002.json", "checksum differs", "to go on without it")),
     "state []": (text("[]"), ("step-000002.json", "expected a JSON object")),
     "state empty": (text(""), ("step-000002.json", "not valid JSON")),
-    "state step": (
-        lambda f: text(next(f.glob("*.json")).read_text().replace('"step": 2', '"step": "two"'))(f),
-        (".json",),
-    ),
     "state position": (
         lambda f: text(next(f.glob("*.json")).read_text().replace('"position": ', '"position": 1'))(f),
         ("step-000002.json", "checksum differs"),
@@ -231,7 +224,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+FAST = ("bit of the policy", "tensor missing", "state empty", "state position", "state missing", "file cut", "layout")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in DAMAGE]
+)
 def test_a_damaged_checkpoint_is_refused_in_one_line(start, copy, damage):
     for path in (copy / "checkpoints").glob("step-000001*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -243,6 +241,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(start, copy, damage):
     assert contents(copy) == before
 
 
+@pytest.mark.slow
 def test_damage_on_one_rank_is_reported_by_all(start, tmp_path):
     """Rank 1 alone reads the damaged file; the line comes from rank 0."""
     options = OPTIONS | {"optimizer__distributed": "true", "ranks": 2}

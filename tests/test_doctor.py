@@ -49,7 +49,7 @@ def test_only_what_the_run_needs_is_examined(monkeypatch):
     assert asked == [["mcore-contract", "sglang-contract"], ["mcore-contract"], ["mcore-contract"]]
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.slow), "sft"])
 def test_training_refuses_an_affected_combination(command, tmp_path, start):
     """A megatron-core that renamed what the drafter calls is refused in one line, before it is imported."""
     core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")

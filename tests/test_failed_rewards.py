@@ -26,7 +26,7 @@ def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
     assert all("ValueError: length" in message for message in told)
 
 
-@pytest.mark.parametrize(("most", "staleness"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("most", "staleness"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
 def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_path, most, staleness):
     whole = tmp_path / "whole"
     failed = tmp_path / "failed"

@@ -131,9 +131,8 @@ def whole_on_two(start, tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(
-    "target", ["torchrun", *(pytest.param(t, marks=pytest.mark.slow) for t in ("rank 0", "rank 1", "group"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torchrun", "rank 0", "rank 1", "group"])
 def test_a_signal_under_torchrun(start, whole_on_two, tmp_path, target):
     process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=STEPS)
     processes = reach(process, tmp_path, 3)
@@ -159,6 +158,7 @@ def test_when_torchrun_is_killed_its_ranks_end_with_a_checkpoint(start, tmp_path
     assert Checkpoints(tmp_path, 2).whole()
 
 
+@pytest.mark.slow
 def test_when_a_rank_is_killed_the_other_reports_it_in_one_line(start, tmp_path):
     process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=100000)
     processes = reach(process, tmp_path, 3)

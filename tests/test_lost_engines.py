@@ -31,7 +31,8 @@ def stopped(process: subprocess.Popen) -> str:
     return line
 
 
-@pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "staleness"), [(2, 0), (1, 1)])
 def test_without_any_engine_the_run_stops_with_a_checkpoint(start, tmp_path, ranks, staleness):
     options = EMBEDDED | {"rollout__staleness": staleness, "ranks": ranks}
     run(start, tmp_path / "whole", **options)

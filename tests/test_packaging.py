@@ -54,6 +54,7 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_megatron_s_fallback_is_warned_of_on_machines_with_a_gpu_only(tmp_path):
     """Megatron warns once, at its import. Here its warnings are repeated under the filters of both machines."""
     code = (

@@ -37,14 +37,14 @@ def alone(start, tmp_path_factory) -> Path:
 
 
 def cells():
-    for ranks, layouts, marks in ((2, TWO, []), (4, FOUR, [pytest.mark.slow])):
+    for ranks, layouts in ((2, TWO), (4, FOUR)):
         for i, layout in enumerate(layouts):
             distributed = "true" if i % 2 and "context" not in layout else "false"
             name = "-".join(f"{key}{value}" for key, value in layout.items()) or "data"
-            slow = marks or ([] if layout == {"tensor": 2} else [pytest.mark.slow])
-            yield pytest.param(ranks, layout, distributed, id=f"{ranks}-{name}", marks=slow)
+            yield pytest.param(ranks, layout, distributed, id=f"{ranks}-{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout", "distributed"), list(cells()))
 def test_a_layout_learns_what_one_rank_does(start, alone, tmp_path, ranks, layout, distributed):
     given = {f"parallel__{key}": value for key, value in layout.items()} | {"optimizer__distributed": distributed}

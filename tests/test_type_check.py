@@ -14,6 +14,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 ENGINES: tuple[type[RolloutEngine], ...] = (SGLangEngine, EmbeddedEngine, Fleet)  # checked by mypy, not by running it
 
 
+@pytest.mark.slow
 def test_mypy_accepts_the_package() -> None:
     pytest.importorskip("mypy")
     root = Path(__file__).parent.parent

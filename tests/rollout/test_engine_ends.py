@@ -115,10 +115,8 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
     assert not ended(process.directory, 5)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_server_started_by_hand_is_quiet_and_cleans_up(model: Path, number: signal.Signals) -> None:
     """A terminal shows our own lines until the engine is ready. What packages print is in the log."""
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited

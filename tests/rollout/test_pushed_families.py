@@ -111,7 +111,7 @@ MODELS = {name: config_of(name) for name in PUSHED}
 MODELS["MiMoForCausalLM of a Llama"] = config_of("MiMoForCausalLM", attention_bias=False)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_pushed_byte_is_in_the_right_place(sglang_models, model, tp, tmp_path):
     config = MODELS[model]

@@ -30,17 +30,12 @@ SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in name
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
 SERVED["MiMoForCausalLM"] |= {"head_dim": 8}
 SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
-FAST = "Glm4MoeForCausalLM"  # stands for all in the short suite
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]
 TEMPERATURE = 0.8
 Tensors = dict[str, Tensor]
 
 
-def served(model: str) -> Any:
-    return pytest.param(model, marks=[] if model == FAST else [pytest.mark.slow])
-
-
-@pytest.fixture(scope="module", params=[served(name) for name in SERVED])
+@pytest.fixture(scope="module", params=list(SERVED))
 def served_model(request, tmp_path_factory) -> Iterator[tuple[SGLangEngine, dict[str, Any], Tensors]]:
     config = SERVED[request.param]
     architecture = config["architectures"][0]
@@ -102,6 +97,7 @@ def agreeing(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return found
 
 
+@pytest.mark.slow
 def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     engine, config, old = served_model
     drafts = bool(FAMILIES[config["architectures"][0]].sglang_drafter)

@@ -81,6 +81,10 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
+def slow(*parameters: object) -> object:
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
+
 def requests(n: int, tag: str = "r") -> list[Request]:
     lengths = np.random.default_rng(0).integers(1, 40, n)
     prompts = [Prompt(i, np.random.default_rng(i).integers(3, 160, lengths[i])) for i in range(n)]
@@ -412,18 +416,13 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
 
 def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
-    started = time.monotonic()
-    done = []
-    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(requests(2, "long"), sampling)))
-    thread.start()
-    time.sleep(0.3)
+    end = started(engine, requests(2, "long"), Sampling(max_new_tokens=400, ignore_eos=True), least=5)
     engine.update_weights(8, WEIGHTS.items())
-    thread.join(60)
+    done = end()
     for sample in done:
         (old, first, cut), (new, again, last) = sample.policy_versions
-        assert (old, first, new, last) == (0, 0, 8, 150) and cut == again and 0 < cut < 150
-    assert len(done) == 2 and time.monotonic() - started < 60
+        assert (old, first, new, last) == (0, 0, 8, 400) and cut == again and 0 < cut < 400
+    assert len(done) == 2
     engine.update_weights(0, WEIGHTS.items())
 
 
@@ -445,18 +444,17 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
     sampling = Sampling(max_new_tokens=2000, ignore_eos=True)
     asked = requests(3, "stop")
     samples: dict[str, Sample] = {}
-    thread = threading.Thread(
-        target=lambda: engine.generate(asked, sampling, lambda s: samples.__setitem__(s.request_id, s))
-    )
-    thread.start()
-    time.sleep(0.7)
+    first = threading.Event()
+
+    def ended(sample: Sample) -> None:
+        samples[sample.request_id] = sample
+        first.set()
+
+    end = started(engine, asked, sampling, least=1, on_sample=ended)
     engine.abort(["stop-001.", "unknown"])
-    deadline = time.monotonic() + 10
-    while not samples and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert set(samples) == {"stop-001."}
+    assert first.wait(60) and set(samples) == {"stop-001."}
     engine.abort()
-    thread.join(30)
+    end()
     assert set(samples) == {r.id for r in asked}
     for sample in samples.values():
         assert sample.status == "aborted" and 0 < len(sample.response) < 2000
@@ -465,27 +463,19 @@ def test_abort(engines: dict[str, SGLangEngine]) -> None:
 
 def begun(engine: SGLangEngine, asked: list[Request], sampling: Sampling) -> list[Request]:
     """Draw the first tokens of every sample, abort, and return the requests with them."""
-    drawn: list[Sample] = []
-    thread = threading.Thread(target=lambda: drawn.extend(engine.generate(asked, sampling)))
-    thread.start()
-    time.sleep(0.5)
+    end = started(engine, asked, sampling, least=5)
     engine.abort([r.id for r in asked])
-    thread.join(60)
+    drawn = end()
     assert all(s.status == "aborted" and 0 < len(s.response) < sampling.max_new_tokens for s in drawn)
     return [replace(r, partial=Partial.of(s)) for r, s in zip(asked, drawn, strict=True)]
 
 
 @pytest.mark.lossless
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("adaptive", "plain"),
-        pytest.param("plain", "adaptive", marks=pytest.mark.slow),
-        pytest.param("adaptive", "embedded", marks=pytest.mark.slow),
-    ],
+    ("first", "second"), [("adaptive", "plain"), slow("plain", "adaptive"), slow("adaptive", "embedded")]
 )
 def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], first: str, second: str) -> None:
-    sampling = Sampling(max_new_tokens=1200, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=500, ignore_eos=True)
     asked = requests(6, f"go-{second}")
     engines["adaptive"].set_schedule(k(2))
     embedded = EmbeddedEngine(CONFIG, WEIGHTS.items(), schedule=k(2), max_length=1300)
@@ -498,11 +488,11 @@ def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], fi
     for sample, request, reference in zip(done, partials, whole, strict=True):
         old = request.partial
         middle = len(old.response)
-        assert sample.status == "truncated" and len(sample.response) == 1200
+        assert sample.status == "truncated" and len(sample.response) == 500
         differing += sample.response.tolist() != reference.response.tolist()
         drawn = sample.behaviour_logprobs[sample.prompt_len :]
         np.testing.assert_array_equal(drawn[:middle], old.logprobs)
-        assert sample.policy_versions[0][1] == 0 and sample.policy_versions[-1][2] == 1200
+        assert sample.policy_versions[0][1] == 0 and sample.policy_versions[-1][2] == 500
         assert all(a[2] == b[1] for a, b in itertools.pairwise(sample.policy_versions))
         assert sample.accepted_spans[: len(old.accepted_spans)] == old.accepted_spans
         if second != "plain":
@@ -558,20 +548,16 @@ def test_partials_that_have_ended_or_are_wrong(engines: dict[str, SGLangEngine])
 def test_pause_and_resume(engines: dict[str, SGLangEngine]) -> None:
     engine = engines["adaptive"]
     asked = requests(4, "p")
-    sampling = Sampling(max_new_tokens=80, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=300, ignore_eos=True)
     whole = engine.generate(asked, sampling)
     done: list[Sample] = []
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(asked, sampling)))
-    thread.start()
-    time.sleep(0.3)
+    end = started(engine, asked, sampling, least=5, on_sample=done.append)
     engine.pause()
-    time.sleep(0.3)
     engine.stats()
     time.sleep(0.3)
     assert not done and engine.stats() == []
     engine.resume()
-    thread.join(30)
-    assert texts(done) == texts(whole)
+    assert texts(end()) == texts(whole)
 
 
 def test_round_statistics_agree_with_the_samples(engines: dict[str, SGLangEngine]) -> None:
@@ -797,6 +783,7 @@ def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGL
     assert "right-key" not in seen
 
 
+@pytest.mark.slow
 def test_sglang_is_unchanged_unless_the_plugin_is_enabled() -> None:
     """In a new process, SGLang loads our entry point, which registers nothing and imports none of our hooks."""
     script = """
@@ -813,10 +800,16 @@ assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-def started(engine: SGLangEngine, asked: list[Request], sampling: Sampling, least: int) -> Callable[[], list[Sample]]:
+def started(
+    engine: SGLangEngine,
+    asked: list[Request],
+    sampling: Sampling,
+    least: int,
+    on_sample: Callable[[Sample], None] | None = None,
+) -> Callable[[], list[Sample]]:
     """Start samples, return when each has `least` tokens; the result waits for their end."""
     found: list[list[Sample]] = []
-    thread = threading.Thread(target=lambda: found.append(engine.generate(asked, sampling)))
+    thread = threading.Thread(target=lambda: found.append(engine.generate(asked, sampling, on_sample)))
     thread.start()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -907,7 +900,7 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [slow(0.0), 1.0])
 def test_running_samples_move_with_their_kv_cache(
     engines: dict[str, SGLangEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -940,7 +933,7 @@ def test_running_samples_move_with_their_kv_cache(
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
+@pytest.mark.parametrize("before", [k(3), slow(SpecSchedule.fixed(OFF))], ids=["k3", "off"])
 def test_rounds_after_a_move_accept_as_after_recomputation(
     engines: dict[str, SGLangEngine], before: SpecSchedule
 ) -> None:
@@ -1135,6 +1128,7 @@ def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLan
     assert not files_of(engine)
 
 
+@pytest.mark.slow
 def test_loss_of_an_engine(engines: dict[str, SGLangEngine]) -> None:
     """This test runs last, since it ends a server. The pool finishes the work on the other one, with the same text."""
     sampling = Sampling(max_new_tokens=1200, ignore_eos=True)

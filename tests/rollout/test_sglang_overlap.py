@@ -24,13 +24,10 @@ from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.cpu import emulation
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
+pytestmark = pytest.mark.slow
 KEY = "right-key"
 EMULATED = {"like a GPU": ",".join(emulation.PARTS), "overlap only": "overlap"}
 Engines = dict[str, SGLangEngine]
-
-
-def slow(parameter: object) -> object:
-    return pytest.param(parameter, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield SGLangEngine.of(process.wait(), timeout=120)
 
 
-@pytest.fixture(scope="module", params=["like a GPU", slow("overlap only")])
+@pytest.fixture(scope="module", params=EMULATED)
 def engines(
     request: pytest.FixtureRequest, plain: SGLangEngine, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
@@ -70,20 +67,16 @@ def test_the_engine_overlaps(engines: Engines) -> None:
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize(
-    "sampling", ["T=1", *(pytest.param(s, marks=pytest.mark.slow) for s in ("greedy", "filtered"))]
-)
+@pytest.mark.parametrize("sampling", ["T=1", "greedy", "filtered"])
 def test_text_is_the_targets(engines: Engines, sampling: str) -> None:
     same.test_text_does_not_depend_on_speculation(engines, sampling)
 
 
-FAST = [
+SAME = [
     same.test_drafting_after_off_equals_drafting_after_step_0,
     same.test_accept_length_follows_the_pushed_drafter,
     same.test_pause_and_resume,
     same.test_abort,
-]
-SLOW = [
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
@@ -96,12 +89,11 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("check", [*FAST, *map(slow, SLOW)], ids=lambda check: check.__name__[5:])
+@pytest.mark.parametrize("check", SAME, ids=lambda check: check.__name__[5:])
 def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
 def test_a_move_takes_the_drafters_columns(engines: Engines, before: SpecSchedule) -> None:
     same.test_rounds_after_a_move_accept_as_after_recomputation(engines, before)
@@ -210,7 +202,6 @@ def sampling_seed(asked: list[Request], sample: Sample) -> int:
     return next(request.seed for request in asked if request.id == sample.request_id)
 
 
-@pytest.mark.slow
 @pytest.mark.lossless
 def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_path: Path) -> None:
     """Requests lose their cache while their last round is in flight, and are prefilled again."""

@@ -20,6 +20,7 @@ def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, share, kind)
     assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), share, 256, kind) == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [512, 8192], ids=["weights", "caches"])
 def test_peak_memory_grows_by_a_layer_and_a_half_at_most(tmp_path, slots):
     for found in on_ranks(4, retile_rank.memory, str(tmp_path / "meeting"), slots, (1, 2, 4, 1)):
@@ -60,6 +61,7 @@ def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path, ki
     assert found["ways"] == {"kv", "recompute"} and found["same"]
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_a_rule_draws_the_same_texts_through_changes(tmp_path, undisturbed):
     found = run(tmp_path, [[2, 4, 1, 4, 2, 1, 2, 2, 4]] * 2, speculation="rule")
@@ -67,6 +69,7 @@ def test_a_rule_draws_the_same_texts_through_changes(tmp_path, undisturbed):
     assert len(found["changes"]) >= 8 and any(spans for _, spans, _ in found["accepted"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_samples_without_room_are_computed_anew(tmp_path, undisturbed):
     found = run(tmp_path, [[4, 1, 2, 4]], slots=160)

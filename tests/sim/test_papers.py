@@ -7,6 +7,7 @@ import pytest
 from megatron_rlspec.sim import papers
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "papers.md"
     assert page.read_text().startswith(papers.page()), "run python -m megatron_rlspec.sim.papers > docs/papers.md"

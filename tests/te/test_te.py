@@ -46,6 +46,7 @@ def through_the_stand_in(tests, marks):
     return int(re.search(r"(\d+) passed", done.stdout)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_layers_steps_and_isolation():
     quick = ["te/inside", f"train/test_isolation.py::{ISOLATION}"]

@@ -271,6 +271,7 @@ def peaks():
     return found
 
 
+@pytest.mark.slow
 def test_activations_follow_the_configuration():
     (found,) = on_ranks(1, peaks)
     (plain,) = found.pop("plain")

@@ -215,6 +215,7 @@ def alone():
     return weights, metrics, dict(trainer.export("drafter"))
 
 
+@pytest.mark.slow
 def test_every_layout_trains_the_same_drafter():
     ((weights, expected, drafter),) = on_ranks(1, alone)
     first, _ = on_ranks(2, in_layouts, weights)

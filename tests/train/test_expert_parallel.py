@@ -201,7 +201,7 @@ def resumed(folder, distributed):
     return loaded == saved, states(again) == states(trainer), digest(again.policy.parameters()), refused
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+@pytest.mark.parametrize("distributed", [pytest.param(False, id="whole", marks=pytest.mark.slow), True])
 def test_resume_gives_every_rank_its_own_experts(tmp_path, distributed):
     first, second = on_ranks(2, resumed, tmp_path, distributed)
     assert first[:2] == second[:2] == (True, True)
@@ -245,6 +245,7 @@ def continued(weights, parallel, saved):
     return taken, dict(trainer.export("drafter"))
 
 
+@pytest.mark.slow
 def test_moments_continue_in_another_layout(weights):
     saved = on_ranks(2, first_moments, weights)[0]
     (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, saved)

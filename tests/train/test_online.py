@@ -87,6 +87,7 @@ def test_policy_and_texts_do_not_depend_on_the_learner(runs, name):
     assert column(runs / name, "rollout/reward") == column(runs / "every", "rollout/reward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["overlap", "overlap-2"])
 def test_ranks_decide_alike_while_rank_0_draws(on_two_ranks, name):
     assert bits(on_two_ranks / name, drafter=False) == bits(on_two_ranks / "every", drafter=False)

@@ -202,6 +202,7 @@ def without_norms(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith("grad_norm")}
 
 
+@pytest.mark.slow
 def test_every_pair_of_settings():
     compare(pairwise())
 

@@ -198,6 +198,7 @@ class ForkedRank:
         return text, ""
 
 
+@pytest.mark.slow
 def test_cp_local_count(monkeypatch):
     assert "changes the MTP gradient" in probes.cp_local_count()
     monkeypatch.setattr(probes.subprocess, "Popen", ForkedRank)

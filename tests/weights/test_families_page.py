@@ -48,6 +48,7 @@ def collected() -> list[str]:
     return [line.removeprefix("tests/") for line in found.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fact", SHOWN_BY)
 def test_a_record_says_what_the_tests_run(collected, fact):
     ids = [case for case in collected if case.partition("[")[0] in SHOWN_BY[fact]]

@@ -272,9 +272,8 @@ def pushed(count, engines, link):
     return served, way, report, clock.now, time.process_time() - cpu
 
 
-@pytest.mark.parametrize(
-    ("count", "engines"), [(2_200, 8), pytest.param(44_000, 64, marks=pytest.mark.slow)], ids=["small", "355B"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "engines"), [(2_200, 8), (44_000, 64)], ids=["small", "355B"])
 def test_a_push_takes_seconds_and_little_memory(virtual, count, engines):
     link = Link(50 * GB, burst=64e6)  # 400 Gbit/s
     served, way, report, seconds, cpu = pushed(count, engines, link)
