@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Case, check, ids, model_files, warm, write_model
+from harness import Case, check, ids, model_files, write_model
 
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32 "
 TORCHRUN = {
@@ -118,7 +118,6 @@ CASES = REWARDS + TABLES + COMMANDS
 
 @pytest.fixture(scope="module", autouse=True)
 def imports():
-    warm("megatron_rlspec.weights.names")
     model_files()
 
 

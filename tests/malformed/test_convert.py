@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Case, check, ids, model_files, warm, write_model
+from harness import Case, check, ids, model_files, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -311,7 +311,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_one_line(case, tmp_path, capfd, monkeypatch):
-    warm("megatron_rlspec.convert", "tokenizers")
     megatron_files()
     check(case, tmp_path, capfd, monkeypatch)
 

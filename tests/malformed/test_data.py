@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from harness import Case, check, ids, model_files, warm, write_model
+from harness import Case, check, ids, model_files, write_model
 
 from megatron_rlspec import data
 from megatron_rlspec.config import DataConfig, load
@@ -239,7 +239,6 @@ CASES = ROWS + FILES + LATER
 
 @pytest.fixture(scope="module", autouse=True)
 def imports():
-    warm("megatron_rlspec.weights.names", "transformers", "pyarrow.parquet")
     model_files()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Case, check, ids, model_files, warm, write_model
+from harness import Case, check, ids, model_files, write_model
 from safetensors.numpy import load, save
 
 from megatron_rlspec.weights.model_directory import check_model
@@ -323,8 +323,6 @@ CASES = VALUES + IGNORED_TODAY + WEIGHTS + FILES + COMMANDS
 
 @pytest.fixture(scope="module", autouse=True)
 def imports():
-    warm("megatron_rlspec.weights.names", "megatron_rlspec.rollout.profile", "megatron_rlspec.weights.convert")
-    warm("megatron_rlspec.rollout.sglang.server.serve", "megatron_rlspec.session")
     model_files()
 
 

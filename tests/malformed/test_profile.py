@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import Case, check, ids, warm
+from harness import Case, check, ids
 
 from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
@@ -119,5 +119,4 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_one_line(case, tmp_path, capfd, monkeypatch):
-    warm("megatron_rlspec.rollout.profile", "matplotlib.pyplot")
     check(case, tmp_path, capfd, monkeypatch)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import Case, check, ids, warm
+from harness import Case, check, ids
 
 from megatron_rlspec import report
 
@@ -118,7 +118,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_one_line(case, tmp_path, capfd, monkeypatch):
-    warm("megatron_rlspec.report", "jinja2")
     check(case, tmp_path, capfd, monkeypatch)
 
 
