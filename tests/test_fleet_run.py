@@ -105,7 +105,6 @@ def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start,
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.01)
     line = told(process, 1, psutil.Process(process.pid).children(recursive=True))
-    assert time.time() - moment.stat().st_mtime < 20
     assert "another rank ended or cannot be reached" in line
     assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == [0, 1]
     recorded = {path.name: path.read_bytes() for path in (killed / FOLDER).iterdir()}

@@ -107,7 +107,7 @@ def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
 )
 def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     handler = f"/proc/{process.pid}/status"
     while True:  # until our handler is there
         caught = int(
@@ -169,17 +169,21 @@ def test_when_a_rank_is_killed_the_other_reports_it_in_one_line(start, tmp_path)
 
 def test_a_second_ctrl_c_ends_at_once():
     """A run in the middle of a step records the first one. A repeated delivery of it has no effect."""
-    code = "import time; from megatron_rlspec.interruption import Interruption\n"
-    code += "i = Interruption().install(); i.defer(); print('ready', flush=True)\n"
-    code += "while True: time.sleep(0.1); print(i.reason, flush=True)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    for wait in (0.3, 1.2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(wait)
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert "interrupted by SIGINT" in process.communicate(timeout=10)[0] and process.returncode == 130
+    code = """
+import signal
+from types import SimpleNamespace
+from megatron_rlspec import interruption
+now = 0.0
+interruption.time = SimpleNamespace(monotonic=lambda: now)
+asked = interruption.Interruption().install()
+asked.defer()
+for now in (10.0, 10.3, 11.5):
+    signal.raise_signal(signal.SIGINT)
+    print(now, asked.reason, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.splitlines() == ["10.0 interrupted by SIGINT", "10.3 interrupted by SIGINT"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from megatron_rlspec.rollout.restart import Restarts
 
 def waited(restarts, name):
     """Poll for the restart of this engine without blocking, as pushes do while other engines serve."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if name in (found := restarts.back(block=False)):
             return found[name]
@@ -78,9 +78,8 @@ def test_another_error_is_raised():
 
 
 def test_the_end_of_a_run_ends_the_pauses():
-    restarts = Restarts(lambda name, number: name, 2, (60.0,))
+    restarts = Restarts(lambda name, number: name, 2, (86_400.0,))
     restarts.lost("a")
-    began = time.monotonic()
     restarts.close()
-    assert isinstance(restarts.back(block=True)["a"], EngineError) and time.monotonic() - began < 10
+    assert isinstance(restarts.back(block=True)["a"], EngineError)
     assert restarts.lost("a") == 0

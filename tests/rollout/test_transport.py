@@ -1,7 +1,5 @@
 """The same push by every transport into a real SGLang process, and a push whose engine has ended."""
 
-import time
-
 import pytest
 import torch.distributed as dist
 from tiny_mimo import config, weights, write
@@ -49,6 +47,5 @@ def test_every_transport_delivers_every_bit(tmp_path, monkeypatch):
         lost = SGLangEngine.of(process, transport=Files(tmp_path / "none"))
         assert "none: No such file" in Pusher({"e": lost}).push(9, source_of(mixed)).failed["e"]
         process.close()
-        began = time.monotonic()
         report = pusher.push(10, source_of(mixed))
-        assert "ended with code" in report.failed["e"] and time.monotonic() - began < 30
+        assert "ended with code" in report.failed["e"]

@@ -7,7 +7,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import embedded_oracle as oracle
@@ -132,10 +131,9 @@ def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
     member = Member(engine(), Ranks(), None, Script([1, 1, to]), Groups())
     assert member.groups is not None
     member.groups.of(to)
-    killed = Path(f"{meeting}.killed")
     if rank == 2:
         module, name, calls = DYING[phase]
-        kill_in(module, name, calls, killed)
+        kill_in(module, name, calls)
     if rank:
         Follower(member)._thread.join()
     fleet = Fleet(member, every=3)
@@ -153,12 +151,11 @@ def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
         requests = oracle.requests(PROMPTS, group=3)
         fleet.generate(requests, ENDING, lambda sample: seen.update({sample.request_id: sample.tokens.tolist()}))
     except EngineError as error:
-        seconds = time.time() - killed.stat().st_mtime
-        return {"seen": seen, "ended": ended, "error": str(error), "seconds": seconds}
+        return {"seen": seen, "ended": ended, "error": str(error)}
     raise AssertionError("the rollout went on without a rank")
 
 
-def kill_in(module: Any, name: str, calls: int, note: Path) -> None:
+def kill_in(module: Any, name: str, calls: int) -> None:
     """Have this process killed when a function is called after `calls` calls."""
     real = getattr(module, name)
     made: list[int] = []
@@ -166,7 +163,6 @@ def kill_in(module: Any, name: str, calls: int, note: Path) -> None:
     def dies(*args: Any, **options: Any) -> Any:
         made.append(0)
         if len(made) > calls:
-            note.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **options)
 

@@ -401,7 +401,7 @@ def test_an_update_in_the_middle_recomputes_and_records_both_versions(model, pau
         assert engine.cache.left == engine.cache.total
     engine.update_weights(7, other.items())
     engine.resume()
-    thread.join(20)
+    thread.join(120)
     for s in done:
         (first, _, switch), (second, begin, end) = s.policy_versions
         assert (first, second) == (0, 7) and switch == begin and end == len(s.response) == 200
@@ -427,25 +427,26 @@ def test_abort_returns_what_there_is(model):
     while len(engine.running) + len(engine.waiting) > 2:
         time.sleep(0.001)
     engine.abort()
-    thread.join(20)
+    thread.join(120)
     assert [s.status for s in done] == ["aborted"] * 4
     assert len(done[0].response) > 0 and len(done[3].response) == 0
     assert engine.cache.left == engine.cache.total
 
 
-def test_a_paused_engine_ends_aborted_samples_at_once(model):
+def test_a_paused_engine_ends_aborted_samples_at_once(model, monkeypatch):
+    """It is woken: here it would wait for ever otherwise."""
     engine = oracle.engine_of(*model)
     [asked] = oracle.requests(PROMPTS[:1])
     engine.pause()
-    began = time.perf_counter()
+    monkeypatch.setattr(engine._lock, "wait", lambda timeout=None, wait=engine._lock.wait: wait())
     for _ in range(6):
         thread = threading.Thread(target=engine.generate, args=([asked], FREE), daemon=True)
         thread.start()
         while not engine.waiting:
             time.sleep(0.001)
         engine.abort()
-        thread.join(20)
-    assert time.perf_counter() - began < 4, "a paused engine looks for work once per second"
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_closed_engine_returns_no_aborted_samples(model):
@@ -464,14 +465,14 @@ def test_a_closed_engine_returns_no_aborted_samples(model):
 
     def ends(*ids):
         abort(*ids)
-        thread.join(20)
+        thread.join(120)
 
     engine.abort = ends  # the rounds go on while `close` runs
     thread.start()
     while not any(len(run.response) > 5 for run in engine.running):
         time.sleep(0.001)
     engine.close()
-    thread.join(20)
+    thread.join(120)
     assert [str(error) for error in failed] == ["embedded engine: closed"]
     assert set(failed[0].begun) == {request.id for request in oracle.requests(PROMPTS)}
 
@@ -494,7 +495,7 @@ def test_callers_share_rounds(model):
         time.sleep(0.001)
     engine.resume()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert results == alone
     assert max(r.batch for r in engine.stats()) == 16
 

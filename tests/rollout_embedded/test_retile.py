@@ -105,6 +105,5 @@ def test_a_rank_killed_in_the_middle_of_a_change_ends_the_rollout(tmp_path, phas
     requests = oracle.requests(regroup_rank.PROMPTS, group=3)
     wanted = {s.request_id: s.tokens.tolist() for s in regroup_rank.engine().generate(requests, regroup_rank.ENDING)}
     assert found["error"].startswith("embedded engine: a rank of the fleet ended or cannot be reached")
-    assert found["seconds"] < 20
     assert 0 < len(found["ended"]) < len(wanted) and sorted(found["seen"]) == sorted(found["ended"])
     assert found["seen"] == {id: wanted[id] for id in found["ended"]}

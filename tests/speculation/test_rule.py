@@ -1,5 +1,4 @@
 import json
-import time
 
 import numpy as np
 import pytest
@@ -182,15 +181,17 @@ def test_one_odd_round_moves_nothing_and_no_margin_still_switches():
     assert Engine(rule(margin=0.0), rates=(0.0,) * 5).run(60, batch=8)[-1] == OFF
 
 
-def test_decisions_depend_on_observed_rounds_only():
-    seen = []
-    for delay in (0.0, 2e-4):
-        engine = Engine(rule())
-        for _ in range(150):
-            engine.run(1, batch=3)
-            time.sleep(delay)
-        seen.append(engine.chosen)
-    assert seen[0] == seen[1]
+def test_decisions_depend_on_observed_rounds_only(monkeypatch):
+    def forbidden():
+        raise AssertionError("a decision reads a clock")
+
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(f"time.{name}", forbidden)
+    engines = [Engine(rule()) for _ in range(2)]
+    for engine in engines:
+        engine.run(150, batch=3)
+    monkeypatch.undo()
+    assert engines[0].chosen == engines[1].chosen
 
 
 def test_late_observations_are_attributed_to_their_own_configuration():
@@ -280,16 +281,6 @@ def test_the_report_counts_and_starts_again():
     assert 0 <= report["estimated_regret"] < 0.05
     assert json.dumps(report)
     assert engine.rule.report()["rounds"] == {}
-
-
-def test_a_decision_takes_microseconds():
-    p = rule()
-    took = []
-    for i in range(2000):
-        start = time.perf_counter()
-        p.choose(64, 64 * (500 + i))
-        took.append(time.perf_counter() - start)
-    assert np.median(took) < 100e-6  # 6 us on an idle core; benchmarks/adaptive_replay.py prints it
 
 
 def test_probes_start_after_the_first_interval():
