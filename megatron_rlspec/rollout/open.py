@@ -35,7 +35,7 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.tail import rebalance
-from megatron_rlspec.tail.tp_planner import WIRE, SwitchCosts, TPPlanner
+from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
 from megatron_rlspec.weights.fingerprint import fingerprint
@@ -312,7 +312,7 @@ def member(config: Config) -> Member:
     for tp in config.tail.tp[1:]:
         groups.of(tp)  # here, where all ranks come together
     planner = rebalancer(config, hf_config)
-    wire = WIRE
+    wire = rebalance.WIRE
     if planner is not None and config.tail.rebalance == "auto":
         known = link.once(Path(config.train.run_dir) / "link.json", ranks, engine, planner.cost)
         wire = known.gigabytes_per_second

@@ -25,8 +25,8 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer
-from megatron_rlspec.tail.tp_planner import WIRE, Change, Choice, SwitchCosts, TPPlanner, choose
+from megatron_rlspec.tail.rebalance import WIRE, Rebalancer
+from megatron_rlspec.tail.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
 from megatron_rlspec.types import Load, RoundStats, Scope
 from megatron_rlspec.weights.bucket import Named
 from megatron_rlspec.weights.push import Pusher, Source
@@ -111,7 +111,7 @@ class Turns:
     def choose(self, rebalancer: Rebalancer, loads: Sequence[Load], lengths: Lengths, cap: int) -> Choice:
         """Choose between staying, moves and the second fleet. It must be whole, and have room for all samples."""
         link = rebalancer.transport
-        rate = (link.gigabytes_per_second or WIRE) if "kv" in rebalancer.modes else 0.0
+        rate = link.rate(network=False) if "kv" in rebalancer.modes else 0.0
         bytes_of_copy = sum(tensor.nbytes for tensor in self._copy.values())
         spent = bytes_of_copy / WIRE / 1e6 if self._ms is None else self._ms
         self.planner.costs = SwitchCosts(spent, token_bytes=link.token_bytes, gigabytes_per_second=rate)

@@ -27,6 +27,7 @@ WORTH = 0.5  # of the latest finish: an engine that finishes earlier gives no sa
 STEPS = 64  # of one plan, at most
 TARGETS = 4  # engines that finish first, among which a step chooses
 COUNTS = 16  # numbers of samples that a step compares
+WIRE = 1.0  # GB/s that a link, and a rank, is taken to send, where it is not measured
 FASTEST = 4.0  # factor by which a sample may be faster, or slower, than the average
 
 
@@ -34,7 +35,7 @@ FASTEST = 4.0  # factor by which a sample may be faster, or slower, than the ave
 class Transport:
     """What it takes to move samples.
 
-    gigabytes_per_second          of the link between two engines; 0: not known, and not charged
+    gigabytes_per_second          of the link between two engines; 0: not measured, so `WIRE`
     token_bytes                   of one token in the KV caches of target and drafter
     rounds                        that a moved sample misses
     network_gigabytes_per_second  as the first, between engines that share no memory (`Load.node`)
@@ -46,7 +47,8 @@ class Transport:
     network_gigabytes_per_second: float = 0.0
 
     def rate(self, network: bool) -> float:
-        return self.network_gigabytes_per_second if network else self.gigabytes_per_second
+        """Return GB/s of a link, measured or assumed."""
+        return (self.network_gigabytes_per_second if network else self.gigabytes_per_second) or WIRE
 
 
 class Rebalancer:
@@ -138,13 +140,11 @@ class Rebalancer:
         """Learn the bandwidth of a link from transfers: (bytes, ms) each. The newest count half."""
         for size, ms in transfers:
             if size > 0 and ms > 0:
-                known = self.transport.rate(network)
+                name = "network_gigabytes_per_second" if network else "gigabytes_per_second"
+                known = getattr(self.transport, name)
                 measured = size / ms / 1e6
                 blended = math.sqrt(known * measured) if known else measured
-                if network:
-                    self.transport = replace(self.transport, network_gigabytes_per_second=blended)
-                else:
-                    self.transport = replace(self.transport, gigabytes_per_second=blended)
+                self.transport = replace(self.transport, **{name: blended})
 
     def threshold(self, loads: Sequence[Load]) -> int:
         """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""
@@ -193,18 +193,21 @@ class Rebalancer:
     def work(self, tokens: float, target: Load, network: bool = False) -> tuple[float, How]:
         """Return the cheaper way to bring `tokens` tokens of a sample to another engine, and its time."""
         ways = self.ways(np.array([tokens]), target, np.array([network]))
-        return min((float(times[0]), how) for how, times in ways.items())
+        how = min(ways, key=lambda way: float(ways[way][0]))
+        return float(ways[how][0]), how
 
     def ways(self, tokens: np.ndarray, target: Load, network: np.ndarray) -> dict[How, np.ndarray]:
-        """Return the time of each way, as `work`, for every one of several samples."""
-        found: dict[How, np.ndarray] = {}
-        if "kv" in self.modes:
-            far, near = (self.transport.rate(way) * 1e6 * self.ms_per_unit for way in (True, False))
-            rate = np.where(network, far or np.inf, near or np.inf)  # bytes per unit of time
-            found["kv"] = tokens * self.transport.token_bytes / rate
-        if "recompute" in self.modes:
-            found["recompute"] = self._prefill(tokens, target)
-        return found
+        """Return the time of each way, as `work`, for every one of several samples.
+
+        While the length of a unit of time is not known, a transfer is taken to last as long as a prefill.
+        """
+        found: dict[How, np.ndarray] = {"recompute": self._prefill(tokens, target)}
+        found["kv"] = found["recompute"]
+        size = tokens * self.transport.token_bytes
+        if self.ms_per_unit or not size.any():
+            rate = np.where(network, self.transport.rate(True), self.transport.rate(False))
+            found["kv"] = size / (rate * 1e6 * (self.ms_per_unit or 1.0))
+        return {how: times for how, times in found.items() if how in self.modes}
 
     def _prefill(self, tokens: np.ndarray, target: Load) -> np.ndarray:
         if isinstance(self.cost, CostTable):

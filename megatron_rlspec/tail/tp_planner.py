@@ -19,7 +19,6 @@ from megatron_rlspec.tail.rebalance import How, Rebalancer, after
 from megatron_rlspec.types import Held, Load, Move, SpecConfig
 
 Remaining = Literal["cap", "survival"]
-WIRE = 1.0  # GB/s that a rank is taken to send, where it is not measured
 POINTS = 65  # of the time axis on which a drain is summed
 
 

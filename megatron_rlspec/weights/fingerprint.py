@@ -12,7 +12,7 @@ signs would cancel. The length is not part of it: compared tensors have one shap
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +23,7 @@ from torch import Tensor
 _ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
 _WORD = 8  # bytes
 _ROWS_AT_ONCE = 256  # on a GPU, where few launches matter more
+_TOGETHER = _ROWS_AT_ONCE * _ROW * _WORD  # bytes of GPU tensors of one size whose sums share their launches
 _HALF = np.uint64(32)  # bits
 _THREAD = threading.local()
 
@@ -33,30 +34,67 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     `start` is the flat index of the first element within the full tensor: contiguous shards' fingerprints add up
     (modulo 2⁶⁴) to the fingerprint of the whole. Raises ValueError unless a shard starts at a multiple of 8 bytes.
     """
-    return int(_sum(tensor, start)) % (1 << 64)
+    return read([unread(tensor, start)])[0]
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Compute the fingerprint of each tensor. Sums of tensors on a GPU are read together, with one wait."""
-    sums = [_sum(tensor, 0) for tensor in tensors]
-    found: list[int] = [one if isinstance(one, int) else 0 for one in sums]
-    on_device = [i for i, one in enumerate(sums) if isinstance(one, Tensor)]
-    if on_device:
-        read = torch.stack([torch.as_tensor(sums[i]) for i in on_device]).tolist()
-        for i, value in zip(on_device, read, strict=True):
-            found[i] = value % (1 << 64)
-    return found
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Compute the fingerprint of each tensor, as `of_parts`."""
+    return of_parts((tensor, 0) for tensor in tensors)
 
 
-def _sum(tensor: Tensor, start: int) -> int | Tensor:
-    """Return the fingerprint: of a CPU tensor as an integer, else as int64 [] on the tensor's device."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
+    """Compute the fingerprint of each (tensor, start). On a GPU: one wait, and few launches for parts of one size.
+
+    Of the parts that are not summed yet, at most `_TOGETHER` bytes of each size are kept.
+    """
+    found: list[int | Tensor] = []
+    alike: dict[tuple[torch.device, int, int], dict[int, Tensor]] = {}
+
+    def add(key: tuple[torch.device, int, int]) -> None:
+        group = alike.pop(key)
+        sums = _sums_on_device(torch.stack(list(group.values())), key[2])
+        for i, one in zip(group, sums.unbind(), strict=True):
+            found[i] = one
+
+    for tensor, start in parts:
+        if tensor.device.type == "cpu" or tensor.nbytes > _TOGETHER // 2:
+            found.append(unread(tensor, start))
+            continue
+        key = (tensor.device, tensor.nbytes, _first_word(tensor, start))
+        group = alike.setdefault(key, {})
+        group[len(found)] = _bytes(tensor)
+        found.append(0)
+        if (len(group) + 1) * tensor.nbytes > _TOGETHER:
+            add(key)
+    for key in list(alike):
+        add(key)
+    return read(found)
+
+
+def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
+    """Return what `read` makes a `fingerprint` of: for a GPU's tensor, int64 [] on its device."""
+    first = _first_word(tensor, start)
+    if tensor.device.type == "cpu":
+        return _sum_on_cpu(_bytes(tensor).numpy(), first)
+    return _sums_on_device(_bytes(tensor)[None], first)[0]
+
+
+def read(sums: Sequence[int | Tensor]) -> list[int]:
+    """Return fingerprints. Those on a GPU are read with one wait."""
+    on_device = [one for one in sums if isinstance(one, Tensor)]
+    values = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [(next(values) if isinstance(one, Tensor) else one) % (1 << 64) for one in sums]
+
+
+def _first_word(tensor: Tensor, start: int) -> int:
     first_byte = start * tensor.element_size()
     if first_byte % _WORD:
         raise ValueError(f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}")
-    if tensor.device.type == "cpu":
-        return _sum_on_cpu(data.numpy(), first_byte // _WORD)
-    return _sum_on_device(data, first_byte // _WORD)
+    return first_byte // _WORD
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _sum_on_cpu(data: np.ndarray, first: int) -> int:
@@ -95,42 +133,32 @@ def _scratch() -> np.ndarray:
     return _THREAD.row
 
 
-def _sum_on_device(data: Tensor, first: int) -> Tensor:
-    device = data.device
-    row_factors, column_factors = _factors(device)
-    step = _ROW * _ROWS_AT_ONCE
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    buffer = torch.empty(min(step, -(-data.numel() // _WORD) + first % _ROW), dtype=torch.int64, device=device)
+def _sums_on_device(data: Tensor, first: int) -> Tensor:
+    """Return the sums [k] of k tensors' bytes [k, n], each from word `first` of its full tensor on."""
+    row_factors, column_factors = _factors(data.device)
+    count, size = data.shape
+    most = max(1, _ROWS_AT_ONCE // max(1, count))
+    total = torch.zeros(count, dtype=torch.int64, device=data.device)
+    buffer = torch.empty(count, min(most * _ROW, -(-size // _WORD)), dtype=torch.int64, device=data.device)
     done = 0
-    while done < data.numel():
-        word = first + done // _WORD
-        row = word // _ROW % _ROW
-        column = word % _ROW
-        size = min(data.numel() - done, (step - column) * _WORD)
-        words = -(-size // _WORD)
-        part = buffer[:words]
-        if size % _WORD:
-            part[-1] = 0
-        part.view(torch.uint8)[:size].copy_(data[done : done + size])
-        halves = part.view(torch.int32).view(-1, 2)
-        halves[:, 0].bitwise_xor_(halves[:, 1])
-        if column == 0 and words % _ROW == 0:
-            sums = _dot(part.view(-1, _ROW), column_factors)
-            total += _dot(sums, row_factors[row : row + words // _ROW])
+    while done < size:
+        row, column = divmod(first + done // _WORD, _ROW)
+        row %= _ROW
+        left = -(-(size - done) // _WORD)
+        rows = 0 if column else min(left // _ROW, most, _ROW - row)  # whole ones
+        words = rows * _ROW or min(left, _ROW - column)
+        here = min(size - done, words * _WORD)
+        part = buffer[:, :words]
+        if here % _WORD:
+            part[:, -1] = 0
+        part.view(torch.uint8)[:, :here].copy_(data[:, done : done + here])
+        halves = part.view(torch.int32).unflatten(1, (-1, 2))
+        halves[..., 0].bitwise_xor_(halves[..., 1])
+        if rows:
+            total += _dot(_dot(part.unflatten(1, (-1, _ROW)), column_factors), row_factors[row : row + rows])
         else:
-            total += _partial_rows(part, row, column, row_factors, column_factors)
-        done += size
-    return total
-
-
-def _partial_rows(part: Tensor, row: int, column: int, row_factors: Tensor, column_factors: Tensor) -> Tensor:
-    total = part.new_zeros(())
-    while part.numel():
-        here = part[: _ROW - column]
-        total += _dot(here, column_factors[column : column + here.numel()]) * row_factors[row]
-        part = part[here.numel() :]
-        row += 1
-        column = 0
+            total += _dot(part, column_factors[column : column + words]) * row_factors[row]
+        done += here
     return total
 
 

@@ -420,11 +420,15 @@ def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> st
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether all of it is finite. Answers on a GPU are read together, with one wait."""
-    ranges = []
-    for tensor in tensors:
-        if not tensor.is_floating_point() or not tensor.numel():
-            ranges.append(torch.ones((), dtype=torch.bool, device=tensor.device))
-            continue
-        low, high = torch.aminmax(tensor)  # NaN propagates into both
-        ranges.append(torch.isfinite(low) & torch.isfinite(high))
-    return torch.stack(ranges).tolist() if ranges else []
+    found = [True] * len(tensors)
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and tensor.numel():
+            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
+    places = [i for group in alike.values() for i in group]
+    # NaN propagates into the smallest and the largest number.
+    ranges = [torch.stack([end for i in group for end in torch.aminmax(tensors[i])]) for group in alike.values()]
+    sound = [torch.isfinite(ends).view(-1, 2).all(-1) for ends in ranges]
+    for i, one in zip(places, torch.cat(sound).tolist() if sound else (), strict=True):
+        found[i] = one
+    return found

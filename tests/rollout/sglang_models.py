@@ -28,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from torch import Tensor, nn
 
 from megatron_rlspec.rollout.sglang.server.eagle3 import separate_loaders
-from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, named_tensors
+from megatron_rlspec.rollout.sglang.server.served_weights import TensorPart, joined, marks_of, named_tensors
 from megatron_rlspec.weights.families import record_of
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -165,7 +165,7 @@ def fingerprints(ranks: list[Rank], dtypes: Mapping[str, torch.dtype] | None = N
     held = [rank.held() for rank in ranks]
     names = [[part.name for part in parts] for parts in held]
     assert all(row == names[0] for row in names), "ranks name their tensors in different orders"
-    marks = [[part.fingerprint((dtypes or {}).get(part.name)) for part in parts] for parts in held]
+    marks = [marks_of(parts, [(dtypes or {}).get(part.name) for part in parts]) for parts in held]
     found = joined(marks, [[part.first for part in parts] for parts in held])
     assert len(set(names[0])) == len(names[0])
     return dict(zip(names[0], found, strict=True))

@@ -21,6 +21,7 @@ from megatron_rlspec.rollout.moves import Owner
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.turns import Turns
 from megatron_rlspec.tail.lengths import Lengths
+from megatron_rlspec.tail.rebalance import Transport
 from megatron_rlspec.tail.tp_planner import Change
 from megatron_rlspec.types import Held, Load, RoundStats
 from megatron_rlspec.weights.fingerprint import fingerprints
@@ -160,7 +161,7 @@ def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(tmp_path: P
     assert run.lost == ["wide"] and run.wide.dead and run.pool.engines == (run.a, run.b)
     assert not any(engine.asleep or engine.empty for engine in (run.a, run.b))
     load = [Load(name, (Held("s", 1, 2, 1.0),), 0, 100, 1) for name in ("a", "b")]
-    planned = SimpleNamespace(transport=SimpleNamespace(gigabytes_per_second=0.0, token_bytes=1), modes=("kv",))
+    planned = SimpleNamespace(transport=Transport(token_bytes=1), modes=("kv",))
     planned.plan = lambda *_: []
     assert run.turns.choose(planned, load, Lengths(), 10).way == "stay"  # the planner of sizes is not even asked
 
@@ -175,7 +176,7 @@ def test_a_fleet_that_is_not_whole_or_has_no_room_does_not_give_way(tmp_path: Pa
         return replace(CHANGE, groups=(ids,), how="recompute")
 
     run.turns.planner = SimpleNamespace(decide=decide)
-    planned = SimpleNamespace(transport=SimpleNamespace(gigabytes_per_second=0.0, token_bytes=1), modes=("kv",))
+    planned = SimpleNamespace(transport=Transport(token_bytes=1), modes=("kv",))
     planned.plan = lambda *_: []
 
     def way(*counts: int, version: int = 1, context: int = 50) -> str:

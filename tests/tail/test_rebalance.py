@@ -308,6 +308,15 @@ def test_a_dear_move_is_not_made_and_the_cheaper_way_is_taken():
     assert not only.plan([engine("a", [4000] * 12), engine("b", [])], Lengths(), 4010)
 
 
+@pytest.mark.parametrize("cost", [STEEP, LearntCost(Roofline.of_layers(24))], ids=["table", "sizes"])
+def test_a_link_of_unknown_speed_is_not_free(cost):
+    """Else a run's first plan moves every cache, however large, over a link that nothing is known of."""
+    rule = planner(cost=cost, transport=Transport(token_bytes=50_000_000))
+    for network in (False, True):
+        work, how = rule.work(4000, engine("b", []), network)
+        assert work > 0 and how == "recompute"
+
+
 def test_a_prompt_that_the_target_holds_is_free():
     rule = planner(transport=Transport(1.0, 150_000), modes=("kv",))
     rule.ms_per_unit = 1.0

@@ -44,7 +44,7 @@ from megatron_rlspec.types import (
     Verifier,
     ended,
 )
-from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.fingerprint import fingerprints
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
 RECENT = 4096  # rounds that `recent_rounds` keeps
@@ -312,7 +312,8 @@ class EmbeddedEngine:
 
     def fingerprints(self) -> dict[str, int]:
         with self._lock:
-            return {name: fingerprint(tensor) for name, tensor in self.model.full_tensors()}
+            marks = fingerprints(tensor for _, tensor in self.model.full_tensors())
+            return dict(zip(self.model.tensors, marks, strict=True))
 
     def close(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rlspec.weights.families import FAMILIES
-from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.fingerprint import of_parts, read, unread
 
 _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
@@ -46,32 +46,38 @@ class TensorPart:
     first: int = 0
     drafter: bool = False
 
-    def fingerprint(self, dtype: torch.dtype | None = None) -> int:
-        """Return this part's share of the full tensor's fingerprint, in the number type `dtype` if that is exact.
+    def placed(self, narrow: torch.dtype | None = None) -> tuple[Tensor, int]:
+        """Return a tensor and its start, of which `of_parts` makes this part's share of the full tensor's fingerprint.
 
-        SGLang stores some tensors in a wider type than the one in which they were pushed (routers in float32).
-        Raises ValueError if a word crosses the part's edge.
+        `narrow`: convert to this number type. Raises ValueError if a word crosses the part's edge.
         """
-        part = _narrowed(self.part, dtype)
-        if tuple(part.shape) == self.shape:
-            return fingerprint(part)
-        if not part.numel():
-            return 0
+        part = self.part if narrow is None else self.part.to(narrow)
+        if tuple(part.shape) == self.shape or not part.numel():
+            return part, 0
         if self.dim == 0:
-            return fingerprint(part, start=self.first * part[0].numel())
+            return part, self.first * part[0].numel()
         width = part.shape[1] * part.element_size()
         if width % _WORD:
             raise ValueError(f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}")
         full = part.new_zeros(self.shape)
         full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
-        return fingerprint(full)
+        return full, 0
 
 
-def _narrowed(part: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or dtype == part.dtype:
-        return part
-    narrowed = part.to(dtype)
-    return narrowed if torch.equal(narrowed.to(part.dtype), part) else part
+def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
+    """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed.
+
+    SGLang stores some tensors in a wider type than that (routers in float32). A part that is not exact in the pushed
+    type counts in its own. Takes two waits for a GPU.
+    """
+    pairs = zip(held, dtypes, strict=True)
+    narrow = {
+        i: (part.part.to(dtype).to(part.part.dtype) == part.part).all()
+        for i, (part, dtype) in enumerate(pairs)
+        if dtype is not None and dtype != part.part.dtype
+    }
+    exact = dict(zip(narrow, torch.stack(list(narrow.values())).tolist() if narrow else (), strict=True))
+    return of_parts(part.placed(dtypes[i] if exact.get(i) else None) for i, part in enumerate(held))
 
 
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
@@ -95,7 +101,12 @@ class Deliveries:
     """
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    marks: dict[str, int] = field(default_factory=dict)
+    _marks: dict[str, int | Tensor] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """Read the fingerprints, those on a GPU with one wait."""
+        return dict(zip(self._marks, read(list(self._marks.values())), strict=True))
 
     def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
         """From now on, note every tensor that the loader of `model` is given.
@@ -109,7 +120,7 @@ class Deliveries:
             for name, tensor in weights:
                 self.dtypes[name] = tensor.dtype
                 if fingerprints:
-                    self.marks[name] = fingerprint(tensor)
+                    self._marks[name] = unread(tensor)
                 yield name, tensor
 
         def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -124,11 +135,8 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
     `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
     """
     held = list(of_scheduler(scheduler))
-    own = []
-    for part in held:
-        dtypes = drafter.dtypes if part.drafter else target.dtypes
-        own.append(_signed(part.fingerprint(dtypes.get(part.name))))
-    mine = torch.tensor([own, [part.first for part in held]])
+    own = marks_of(held, [(drafter if part.drafter else target).dtypes.get(part.name) for part in held])
+    mine = torch.tensor([[_signed(mark) for mark in own], [part.first for part in held]])
     group = _parallel().tp_group.cpu_group
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
@@ -267,14 +275,13 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
 
 
 def _what_decodes(attention: Any, weight: Tensor) -> Tensor:
-    """Return latent attention's `kv_b_proj`, or what its decode kernels read instead if that is something else.
+    """Return latent attention's `kv_b_proj` as its decode kernels read it, if they do.
 
     They read two copies, `w_kc` and `w_vc`, which SGLang makes after loading. A push that does not renew them differs.
     """
     if attention.w_kc is None or attention.w_vc is None:
         return weight
-    copied = torch.cat((attention.w_kc, attention.w_vc.transpose(1, 2)), dim=1).flatten(0, 1)
-    return weight if copied.shape == weight.shape and torch.equal(copied, weight) else copied
+    return torch.cat((attention.w_kc, attention.w_vc.transpose(1, 2)), dim=1).flatten(0, 1)
 
 
 def _columns(name: str, module: Any, data: Tensor) -> TensorPart:
