@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
-from megatron_rlspec.types import Load, Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule, Verifier
+from megatron_rlspec.types import (
+    Drafts,
+    Load,
+    Partial,
+    Request,
+    RoundStats,
+    Sample,
+    Sampling,
+    Scope,
+    SpecSchedule,
+    Verifier,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +57,7 @@ class EngineDescription(TypedDict):
     """
 
     verifier: Verifier
+    drafts: Drafts
     configs: list[list[int]]
     speculative: bool
     tensor_parallel: int

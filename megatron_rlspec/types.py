@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Status = Literal["finished", "truncated", "aborted"]
 Scope = Literal["all", "target", "drafter"]
 Verifier = Literal["position_keyed", "target_only", "rejection"]
+Drafts = Literal["coupled", "argmax"]
 
 
 @dataclass(frozen=True, order=True)
@@ -230,6 +231,7 @@ class Sample:
                                    (`acceptance.delivered`)
     accepted_spans                 spans (first, last + 1) of response tokens that were drafts; at most one per round
     draws                          see `Partial`
+    seed                           of the noise that its tokens were sampled with; None: they were not sampled here
     """
 
     request_id: str
@@ -245,6 +247,7 @@ class Sample:
     reward: float = 0.0
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -329,6 +332,8 @@ class PackedBatch:
     counts             denominators of the losses, summed over all ranks and micro-batches of the *step* before its
                        first backward: `policy`, `drafter` (one per depth), `tokens` (trained ones), `samples`
     staleness          versions between the policy that drew the label and the trained policy; None if not needed
+    noise_seeds        `Sample.seed` at positions where the acceptance of coupled drafts is predicted, else -1; None: a
+                       sample has no seed
     """
 
     tokens: torch.Tensor
@@ -349,6 +354,7 @@ class PackedBatch:
     reference_logprobs: torch.Tensor | None = None
     behaviour_logprobs: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
+    noise_seeds: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

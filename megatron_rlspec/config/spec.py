@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rlspec.config.base import Section, Text
-from megatron_rlspec.types import OFF, SpecConfig, Verifier
+from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
 MOST_DRAFTS = 64  # drafter passes of one round; SGLang's buffers grow with them
 
@@ -37,6 +37,11 @@ class SpecSection(Section):
         "position_keyed",
         description="position_keyed: the text depends on seed, prompt and weights only, not on the drafts; "
         "target_only: the same rule with ordinary random numbers; rejection: rejection sampling, on GPUs only",
+    )
+    drafts: Drafts = Field(
+        "coupled",
+        description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
+        "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
     cost_table: Text = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"

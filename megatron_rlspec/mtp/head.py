@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec import memory
+from megatron_rlspec.mtp.noise import draw, noisy
 from megatron_rlspec.packing.transfer import to_device
 
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
@@ -130,7 +131,20 @@ class VocabParallelHead:
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
         value, column = scores.max(-1)
-        best = self.ids_of(column)
+        return self._best(value, self.ids_of(column))
+
+    def sample(self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the ids `[C]` of the largest log-probability + noise (`mtp/noise.py`); seeds and keys `[C]` int64."""
+        ids = self.ids_of(torch.arange(self.width, device=logprobs.device))
+        column = draw(logprobs, seeds, keys, ids)
+        best = ids[column]
+        if self.group is None:
+            return best
+        value = noisy(logprobs.gather(1, column[:, None]), seeds, keys, best[:, None])[:, 0]
+        return self._best(value, best)
+
+    def _best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Return the id of each row's largest value over all ranks; of equal values the lowest id."""
         if self.group is not None:
             top = value.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)

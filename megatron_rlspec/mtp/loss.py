@@ -135,6 +135,8 @@ class Student:
     Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
     layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
     `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
+    `noise` is (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for `keep_rows`:
+    "coupled" then says whether a coupled draft is the label, in rows whose seed is not negative.
     `own [S, H]` is an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
     gradient, and `own_finite` is its `finite`.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
@@ -160,6 +162,7 @@ class Student:
         words: torch.Tensor | None = None,
         own: torch.Tensor | None = None,
         own_finite: bool | None = None,
+        noise: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         if kind not in KINDS and not callable(kind):
             raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
@@ -181,6 +184,7 @@ class Student:
         self._labels = to_device(labels.index_select(0, rows), device)
         self._weight = to_device(token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device)
         self._groups = to_device(torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device)
+        self._noise = None if noise is None else tuple(x.index_select(0, rows) for x in noise)
         self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
         self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and learns else None
@@ -263,7 +267,8 @@ class Student:
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
-        return dict.fromkeys(("match", "overlap", "label_ratio", "argmax_prob"), zeros)
+        names = ("match", "overlap", "label_ratio", "argmax_prob", *(() if self._noise is None else ("coupled",)))
+        return dict.fromkeys(names, zeros)
 
     @torch.no_grad()
     def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
@@ -283,6 +288,8 @@ class Student:
         loss = ce
         if self.rows is not None:
             self._keep(part, match=sums["match"])
+            if self._noise is not None:
+                self._keep(part, coupled=self._coupled(part, logq, labels, head))
             if logp is not None:
                 label_p = full.sum(full.pick(logp, labels))
                 self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
@@ -312,6 +319,18 @@ class Student:
         for name, x in (sums | {"loss": loss}).items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(labels)
+
+    def _coupled(self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
+        """Return 1.0 in rows whose draft with the noise of their label is the label; 0.0 in rows without a seed."""
+        assert self._noise is not None
+        seeds, keys = (x[part] for x in self._noise)
+        known = (seeds >= 0).nonzero()[:, 0]
+        seeds, keys, rows = (to_device(x, logq.device) for x in (seeds[known], keys[known], known))
+        found = torch.zeros_like(logq[:, 0])
+        if len(known):
+            drafts = head.sample(logq.index_select(0, rows), seeds, keys)
+            found[rows] = (drafts == labels[rows]).to(found.dtype)
+        return found
 
     def _against(
         self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor

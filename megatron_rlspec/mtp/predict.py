@@ -77,6 +77,7 @@ def of_rows(
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
              top-p, top-k) this function does not know the distribution, and `accept` is `reach`
 
+    Rows of "coupled" hold what a draft with the text's own noise does: they are both.
     Raises ValueError for rejection without a teacher's unfiltered distribution.
     """
     if verifier == "rejection":
@@ -84,6 +85,8 @@ def of_rows(
             raise ValueError("verifier=rejection: acceptance can be predicted from an unfiltered teacher only")
         accept = rows["overlap"]
         reach = rows["label_ratio"].clamp(max=1.0)
+    elif "coupled" in rows:
+        accept = reach = rows["coupled"]
     else:
         reach = rows["match"]
         accept = rows["argmax_prob"] if sampled and "argmax_prob" in rows else reach

@@ -139,6 +139,7 @@ class Conversation:
             policy_versions=tuple(zip(versions, starts, ends, strict=True)) if versions else (),
             accepted=tuple(self._accepted),
             accepted_spans=tuple(self._drafted),
+            seed=self._request.seed,
         )
 
 

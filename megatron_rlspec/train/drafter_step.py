@@ -39,6 +39,7 @@ class DrafterObjective:
     predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
     verifier         of the engines
     sampled          rollouts draw from the policy's unfiltered softmax: temperature > 0, no top-p, no top-k
+    coupled          rollouts draft with the verifier's noise, at the temperature of the loss
     """
 
     depth: int
@@ -47,6 +48,7 @@ class DrafterObjective:
     predicted_steps: tuple[int, ...] = ()
     verifier: Verifier = "target_only"
     sampled: bool = True
+    coupled: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class DrafterTargets:
     counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
     layout             of that split
+    seeds, positions   `[t]` int64, on the CPU, for coupled drafts: the seed of each position's noise, -1 where no
+                       acceptance is predicted, and the position in its sequence; None: not known
     """
 
     labels: Sequence[Tensor]
@@ -65,6 +69,8 @@ class DrafterTargets:
     counts: Sequence[float]
     cu_seqlens_padded: Tensor
     layout: Layout = "zigzag"
+    seeds: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class DrafterStep:
@@ -104,6 +110,10 @@ class DrafterStep:
         rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(place)
         teacher = torch.cat([(position + d).clamp(max=size * t - 1) for d in range(1, goal.depth + 1)])
+        noise = None
+        if predict and goal.coupled and targets.seeds is not None and targets.positions is not None:
+            depths = range(1, goal.depth + 1)
+            noise = (targets.seeds.repeat(goal.depth), torch.cat([targets.positions + d for d in depths]))
         return Student(
             torch.cat(list(outputs)),
             layer.weight.detach(),
@@ -120,6 +130,7 @@ class DrafterStep:
             words=self.words,
             own=self.head,
             own_finite=self._head_is_finite,
+            noise=noise,
         )
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> tuple[Tensor, Sums]:
@@ -152,7 +163,10 @@ class DrafterStep:
         """
         goal = self.objective
         accept, reach = of_rows(student.kept_rows(), goal.depth, goal.verifier, sampled=goal.sampled)
-        mask = to_device(torch.stack([w != 0 for w in targets.weight], 1), accept.device).to(accept.dtype)
+        trained = torch.stack([w != 0 for w in targets.weight], 1)
+        if goal.coupled and targets.seeds is not None:
+            trained &= (targets.seeds >= 0)[:, None]
+        mask = to_device(trained, accept.device).to(accept.dtype)
         table = _of_all_context_ranks(torch.cat([accept, reach, mask], 1), targets)
         if ps.get_context_parallel_rank():
             table = table[:0]

@@ -464,6 +464,8 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
         weight=[mask * batch.drafter_weight for mask in batch.drafter_mask],
         counts=batch.counts["drafter"],
         cu_seqlens_padded=batch.cu_seqlens_padded,
+        seeds=batch.noise_seeds,
+        positions=batch.position_ids,
     )
 
 
@@ -476,7 +478,15 @@ def _drafter_objective(config: Config) -> DrafterObjective:
         predicted_steps=_predicted_steps(config),
         verifier=config.spec.verifier,
         sampled=_taught_what_is_sampled(config),
+        coupled=_drafts_coupled(config),
     )
+
+
+def _drafts_coupled(config: Config) -> bool:
+    """Return whether rollouts draft with the verifier's noise, at the temperature of the drafter's training."""
+    rollout = config.rollout
+    keyed = config.spec.verifier == "position_keyed" and config.spec.drafts == "coupled"
+    return keyed and rollout.temperature > 0 and config.drafter.temperature in (0, rollout.temperature)
 
 
 def _taught_what_is_sampled(config: Config) -> bool:

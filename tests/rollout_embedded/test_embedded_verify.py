@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rlspec.mtp import noise
 from megatron_rlspec.rollout.embedded import verify
 
 SEEDS = torch.tensor([0, 1, 42, 2**31 + 7, 2**62 + 12345, -5, -(2**63)])
@@ -32,7 +33,7 @@ def murmur_reference(seed: int, position: int, column: int) -> int:
 
 
 def test_the_hash_is_murmur3():
-    ours = verify.murmur3(SEEDS, POSITIONS, 300).to(torch.int64) & 0xFFFFFFFF
+    ours = noise.murmur3(SEEDS, POSITIONS, 300).to(torch.int64) & 0xFFFFFFFF
     for i, (seed, position) in enumerate(zip(SEEDS.tolist(), POSITIONS.tolist(), strict=True)):
         assert ours[i].tolist() == [murmur_reference(seed, position, c) for c in range(300)]
 
@@ -100,14 +101,17 @@ def test_draws_maximise_the_noise_of_all_columns(width, sharpness):
     logp[n // 2 :, ::2] = -torch.inf
     seeds = torch.randint(-(2**62), 2**62, (n,), generator=g)
     keys = torch.arange(n)
-    noise = -torch.log(-torch.log(verify.uniform(seeds, keys, width).clamp(1e-300, 1 - 2.0**-32)))
-    assert verify.draw(logp, seeds, keys).tolist() == (logp.double() + noise).argmax(1).tolist()
+    gumbel = -torch.log(-torch.log(noise.uniform(seeds, keys, width).clamp(1e-300, 1 - 2.0**-32)))
+    assert verify.draw(logp, seeds, keys).tolist() == (logp.double() + gumbel).argmax(1).tolist()
+    words = torch.randperm(2 * width, generator=g)[:width]
+    wide = -torch.log(-torch.log(noise.uniform(seeds, keys, 2 * width).clamp(1e-300, 1 - 2.0**-32)))
+    assert verify.draw(logp, seeds, keys, words).tolist() == (logp.double() + wide[:, words]).argmax(1).tolist()
 
 
 def test_extreme_hashes_never_win_by_themselves(monkeypatch):
     """x = 1 must not give infinite noise, x = 0 must not lift a token of probability 0."""
     hashes = torch.tensor([[-1, -2, 0]], dtype=torch.int32)  # x = 1, the x below it, 0
-    monkeypatch.setattr(verify, "murmur3", lambda seeds, keys, width: hashes[:, :width])
+    monkeypatch.setattr(noise, "murmur3", lambda seeds, keys, width: hashes[:, :width])
     one = torch.zeros(1, dtype=torch.int64)
     log = torch.log(torch.tensor([[0.1, 0.9, 0.0]], dtype=torch.float64))
     assert verify.draw(log, one, one).tolist() == [1]

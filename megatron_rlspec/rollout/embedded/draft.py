@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron_rlspec.mtp.noise import draw, noisy
+from megatron_rlspec.rollout.embedded import verify
+
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
 # ancestors [B, C, E] among the E nodes that the drafter has run on, these included, level)
 # -> (hidden [B, C, H], logits [B, C, V])
@@ -48,6 +51,52 @@ def likeliest(topk: int) -> Pick:
             token = logits.argmax(-1, keepdim=True)
             return logits.gather(-1, token) - logits.logsumexp(-1, keepdim=True), token
         return torch.log_softmax(logits, -1).topk(topk)
+
+    return pick
+
+
+class Coupling(NamedTuple):
+    """The verifier's noise at the positions that B samples draft for, and what the target's logits go through.
+
+    seeds  [B], of the samples
+    keys   [B], the position that predicts the first draft
+    words  [V], the token ids of the drafter's columns; None: column i is token i
+    """
+
+    seeds: torch.Tensor
+    keys: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    words: torch.Tensor | None = None
+
+
+def coupled(topk: int, coupling: Coupling) -> Pick:
+    """Return a `Pick` of the topk tokens with the largest log q + noise, with the noise of the verifier.
+
+    q has gone through temperature, top-k and top-p, as p will. At temperature 0 these are the likeliest tokens. The
+    score of a tree's child is its log-probability under the softmax of these sums: how likely the target samples it, if
+    log p differs from log q by independent noise of the same kind.
+    """
+
+    def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, branches, width = logits.shape
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(branches)
+
+        temperature = spread(coupling.temperature)
+        logq = verify.logprobs(logits.reshape(-1, width), temperature)
+        logp = verify.filtered(logq, spread(coupling.top_p), spread(coupling.top_k))
+        where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
+        greedy = (temperature == 0)[:, None]
+        if topk == 1:
+            token = torch.where(greedy, logq.argmax(-1, keepdim=True), draw(logp, *where)[:, None])
+            score = logq.gather(1, token)
+        else:
+            scores = torch.log_softmax(noisy(logp, *where), -1).to(logq.dtype)
+            score, token = torch.where(greedy, logq, scores).topk(topk)
+        return score.view(batch, branches, topk), token.view(batch, branches, topk)
 
     return pick
 

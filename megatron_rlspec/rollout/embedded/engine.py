@@ -30,6 +30,7 @@ from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
+    Drafts,
     Held,
     Load,
     Partial,
@@ -57,6 +58,7 @@ class EmbeddedEngine:
     hf_config             config.json; it may hold an EAGLE-3 drafter's (`weights/drafter_files.py`), which then drafts
     tensors               the first weights, all of them, under Hugging Face names
     draft_words           the token ids that an EAGLE-3 drafter drafts from, ascending
+    drafts                coupled: under position_keyed, drafts take the verifier's noise; argmax: the likeliest token
     max_total_tokens      slots of the KV cache. When they run out, the youngest sample goes back into the queue and its
                           KV cache is recomputed later
     max_running_requests  samples that run at once
@@ -77,6 +79,7 @@ class EmbeddedEngine:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         verifier: Verifier = "position_keyed",
+        drafts: Drafts = "coupled",
         schedule: SpecSchedule | None = None,
         candidates: Sequence[SpecConfig] = CANDIDATES,
         budget: Budget | None = None,
@@ -108,7 +111,7 @@ class EmbeddedEngine:
             self.model.draft_ids = draft_words.to(device)
         columns = max_length + max_draft_tokens
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens, share_prefix)
-        self.rounds = RoundRunner(self.cache, verifier, budget, prefill_chunk)
+        self.rounds = RoundRunner(self.cache, verifier, drafts, budget, prefill_chunk)
         self.max_length = max_length
         self.max_draft_tokens = max_draft_tokens
         self.max_running_requests = max_running_requests
@@ -250,6 +253,7 @@ class EmbeddedEngine:
     def describe(self) -> EngineDescription:
         return {
             "verifier": self.rounds.verifier,
+            "drafts": "coupled" if self.rounds.coupled else "argmax",
             "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in self.candidates],
             "speculative": self.arch.drafter,
             "tensor_parallel": self.model.comm.size,

@@ -78,6 +78,7 @@ class ActiveRequest:
             accepted=delivered(self.rounds, self.spans, len(self.response)),
             accepted_spans=tuple(self.spans),
             draws=self.draws,
+            seed=self.request.seed,
         )
 
     def progress(self) -> tuple[str, int, int, float]:

@@ -10,7 +10,7 @@ import torch
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.speculation.tree import top
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, Verifier
+from megatron_rlspec.types import OFF, Drafts, Sampling, SpecConfig, Verifier
 
 
 class Budget(Protocol):
@@ -45,10 +45,13 @@ class Ahead(NamedTuple):
 class RoundRunner:
     """Runs prefills and decode rounds. They advance rows of `cache` in place."""
 
-    def __init__(self, cache: Cache, verifier: Verifier, budget: Budget | None, prefill_chunk: int) -> None:
+    def __init__(
+        self, cache: Cache, verifier: Verifier, drafts: Drafts, budget: Budget | None, prefill_chunk: int
+    ) -> None:
         self.cache = cache
         self.model = cache.model
         self.verifier = verifier
+        self.coupled = drafts == "coupled" and verifier == "position_keyed"
         self.budget = budget
         self.prefill_chunk = prefill_chunk
         rows = len(cache.length)
@@ -210,7 +213,15 @@ class RoundRunner:
             return logp.gather(1, token)[:, None], token[:, None]
 
         words = model.draft_ids
-        pick = sampled if self.verifier == "rejection" else draft.likeliest(config.topk)
+        pick: draft.Pick
+        if self.verifier == "rejection":
+            pick = sampled
+        elif self.coupled:
+            temperature, top_p, top_k = self._sampling(rows)
+            seeds = self._to(self.seeds[rows, 0])
+            pick = draft.coupled(config.topk, draft.Coupling(seeds, start - 1, temperature, top_p, top_k, words))
+        else:
+            pick = draft.likeliest(config.topk)
         if words is not None:
             pick = draft.among(words, pick)
         candidates = draft.grow(hidden, model.draft_logits(hidden), config.num_steps, config.topk, expand, pick)
@@ -294,8 +305,12 @@ class RoundRunner:
 
     def _logprobs(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return log p [N, V] under the rows' temperatures, and the rows' (temperature, top_p, top_k) [N]."""
-        sampling = tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
+        sampling = self._sampling(rows)
         return verify.logprobs(logits, sampling[0]), sampling
+
+    def _sampling(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Return (temperature, top_p, top_k) of the rows, [B] each."""
+        return tuple(self._to(x[rows]) for x in (self.temperature, self.top_p, self.top_k))
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rlspec.types import Verifier
+from megatron_rlspec.types import Drafts, Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
@@ -21,6 +21,7 @@ class Settings:
     verifier: Verifier = "position_keyed"
     spec_rule: dict[str, Any] | None = None
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
+    drafts: Drafts = "coupled"  # with the verifier position_keyed
     loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod

@@ -561,4 +561,5 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         policy_versions=spans,
         accepted=accepted,
         accepted_spans=drafted,
+        seed=request.seed,
     )

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rlspec.environment import SHARED
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.server import (
+    coupled,
     decisions,
     draft_vocabulary,
     eagle3,
@@ -120,6 +121,7 @@ def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
     return {
         "sglang": importlib.metadata.version("sglang"),
         "verifier": settings.verifier,
+        "drafts": "coupled" if coupled.active(settings) else "argmax",
         "controller": type(adaptive).__name__ if adaptive is not None else "",
         "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
         "speculative": worker is not None,

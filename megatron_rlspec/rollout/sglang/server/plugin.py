@@ -21,7 +21,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_rlspec.rollout.sglang.server import control, decisions, verifier, versions
+    from megatron_rlspec.rollout.sglang.server import control, coupled, decisions, verifier, versions
 
     sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
     decisions.decider = decisions.Decider(settings)
@@ -30,7 +30,8 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController", ScheduleController, HookType.REPLACE
     )
-    for target, hook, kind in (*control.hooks(settings), *verifier.hooks(settings), *sglang.hooks()):
+    own = (*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings), *sglang.hooks())
+    for target, hook, kind in own:
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()

@@ -106,6 +106,12 @@ def parser() -> Parser:
         help="position_keyed: text depends on seed, prompt and weights, not on what was drafted",
     )
     p.add_argument(
+        "--drafts",
+        choices=("coupled", "argmax"),
+        default=spec.drafts,
+        help="coupled: draft with the noise of --verifier position_keyed; argmax: draft the drafter's likeliest token",
+    )
+    p.add_argument(
         "--max-running-requests", type=int, default=RolloutConfig().max_running_requests, help="decode batch limit"
     )
     p.add_argument(
@@ -265,8 +271,10 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
     if schedule is None:
-        return arguments, Settings(options.verifier, {"table": str(Path(options.cost_table).resolve())}), slots
-    return arguments, Settings(options.verifier, {"schedule": schedule.to_json()}), slots
+        rule: dict[str, Any] = {"table": str(Path(options.cost_table).resolve())}
+    else:
+        rule = {"schedule": schedule.to_json()}
+    return arguments, Settings(options.verifier, rule, drafts=options.drafts), slots
 
 
 def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> CostTable | None:

@@ -55,6 +55,9 @@ _EVERY: dict[str, tuple[str, ...]] = {
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft_runner": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.hot_token_id": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.speculative_algorithm": (),
+    f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft": ("batch",),
+    f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft_forward": ("forward_batch",),
+    f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.cuda_graph_runner_for_draft_extend": (),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode": ("batch", "batch_result"),
     f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill": (
         "batch",
@@ -232,6 +235,7 @@ class Sglang0523:
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     reads_files = True  # schedulers read a bucket's file themselves
+    couples = True  # drafts can take the verifier's noise
     moves = True  # running samples can leave with their KV cache, and arrive with it
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
@@ -412,6 +416,7 @@ class Sglang0515(Sglang0523):
     cpu_arguments = ("--attention-backend=triton", "--triton-attention-num-kv-splits=1", "--disable-overlap-schedule")
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     reads_files = False
+    couples = False
     moves = False
 
     def weight_version(self, manager: Any = None) -> str:

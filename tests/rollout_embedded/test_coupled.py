@@ -1,0 +1,159 @@
+"""Drafts with the verifier's own noise: how many are accepted, by formula and in the engine. The text stays the same."""
+
+from __future__ import annotations
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.mtp.noise import draw, uniform
+from megatron_rlspec.rollout.embedded import draft, verify
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
+
+torch.set_num_threads(1)
+DRAWS = 10_000
+
+
+def acceptance(p, q) -> float:
+    """P(argmax(log p + g) = argmax(log q + g)) for one Gumbel noise g: the sum over the token x of both."""
+    total = 0.0
+    for x in np.flatnonzero((p > 0) & (q > 0)):
+        total += 1 / np.maximum(p / p[x], q / q[x]).sum()
+    return total
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.8, -1), (1.0, 6)], ids=["whole", "top_p", "top_k"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_acceptance_equals_the_formula(temperature, top_p, top_k):
+    g = torch.Generator().manual_seed(int(10 * temperature) + top_k)
+    keys = torch.arange(DRAWS)
+    for pair in range(6):
+        logits = 2 * torch.randn(2, 40, generator=g, dtype=torch.float64)
+        logits[1] = logits[0] + 0.3 * (pair + 1) * torch.randn(40, generator=g, dtype=torch.float64)
+        limits = (torch.tensor([top_p, top_p]), torch.tensor([top_k, top_k]))
+        logp = verify.filtered(verify.logprobs(logits, torch.tensor([temperature] * 2)), *limits).log_softmax(-1)
+        seeds = torch.full((DRAWS,), 977 * pair + 5)
+        token, proposed = (draw(row.expand(DRAWS, -1), seeds, keys) for row in logp)
+        seen = (token == proposed).double().mean().item()
+        p, q = logp.exp().numpy()
+        expected = acceptance(p, q)
+        assert abs(seen - expected) < 4.5 * (expected * (1 - expected) / DRAWS) ** 0.5 + 1e-9
+        variation = 0.5 * np.abs(p - q).sum()
+        assert expected >= (1 - variation) / (1 + variation) - 1e-12
+
+
+@pytest.fixture(scope="module")
+def model():
+    config, tensors = oracle.tiny(vocab=48, hidden=32, drafter="close", sharpness=1.0, seed=9)
+    g = torch.Generator().manual_seed(1)
+    worse = 1 + 0.3 * torch.randn(32, generator=g, dtype=torch.float64)
+    tensors["model.mtp_layers.0.final_layernorm.weight"] *= worse
+    return config, tensors
+
+
+CHAIN = SpecConfig(3)
+
+
+def rounds(model, sampling, spec=CHAIN, words=None, **options):
+    """Return the texts of 48 samples, and the tokens that a round of the verifier commits on average."""
+    rng = np.random.default_rng(4)
+    requests = [Request(f"{i}.", Prompt(i, rng.integers(1, 48, 8)), int(rng.integers(2**40))) for i in range(48)]
+    engine = oracle.engine_of(*model, spec, max_total_tokens=16384, max_running_requests=64, **options)
+    if words is not None:
+        engine.set_draft_vocabulary(words)
+    texts = [sample.response.tolist() for sample in engine.generate(requests, sampling)]
+    counts = np.zeros(8)
+    for stat in engine.stats():
+        counts[: len(stat.accepted)] += stat.accepted
+    return texts, 1 + (counts * np.arange(8)).sum() / counts.sum()
+
+
+PLAIN = Sampling(max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "gain"),
+    [
+        (PLAIN, 0.8),
+        (Sampling(max_new_tokens=40, temperature=0.7, ignore_eos=True), 0.5),
+        (Sampling(max_new_tokens=40, top_p=0.9, top_k=20, ignore_eos=True), 0.6),
+        (Sampling(max_new_tokens=40, temperature=0.0, ignore_eos=True), 0.0),
+    ],
+    ids=["plain", "cooler", "filtered", "greedy"],
+)
+def test_coupled_drafts_are_accepted_more_often_and_change_no_text(model, sampling, gain):
+    """By at least `gain` tokens a round; greedy drafts are the same ones."""
+    plain = rounds(model, sampling, drafts="argmax")
+    coupled = rounds(model, sampling)
+    assert coupled[0] == plain[0]
+    assert coupled[1] == plain[1] if gain == 0.0 else coupled[1] > plain[1] + gain
+
+
+def test_coupled_trees_are_accepted_more_often_and_change_no_text(model):
+    texts, _ = rounds(model, PLAIN, SpecConfig(0))
+    for spec in (SpecConfig(3, 3, 8), SpecConfig(2, 2, 5)):
+        plain = rounds(model, PLAIN, spec, drafts="argmax")
+        coupled = rounds(model, PLAIN, spec)
+        assert coupled[0] == plain[0] == texts
+        assert coupled[1] > plain[1] + 0.5
+
+
+@pytest.mark.parametrize("words", [None, np.arange(47, 7, -1)], ids=["all words", "40 of 48 words"])
+@pytest.mark.parametrize("wrong", ["position", "seed", "words"])
+def test_other_noise_costs_acceptance_and_no_text(model, monkeypatch, wrong, words):
+    right = rounds(model, PLAIN, words=words)
+    real = draft.draw
+
+    def other(logp, seeds, keys, ids=None):
+        ids = torch.arange(logp.shape[1]) if ids is None else ids
+        shift = {"position": (0, 1), "seed": (1, 0), "words": (0, 0)}[wrong]
+        return real(logp, seeds + shift[0], keys + shift[1], ids.flip(0) if wrong == "words" else ids)
+
+    monkeypatch.setattr(draft, "draw", other)
+    bad = rounds(model, PLAIN, words=words)
+    assert bad[0] == right[0]
+    assert bad[1] < right[1] - 0.4
+
+
+def test_a_drafter_without_the_targets_filter_costs_acceptance_and_no_text(model, monkeypatch):
+    sampling = Sampling(max_new_tokens=40, top_k=4, ignore_eos=True)
+    right = rounds(model, sampling)
+    coupled = draft.coupled
+    unfiltered = (torch.ones(48), torch.zeros(48, dtype=torch.int64))
+
+    def whole(topk, coupling):
+        rows = len(coupling.seeds)
+        return coupled(topk, coupling._replace(top_p=unfiltered[0][:rows], top_k=unfiltered[1][:rows]))
+
+    monkeypatch.setattr(draft, "coupled", whole)
+    bad = rounds(model, sampling)
+    assert bad[0] == right[0]
+    assert bad[1] < right[1] - 0.1
+
+
+@pytest.mark.parametrize("words", [None, torch.tensor([3, 5, 8, 9, 17, 30])], ids=["all words", "6 of 40 words"])
+def test_training_knows_which_coupled_drafts_are_the_label(words):
+    """`Student` says for every position whether argmax(log q + noise) is the token of the text."""
+    g = torch.Generator().manual_seed(2)
+    n, hidden, vocabulary = 60, 12, 40
+    h = torch.randn(n, hidden, generator=g)
+    weight = torch.randn(vocabulary, hidden, generator=g)
+    labels = torch.randint(vocabulary, (n,), generator=g)
+    seeds, keys = torch.randint(2**40, (n,), generator=g), torch.arange(n) * 3
+    logits = h @ weight.t() / 0.8
+    gumbel = -torch.log(-torch.log(uniform(seeds, keys, vocabulary)))
+    if words is not None:
+        outside = torch.ones(vocabulary, dtype=torch.bool)
+        outside[words] = False
+        logits[:, outside] = -torch.inf
+    drafts = (logits.double() + gumbel).argmax(-1)
+    labels[::2] = drafts[::2]
+    seeds[5::7] = -1
+    student = Student(
+        h, weight, labels, torch.ones(n), temperature=0.8, chunk=16, keep_rows=True, words=words, noise=(seeds, keys)
+    )
+    student.learn_labels()
+    student.finish()
+    assert student.kept_rows()["coupled"].tolist() == ((drafts == labels) & (seeds >= 0)).double().tolist()
