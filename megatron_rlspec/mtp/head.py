@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec import memory
-from megatron_rlspec.mtp.noise import draw, noisy
+from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.packing.transfer import to_device
 
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
@@ -134,7 +134,7 @@ class VocabParallelHead:
         return self._best(value, self.ids_of(column))
 
     def sample(self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the ids `[C]` of the largest log-probability + noise (`mtp/noise.py`); seeds and keys `[C]` int64."""
+        """Return the ids `[C]` of the largest log-probability + noise (`noise.py`); seeds and keys `[C]` int64."""
         ids = self.ids_of(torch.arange(self.width, device=logprobs.device))
         column = draw(logprobs, seeds, keys, ids)
         best = ids[column]

@@ -1,4 +1,4 @@
-"""Drafts with the verifier's own noise: how many are accepted, by formula and in the engine. The text stays the same."""
+"""Drafts with the verifier's own noise: how many are accepted, by formula and in the engine, under the same text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rlspec.mtp.loss import Student
-from megatron_rlspec.mtp.noise import draw, uniform
+from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
 

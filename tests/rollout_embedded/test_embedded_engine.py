@@ -96,7 +96,7 @@ def test_draft_logits_are_the_naive_drafters_at_every_depth(model, monkeypatch, 
 
     monkeypatch.setattr(draft, "likeliest", recording)
     late = SpecSchedule((1,), (0, 30), ((OFF, SpecConfig(3)),))  # off below 30 tokens of context, 17 at the start
-    engine = oracle.engine_of(*model, late if catch_up else SpecConfig(3), prefill_chunk=4)
+    engine = oracle.engine_of(*model, late if catch_up else SpecConfig(3), prefill_chunk=4, drafts="argmax")
     samples = engine.generate(oracle.requests([PROMPTS[0], PROMPTS[3]]), Sampling(max_new_tokens=24, ignore_eos=True))
     naive = oracle.Oracle(*model)
     rounds = [seen[i : i + 3] for i in range(0, len(seen), 3)]
@@ -117,7 +117,7 @@ def test_a_tree_node_is_drafted_as_the_chain_that_leads_to_it(monkeypatch):
     grown, spied = [], draft.grow
     monkeypatch.setattr(draft, "grow", lambda *args: grown.append(spied(*args)) or grown[-1])
     config, tensors = oracle.tiny(seed=3, sharpness=0.5)
-    engine = oracle.engine_of(config, tensors, SpecConfig(4, 3))
+    engine = oracle.engine_of(config, tensors, SpecConfig(4, 3), drafts="argmax")
     engine.generate(oracle.requests([PROMPTS[0]]), Sampling(max_new_tokens=1, ignore_eos=True))
     tree, naive = grown[0], oracle.Oracle(config, tensors)
     assert tree.tokens.shape == (1, 3 + 9 + 9 + 9)
@@ -209,7 +209,7 @@ def test_off_pays_no_drafter(model):
 
 def test_a_rule_learns_how_much_the_drafter_has_to_read(model, monkeypatch):
     """The prompt and the tokens of rounds off, a shared prompt once; nothing while the drafter runs every round."""
-    engine = oracle.engine_of(*model, SpecConfig(2))
+    engine = oracle.engine_of(*model, SpecConfig(2), drafts="argmax")  # one token a round
     engine.set_spec_rule({"roofline": Roofline.of_layers(4).to_json()})
     plan = itertools.chain([OFF, OFF, OFF, SpecConfig(2), SpecConfig(2)], itertools.repeat(OFF))
     seen = []

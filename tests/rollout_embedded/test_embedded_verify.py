@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec.mtp import noise
+from megatron_rlspec import noise
 from megatron_rlspec.rollout.embedded import verify
 
 SEEDS = torch.tensor([0, 1, 42, 2**31 + 7, 2**62 + 12345, -5, -(2**63)])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_rlspec.mtp.noise import draw, noisy
+from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.embedded import verify
 
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],

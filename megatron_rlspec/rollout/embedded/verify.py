@@ -7,7 +7,7 @@
 * rejection: accept a draft x ~ q with probability min(1, p/q), else draw from the normalised (p - q)+ (Leviathan et
   al. 2023; Chen et al. 2023). It verifies chains only.
 
-`mtp/noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
+`noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
 engines, up to floating-point ties.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rlspec.mtp.noise import draw, uniform
+from megatron_rlspec.noise import draw, uniform
 
 # Columns of `streams`: independent streams of one request's seed. Column 0 is the seed itself.
 DRAFT = 1

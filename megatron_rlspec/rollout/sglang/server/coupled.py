@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.mtp.noise import draw, noisy
+from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.sglang.server import versions
 from megatron_rlspec.rollout.sglang.server.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
