@@ -73,7 +73,7 @@ def of_micro_batch(
             held = live.now
             if trainer.last_stage:
                 trainer._head_is_finite = True
-                hidden, _, _ = trainer._losses("grpo", True, "learn", batch, packed, hidden)
+                hidden, _, _ = trainer._losses("grpo", True, True, batch, packed, hidden)
             hidden.backward(torch.empty_like(hidden))
     return Activations(held, live.peak)
 

@@ -184,7 +184,7 @@ class Stash:
 
     def keep(self, running: Collection[int]) -> None:
         """Drop the rows of all other requests, at the latest when they are most of a chunk."""
-        smaller = {}
+        smaller: dict[_Chunk, None] = {}
         for number in self._holding.keys() - running:
             for chunk in self._holding.pop(number):
                 chunk.alive -= chunk.rows.pop(number)
