@@ -99,7 +99,7 @@ def test_a_pipe_with_a_reader_gets_everything_and_one_without_a_reader_is_refuse
         except OSError as error:
             assert error.errno == errno.ENXIO  # the reader is not there yet
             time.sleep(0.005)
-    reader.join(10)
+    reader.join(120)
     assert found == [b"y" * 300_000] and pipe.is_fifo()
 
 

@@ -269,7 +269,7 @@ class Moving:
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        self.thread.join(20)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
     def run(self) -> None:

@@ -21,7 +21,7 @@ def waited(restarts, name):
 
 def test_a_restarted_engine_returns_once_it_answers():
     answers = threading.Event()
-    restarts = Restarts(lambda name, number: answers.wait(10) and (name, number), 3, (0.0,))
+    restarts = Restarts(lambda name, number: answers.wait(120) and (name, number), 3, (0.0,))
     assert restarts.lost("a") == 1 and restarts.pending
     assert restarts.back(block=False) == {}
     answers.set()

@@ -7,8 +7,6 @@ device. The second one only overlaps, so its rounds without drafts are plain dec
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -133,13 +131,11 @@ def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(
         engine.update_weights(version, same.half_wrong_drafter().items())  # empties the tree
         engine.set_schedule(SpecSchedule((1, 2), (0,), ((SpecConfig(3),), (together,))))
         sampling = Sampling(temperature=0.3, max_new_tokens=400, ignore_eos=True)
-        thread = threading.Thread(target=lambda: engine.generate([beside], sampling))
-        thread.start()
-        time.sleep(0.1)
+        end = same.started(engine, [beside], sampling, least=5)
         [first] = engine.generate([ending], Sampling(temperature=0.3, max_new_tokens=60, ignore_eos=True))
-        assert thread.is_alive()
+        assert engine.progress().running
         engine.abort()
-        thread.join(60)
+        end()
         later = Request("later.", Prompt(2, np.concatenate([first.tokens, [5, 6, 7]])), seed=7)
         engine.set_schedule(k(3))
         [second] = engine.generate([later], Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True))
@@ -173,25 +169,21 @@ def test_each_token_is_drawn_under_the_weights_that_its_span_names(engines: Engi
     """A push comes while rounds are in flight. The tokens after it must be those of the new weights."""
     engine = engines["adaptive"]
     other = {name: tensor * 1.1 for name, tensor in WEIGHTS.items()}
-    sampling = Sampling(max_new_tokens=150, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=300, ignore_eos=True)
     asked = same.requests(4, "span")
     engine.update_weights(0, WEIGHTS.items())  # other tests leave the same weights under other versions
     engine.set_schedule(k(3))
     before = engine.generate(asked, sampling)
-    done: list[Sample] = []
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(asked, sampling)))
-    thread.start()
-    time.sleep(0.15)
+    end_of = same.started(engine, asked, sampling, least=5)
     try:
         engine.update_weights(8, other.items())
-        thread.join(60)
-        for old, sample in zip(before, done, strict=True):
+        for old, sample in zip(before, end_of(), strict=True):
             (first_version, _, cut), (second_version, _, end) = sample.policy_versions
-            assert (first_version, second_version, end) == (0, 8, 150) and 0 < cut < 150
+            assert (first_version, second_version, end) == (0, 8, 300) and 0 < cut < 300
             assert sample.response[:cut].tolist() == old.response[:cut].tolist()
             start = sample.prompt_len + cut
             rest = Request("rest.", Prompt(0, sample.tokens[:start]), seed=sampling_seed(asked, sample))
-            [alone] = engine.generate([rest], Sampling(max_new_tokens=150 - cut, ignore_eos=True))
+            [alone] = engine.generate([rest], Sampling(max_new_tokens=300 - cut, ignore_eos=True))
             assert alone.response.tolist() == sample.tokens[start:].tolist()
             np.testing.assert_allclose(alone.behaviour_logprobs[start:], sample.behaviour_logprobs[start:], atol=2e-4)
     finally:
