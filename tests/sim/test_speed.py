@@ -1,4 +1,4 @@
-"""The simulator is fast enough for clusters. Prints CPU seconds; the limits leave room for a busy machine."""
+"""Prints how many rounds the simulator makes in a CPU second: `pytest -s -m slow tests/sim/test_speed.py`."""
 
 import time
 
@@ -17,18 +17,18 @@ SHORT = LengthModel.of_quantiles((0.5, 378), (0.95, 1373), 0.5)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policies", "engines", "prompts", "lengths", "cap", "seconds", "least"),
+    ("policies", "engines", "prompts", "lengths", "cap"),
     [
-        ("adaptive", 8, 16, LONG, 16384, 3, 20_000),
-        ("adaptive+auto", 8, 16, LONG, 16384, 3, 20_000),
-        ("adaptive", 1000, 1000, SHORT, 2048, 60, 20_000),
-        ("adaptive+auto", 1000, 1000, SHORT, 2048, 60, 20_000),
+        ("adaptive", 8, 16, LONG, 16384),
+        ("adaptive+auto", 8, 16, LONG, 16384),
+        ("adaptive", 1000, 1000, SHORT, 2048),
+        ("adaptive+auto", 1000, 1000, SHORT, 2048),
     ],
 )
-def test_rounds_a_cpu_second(policies, engines, prompts, lengths, cap, seconds, least):
+def test_rounds_a_cpu_second(policies, engines, prompts, lengths, cap):
     work = Workload(lengths, ACCEPTANCE, prompts, 8, 256, cap)
     began = time.process_time()
     trace = draw(Cluster(TABLE, engines), work, Policies.of(policies), 0)
     took = time.process_time() - began
     print(f"\n{policies}, {engines} engines: {trace.rounds} rounds in {took:.2f} CPU s, {trace.rounds / took:.0f} a s")
-    assert took < 2 * seconds and trace.rounds / took > least / 2
+    assert trace.rounds > engines

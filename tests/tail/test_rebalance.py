@@ -1,7 +1,6 @@
 """Both rules of rebalancing: their constraints, no oscillation, and the makespan rule against all assignments."""
 
 import itertools
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -399,21 +398,3 @@ def test_observed_rounds_change_costs_and_acceptance():
     before = rule.pace.per_round(np.array(8), 100)
     rule.observe([RoundStats(SpecConfig(1), 8, 800, 500, 500 * 90.0, (0, 4000))])
     assert rule.pace.per_round(np.array(8), 100) > 1.5 * before
-
-
-@pytest.mark.parametrize(
-    ("samples", "limit"), [((24, 1), 20), ((64, 24), 20), ((64, 64), 20), ((64, 48, 40, 8, 4, 2, 1, 0), 150)]
-)
-def test_a_plan_takes_milliseconds(samples, limit):
-    """About 2 CPU ms for two engines and 20 for eight. The limits (ms) leave room for a busy machine."""
-    drawn = np.random.default_rng(0)
-    loads = [engine(f"e{i}", drawn.integers(100, 500, n).tolist()) for i, n in enumerate(samples)]
-    rule = planner()
-    lengths = of_past_rollouts()
-    took = []
-    for _ in range(5):
-        began = time.process_time()
-        rule.plan(loads, lengths, 1024)
-        took.append(1e3 * (time.process_time() - began))
-    print(f"\n{samples}: {np.median(took):.1f} CPU ms")
-    assert np.median(took) < limit

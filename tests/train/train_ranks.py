@@ -63,7 +63,7 @@ def on_ranks(
             assert ok, f"rank {rank}:\n{answer}"
             results.append(_unpack(answer))
         for process in ranks[len(results) :]:
-            process.join(20)
+            process.join(120)
             assert process.exitcode is not None, "a rank waits for one that is lost"
         return results
     finally:
