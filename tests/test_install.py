@@ -69,7 +69,7 @@ SGLANG = Environment(
         "megatron-core": Held("0.20.0rc0", ("torch>=2.6.0", "numpy"), editable=True),
         "transformers": Held("5.19.0", ("numpy>=1.17",)),
         "sglang": Held("0.5.24.dev20261101+g0123abc", ("torch==2.14.1", "transformers==5.19.0", "numpy")),
-        "transformer-engine": Held("2.20.2"),
+        "transformer-engine": Held("2.12.0"),
         "numpy": Held("2.3.5"),
     }
 )

@@ -22,7 +22,7 @@ COMPLETE = Machine(
         "transformers": "5.19.0",
         "sglang": "0.5.23",
         "sglang-kernel": "0.4.10",
-        "transformer-engine": "2.20.2",
+        "transformer-engine": "2.12.0",
         "apex": "0.1",
         "numpy": "2.3.5",
         "math-verify": "0.9.0",

@@ -22,6 +22,7 @@ from megatron_rlspec import contracts
 VERSIONS = {
     "2.9": "v2.9",  # the oldest that megatron-core 0.16.1 supports
     "2.11": "v2.11",  # the newest that it allows; the stand-in's
+    "2.12": "v2.12",  # requirements/transformer-engine.txt
     "2.16.1": "v2.16.1",  # slime's
 }
 RECORD = Path(__file__).with_name("te_signatures.json")

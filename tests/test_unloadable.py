@@ -1,0 +1,63 @@
+"""A Transformer Engine that is installed and does not load counts as absent, in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ERRORS = {
+    "a library": 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")',
+    "its own check": 'raise RuntimeError("Found empty `transformer-engine` meta package installed.\\nInstall it")',
+    "its versions": 'raise AssertionError("Transformer Engine package version mismatch")',
+    "its PyTorch part": 'raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2")',
+}
+CONFIG = (
+    '{"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_nextn_predict_layers": 1, '
+    '"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, '
+    '"hidden_act": "silu", "attention_bias": true, "model_type": "mimo"}'
+)
+
+
+def run(tmp_path: Path, error: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where Transformer Engine is a package of which one module raises `error` when it is imported."""
+    package = tmp_path / "installed/transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    broken = "pytorch/__init__.py" if "ImportError" in error else "__init__.py"
+    (package / "__init__.py").touch()
+    (package / broken).write_text(error)
+    info = tmp_path / "installed/transformer_engine-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    path = os.pathsep.join([str(tmp_path / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "Transformer Engine" in line or "transformer_engine" in line]
+
+
+@pytest.mark.parametrize("error", ["a library", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ERRORS][1:])])
+def test_the_trainer_is_imported_without_it(tmp_path, error):
+    code = "from megatron_rlspec.train import optimizer, runtime; print(runtime.has_transformer_engine())"
+    done = run(tmp_path, ERRORS[error], "-c", code)
+    assert done.returncode == 0 and done.stdout.split() == ["False"], done.stderr[-2000:]
+    (said,) = lines(done.stderr)
+    assert said.startswith("Transformer Engine is installed but does not load, so layers are plain torch: ")
+    assert said.endswith(ERRORS[error].split('"')[1].split("\\n")[0])
+
+
+@pytest.mark.slow
+def test_commands_say_so_in_one_line(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(CONFIG)
+    train = ("train", "--dry-run", "--model.path", str(tmp_path / "model"), "--data.path", "rows.jsonl")
+    for name, arguments in {"train": train, "doctor": ("doctor", "--gpu", "mcore-roll-unpadded")}.items():
+        done = run(tmp_path / name, ERRORS["a library"], "-m", "megatron_rlspec.cli", *arguments)
+        assert done.returncode == int(name == "doctor"), done.stderr[-2000:]
+        assert "Traceback" not in done.stdout + done.stderr
+        (said,) = (line for line in lines(done.stdout + done.stderr) if "undefined symbol" in line)
+        assert "does not" in said
