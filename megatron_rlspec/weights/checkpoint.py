@@ -178,10 +178,14 @@ def build_hf(
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    writer = ShardWriter(partial, shard_bytes)
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        writer.add(name, tensor)
-    complete(partial, config, writer.close(), tokenizer_from)
+    try:
+        writer = ShardWriter(partial, shard_bytes)
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            writer.add(name, tensor)
+        complete(partial, config, writer.close(), tokenizer_from)
+    except BaseException:  # a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return partial
 
 

@@ -1,0 +1,104 @@
+"""A job of `rlspec train` whose ranks are forked, so that tests can start, kill and stop it many times."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import forked
+import psutil
+from short_run import TESTS, words
+
+from megatron_rlspec import ports
+from megatron_rlspec.metrics import read_records
+
+
+class Job:
+    """The ranks of one job, forked from a process that has imported the package. It continues what `run_dir` holds."""
+
+    def __init__(self, start: Path, run_dir: Path, ranks: int, **options: object) -> None:
+        self.run_dir = run_dir
+        arguments = words(start, run_dir, "train", {"train__resume": "true"} | options)
+        port = ports.free_port(ports.JOBS)
+        self._logs = tempfile.TemporaryDirectory()
+        outputs = [(f"{self._logs.name}/{rank}.out", f"{self._logs.name}/{rank}.err") for rank in range(ranks)]
+        (run_dir / "config.json").unlink(missing_ok=True)
+        self.processes = []
+        for rank in range(ranks):
+            own = {**os.environ, "OMP_NUM_THREADS": "1"}
+            own |= forked.rank_environment(rank, ranks, port) if ranks > 1 else {}
+            started = ("megatron_rlspec.cli", arguments, str(TESTS), own, outputs[rank])
+            self.processes.append(forked.context().Process(target=forked._run, args=started))
+        for process in self.processes:
+            process.start()
+
+    def await_steps(self, count: int) -> None:
+        """Wait until this number of further steps is recorded."""
+        upto = len(read_records(self.run_dir / "metrics.jsonl")) + count
+        self.await_(lambda: (self.run_dir / "config.json").exists())
+        self.await_(lambda: len(read_records(self.run_dir / "metrics.jsonl")) >= upto)
+
+    def await_(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 240
+        while not there():
+            dead = [p for p in self.processes if not p.is_alive()]
+            assert not dead and time.monotonic() < deadline, self.errors()
+            time.sleep(0.005)
+
+    def errors(self) -> str:
+        return "".join(path.read_text()[-2000:] for path in Path(self._logs.name).glob("*.err"))
+
+    def all(self) -> list[psutil.Process]:
+        ranks = [psutil.Process(process.pid) for process in self.processes]
+        return [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+
+    def wait(self) -> list[int | None]:
+        """Wait for the end of all ranks. Returns their exit codes."""
+        for process in self.processes:
+            process.join(240)
+        return [process.exitcode for process in self.processes]
+
+    def stop(self, rank: int, seconds: float) -> None:
+        """Let a rank stand still for some time."""
+        os.kill(self.processes[rank].pid, signal.SIGSTOP)
+        time.sleep(seconds)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL one rank. The others end by themselves, and so does all that they started."""
+        everything = self.all()
+        self.processes[rank].kill()
+        for process in self.processes:
+            process.join(60)
+            assert process.exitcode is not None
+        others = [process.exitcode for i, process in enumerate(self.processes) if i != rank]
+        assert others == [1] * len(others), self.errors()
+        assert "Traceback" not in self.errors()
+        _, alive = psutil.wait_procs(everything, timeout=60)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def result(run_dir: Path, steps: int) -> dict[str, bytes]:
+    """Return the files of policy, drafter, both optimizers and generators, and the exported ones."""
+    folders = (run_dir / f"checkpoints/step-{steps:06d}", run_dir / "hf", run_dir / "hf_drafter")
+    return {str(f.relative_to(run_dir)): f.read_bytes() for folder in folders for f in folder.rglob("*.safetensors")}
+
+
+def check_same(whole: Path, killed: Path, steps: int) -> None:
+    """Check that a run that was killed ended as the undisturbed one: its bytes, its records, and nothing else left."""
+    expected, found = result(whole, steps), result(killed, steps)
+    assert len(expected) >= 4 and found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    records = [read_records(folder / "metrics.jsonl") for folder in (whole, killed)]
+    assert [r["step"] for r in records[1]] == list(range(steps))
+    for name in ("rollout/reward", "rollout/continued_tokens", "policy/loss"):
+        assert [r[name] for r in records[1]] == [r[name] for r in records[0]], name
+    assert [path for path in killed.rglob("*") if "partial" in path.name or path.name == ".lock"] == []
+
+
+def forget(*folders: Path) -> None:
+    """Remove run directories that are no longer needed."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
