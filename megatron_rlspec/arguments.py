@@ -26,9 +26,34 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
         self.example = example
         self.first = first
+        self._rules: list[tuple[bool, str, str]] = []
         if add_help:
             self.add_argument("-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need")
             self.add_argument("--help-all", action="help", help="every option")
+
+    def needs(self, wanted: str, options: str) -> None:
+        """Refuse `options` where none of `wanted` is given. Names are separated by spaces."""
+        self._rules.append((False, wanted, options))
+
+    def excludes(self, given: str, options: str) -> None:
+        """Refuse `options`, names separated by spaces, where `given` is given: it leaves them without effect."""
+        self._rules.append((True, given, options))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse options without effect. An option counts as given if it differs from its default."""
+        found, rest = super().parse_known_args(args, namespace)
+        for refuses, others, options in self._rules:
+            if any(self._given(name, found) for name in others.split()) != refuses:
+                continue
+            for name in options.split():
+                if self._given(name, found):
+                    wanted = " or ".join(others.split())
+                    self.error(f"{name} has no effect {'with' if refuses else 'without'} {wanted}")
+        return found, rest
+
+    def _given(self, name: str, found: argparse.Namespace) -> bool:
+        action = next(a for a in self._actions if name in (*a.option_strings, a.dest))
+        return bool(getattr(found, action.dest) != action.default)
 
     def first_help(self) -> str:
         """Return the help text with the options of `first` and the example, `WIDTH` columns wide."""

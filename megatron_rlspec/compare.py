@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rlspec import arguments, data, files
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -109,7 +109,7 @@ def estimate(rounds: np.ndarray, other: np.ndarray | None = None, seed: int = 1)
 
     def lengths(table: np.ndarray) -> np.ndarray:
         total = draws @ table.astype(np.float64)
-        return 1 + total[:, 1] / total[:, 0]
+        return 1 + total[:, 1] / np.maximum(total[:, 0], 1)  # a resample without a round has no draft either
 
     values = lengths(rounds) - (0 if other is None else lengths(other))
     low, high = np.percentile(values[1:], [2.5, 97.5])
@@ -210,6 +210,7 @@ def parser() -> arguments.Parser:
     p.add_argument("--url", help="a running `rlspec serve`, which gets the policy; default: the embedded engine")
     p.add_argument("--run", type=Path, help="run directory whose KL, entropy and reward stand beside the table")
     p.add_argument("--out", type=Path, metavar="FILE", help="also write the table as JSON")
+    p.excludes("--url", "--max-running-requests --max-total-tokens")
     return p
 
 
@@ -223,14 +224,19 @@ def main(argv: list[str] | None = None) -> int:
         if not name or not place or name in places:
             own.error(f"{text}: expected NAME=DIR, each name once")
         places[name] = place
-    if options.out is not None:
-        files.check_output(options.out)
+    reads = {"the policy": options.policy, "--prompts": options.prompts, "--run": options.run}
+    reads |= {f"the drafter {name}": place for name, place in places.items()}
+    files.check_outputs({"--out": options.out}, reads)
+    if options.run and not (options.run / "metrics.jsonl").is_file():
+        own.error(f"--run {options.run}: no metrics.jsonl; expected a run directory of `rlspec train`")
     hf_config, drafters = read_drafters(options.policy, places)
     policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     longest = hf_config["max_position_embeddings"]
     config = Config.model_validate({"model": {"max_length": longest}, "rollout": {"max_new_tokens": 1}})
     tokenizer = data.load_tokenizer(options.policy)
     most_tokens = options.max_new_tokens or min(1024, longest // 2)
+    if most_tokens >= longest:
+        own.error(f"--max-new-tokens {most_tokens}: {options.policy} has room for {longest} tokens, prompt included")
     prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, longest - most_tokens)
     engine: RolloutEngine
     if options.url:
@@ -248,6 +254,11 @@ def main(argv: list[str] | None = None) -> int:
     sampling = Sampling(options.temperature, max_new_tokens=most_tokens)
     with closing(engine):
         found = measure(engine, drafters, prompts[: options.count], sampling, options.steps, version=2)
+    if not all(rounds[:, 0].any() for rounds in found.rounds.values()):
+        raise ConfigError(
+            f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
+            f"longer answers (--max-new-tokens is {most_tokens})"
+        )
     result = found.to_json() | ({"policy": policy_of(options.run)} if options.run else {})
     show(result)
     if options.out is not None:

@@ -55,6 +55,9 @@ def parser() -> arguments.Parser:
     p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
     p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.needs("--add-eagle3", "--draft-vocabulary")
+    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --spec --dry-run --check")
+    p.excludes("--dry-run", "--check --quiet")
     return p
 
 
@@ -66,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.add_eagle3:
             return _add_eagle3(options)
-        if options.draft_vocabulary:
-            raise ValueError(f"--draft-vocabulary {options.draft_vocabulary} is an option of --add-eagle3")
         work = plan(
             options.source,
             options.target,
@@ -112,9 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_eagle3(options: argparse.Namespace) -> int:
-    for name in ("to", "dtype", "hf", "add_mtp", "dry_run", "check"):
-        if getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')}: expected no such option with --add-eagle3")
     config = make_drafter(options.source, options.target, options.draft_vocabulary)
     if not options.quiet:
         outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]

@@ -381,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _work(options.worker, options.names, options.answer)
         return 0
     if options.json and options.json != "-":
-        files.check_output(options.json)
+        files.check_outputs({"--json": options.json}, {"--config": options.config})
     config = load(options.config) if options.config else None
     if config is not None and config.drafter.kind == "eagle3":  # wrong layers of the target would only cost acceptance
         target = check_model(config.model.path, "train", drafter=False)

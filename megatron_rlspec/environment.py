@@ -50,6 +50,11 @@ def ranks_started(environment: Mapping[str, str]) -> int:
     if numbers.get("MASTER_PORT", 1) > 65535:
         raise ConfigError(f"environment variable MASTER_PORT={numbers['MASTER_PORT']}: expected a port up to 65535")
     if "RANK" not in numbers:
+        if numbers.get("WORLD_SIZE", 1) > 1:
+            raise ConfigError(
+                f"environment variable WORLD_SIZE={numbers['WORLD_SIZE']} is set, but RANK is not; start the run by "
+                "torchrun"
+            )
         return numbers.get("WORLD_SIZE", 0)
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):

@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,39 @@ def check_output(path: str | Path) -> None:
     refused = _refuses(parent)
     if refused:
         raise FileError(f"{path}: cannot be written: {parent}: {refused}")
+
+
+def check_outputs(
+    outputs: Mapping[str, str | Path | None], inputs: Mapping[str, str | Path | None] | None = None
+) -> None:
+    """Refuse output files that cannot be written, that replace an input, or that two options share.
+
+    outputs  option -> file that it names; None or empty: not asked for
+    inputs   what a message calls it -> file or directory that the command reads. A file below such a directory is read
+
+    Call it before the work begins. Files are compared by their resolved paths, and by inode where they exist. Devices,
+    pipes and standard streams may be shared. Raises FileError.
+    """
+    taken = [(Path(path), f"this file is read: {what}") for what, path in (inputs or {}).items() if path]
+    for option, name in outputs.items():
+        if not name:
+            continue
+        path = Path(name)
+        check_output(path)
+        if _is_special(path):
+            continue
+        for other, why in taken:
+            if _same(path, other):
+                raise FileError(f"{option} {shown(path)}: {why}; name another file")
+        taken.append((path, f"{option} writes this file, too"))
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Return whether `path` is the file `other`, or exists and lies below the directory `other`."""
+    path = Path(os.path.realpath(path))
+    if other.is_dir():
+        return path.exists() and path.is_relative_to(os.path.realpath(other))
+    return path == Path(os.path.realpath(other)) or (path.exists() and other.exists() and path.samefile(other))
 
 
 def check_new_directory(path: str | Path) -> None:

@@ -24,6 +24,7 @@ BAR = 20  # columns of the bar of seconds
 NAMES = 17  # columns of the panel's names
 VALUES = 8  # columns of the panel's numbers
 GAP = 2
+MOST_LEFT = 86_400 * 36_500  # seconds that are shown as left
 EDGES = 4  # columns of the panel's border and padding
 Numbers = Mapping[str, float]
 # Key of a record -> the name shown for it, and its format.
@@ -72,7 +73,7 @@ class View:
     def update(self, step: int, values: Numbers) -> None:
         self.history.append(values)
         if self.live is None:
-            self.console.print(line(step, self.total, values), soft_wrap=True, highlight=False)
+            self.console.print(line(step, self.total, values), soft_wrap=True, highlight=False, markup=False)
             return
         seconds = (time.monotonic() - self.began) / (step + 1 - self.first)
         self.show(step, seconds * (self.total - step - 1))
@@ -80,7 +81,7 @@ class View:
     def show(self, step: int, left: float, note: str = "") -> None:
         """Draw the panel, with the seconds that are left. Does nothing where the view prints lines."""
         if self.live is not None:
-            known = timedelta(seconds=round(left))
+            known = timedelta(seconds=min(round(left), MOST_LEFT))
             shown = panel(step, self.total, known, self.history, self.events, self.console.width, note)
             self.live.update(shown, refresh=True)
 
@@ -112,10 +113,10 @@ def panel(
             drawn = [Text(curve(values), "green")] if curves >= LEAST_CURVE else []
             numbers.add_row(name, style.format(now[key]), *drawn)
     texts = _grid(NAMES, beside_names)
-    texts.add_row("configurations", configs(now) or "plain")
+    texts.add_row("configurations", Text(configs(now) or "plain"))
     texts.add_row("seconds", split(now, beside_names))
     for event in events:
-        texts.add_row("event", Text(event, "yellow"))
+        texts.add_row("event", Text(printable(event), "yellow"))
     bar = Table.grid(expand=True)  # a bar ends without a newline, a table of its own adds one
     bar.add_row(ProgressBar(total, step + 1))
     title = f"step {step + 1} of {total}, {left} left"
@@ -130,11 +131,16 @@ def _grid(*widths: int) -> Table:
     return grid
 
 
+def printable(text: str) -> str:
+    """Replace what could drive a terminal, such as escape codes."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def configs(values: Numbers) -> str:
     """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
     shares = {key.removeprefix("spec/share_"): share for key, share in values.items() if key.startswith("spec/share_")}
     largest_first = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {share:.0%}" for name, share in largest_first if share > 0)
+    return printable(", ".join(f"{name} {share:.0%}" for name, share in largest_first if share > 0))
 
 
 def split(values: Numbers, width: int = 100) -> Text:

@@ -7,7 +7,6 @@ or 1, and at which length caps speculation pays (`sizing`).
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec import arguments, files
+from megatron_rlspec import arguments, files, pictures
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
@@ -31,7 +30,6 @@ from megatron_rlspec.types import SpecConfig, SpecSchedule
 EXAMPLE = """\
 rlspec plan examples/cost_tables/h100-simulated.json --plot plan.png
 rlspec plan --cluster examples/simulate/h100.toml --train-seconds 40"""
-PICTURES = (".png", ".svg", ".pdf")
 LEAST_ROUNDS = 8  # of a cell in a table of the gallery
 MOST_BATCH = 1 << 14
 MOST_LENGTH = 1 << 24
@@ -57,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    _check_outputs(args)
+    pictures.check("--plot", args.plot)
+    named = {f"--{name}": getattr(args, name) for name in ("json", "sglang", "vllm", "plot")}
+    files.check_outputs(named, {"the cost table": args.table})
     for batch, context in args.why:
         if context < batch:
             raise ValueError(f"--why {batch},{context}: expected a context of at least one token for each request")
@@ -146,10 +146,8 @@ def plot(
     table: CostTable, path: Path, rates: Sequence[float], candidates: Sequence[SpecConfig], length: int, max_batch: int
 ) -> None:
     """Draw tokens per second over running requests for each choice, and where to switch. Raises FileError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    pyplot = pictures.pyplot()
+    from matplotlib import ticker
 
     batch = np.arange(1, max_batch + 1)
     order = sorted(candidates)
@@ -186,25 +184,7 @@ def plot(
     kind = "simulated" if p.simulated else "measured"
     top.set_title(f"{p.model}, {p.hardware}, tp={table.tps[0]}: costs {kind}; acceptance {accepted}", fontsize=9)
     figure.tight_layout()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=130, format=path.suffix[1:].lower())
-    pyplot.close(figure)
-    files.write_output(path, image.getvalue())
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise FileError for output files that cannot be written, before the computation."""
-    taken = {args.table.absolute(): "the cost table"}
-    for option in ("json", "sglang", "vllm", "plot"):
-        path: Path | None = getattr(args, option)
-        if path is None:
-            continue
-        files.check_output(path)
-        if option == "plot" and path.suffix.lower() not in PICTURES:
-            raise files.FileError(f"--plot {path}: expected a name that ends in {', '.join(PICTURES)}")
-        if path.absolute() in taken and not str(path).startswith("/dev/"):
-            raise files.FileError(f"--{option} {path}: this file is {taken[path.absolute()]}; name another one")
-        taken[path.absolute()] = f"written by --{option}"
+    pictures.save(figure, path)
 
 
 def render(schedule: SpecSchedule, max_batch: int) -> str:
@@ -317,6 +297,14 @@ def parser() -> arguments.Parser:
     add("--json", type=Path, metavar="FILE", help="write the schedule for `rlspec serve` and set_schedule")
     add("--sglang", type=Path, metavar="FILE", help="write a --speculative-adaptive-config for plain SGLang")
     add("--vllm", type=Path, metavar="FILE", help="write vLLM's speculative_config entries")
+    of_table = "--tp --acceptance --steps --max-batch --max-length --length --max-total-tokens --why --plot --json"
+    of_table += " --sglang --vllm"
+    of_cluster = "--train-seconds --wake-seconds --seeds"
+    p.needs("table", f"{of_table} --check")
+    p.needs("--cluster", of_cluster)
+    p.needs("--train-seconds", "--wake-seconds")
+    p.needs("--sglang --vllm --plot", "--length")
+    p.excludes("--check", f"{of_table} {of_cluster} --cluster")
     return p
 
 

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 from rich.progress import track
 
-from megatron_rlspec import arguments, files
+from megatron_rlspec import arguments, files, pictures
 from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
 from megatron_rlspec.sim import ablation
 from megatron_rlspec.sim.cluster import Cluster, Draw, Policies, Workload, draw
@@ -87,6 +87,16 @@ class ClusterConfig(Section):
     def _one_cost(self) -> ClusterConfig:
         if bool(self.table) == bool(self.hardware):
             raise ValueError("expected either table or hardware")
+        if self.table and (unused := sorted({"parameters", "layers", "hidden", "drafter"} & self.model_fields_set)):
+            raise ValueError(f"{unused[0]} is for the roofline of hardware; with table it has no effect")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ClusterConfig:
+        gpus = self.engines * self.tp
+        for size in self.sizes:
+            if gpus % size:
+                raise ValueError(f"sizes holds {size}, but engines={self.engines} of tp={self.tp} are {gpus} GPUs")
         return self
 
 
@@ -143,6 +153,12 @@ class TrainingConfig(Section):
     )
     repair: Share = Field(0.7, description="share of what was lost that a drafter update regains")
 
+    @model_validator(mode="after")
+    def _apart_if_stale(self) -> TrainingConfig:
+        if self.colocated and self.staleness:
+            raise ValueError("colocated=true trains while engines sleep, and staleness=1 while they run; expected one")
+        return self
+
 
 class SimulationConfig(Section):
     """The whole file."""
@@ -151,6 +167,16 @@ class SimulationConfig(Section):
     workload: WorkloadConfig = WorkloadConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
     training: TrainingConfig | None = None
+
+    @model_validator(mode="after")
+    def _sample_fits(self) -> SimulationConfig:
+        longest = self.workload.prompt_tokens + self.workload.cap
+        if 0 < self.cluster.max_tokens < longest:
+            raise ValueError(
+                f"cluster.max_tokens={self.cluster.max_tokens} cannot hold one sample: workload.prompt_tokens + cap "
+                f"are {longest}"
+            )
+        return self
 
     @property
     def what(self) -> str:
@@ -182,11 +208,13 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
     args = parser().parse_args(argv)
-    for path in (args.json, args.plot):
-        if path:
-            files.check_output(path)
+    pictures.check("--plot", args.plot)
     config = read(args.config)
+    reads = {"the configuration": args.config, "its cost table": config.cluster.table or None}
+    files.check_outputs({"--json": args.json, "--plot": args.plot}, reads)
     names = args.policies.split(",") if not args.ablation else ablation.policies()
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--policies {args.policies}: expected each policy once")
     policies = {name: policy(name, config) for name in names}
     found = {label: compare(changed, policies, args.seeds) for label, changed in sweep(config, args.sweep).items()}
     print(report(config, found))
@@ -216,7 +244,7 @@ def read(path: Path) -> SimulationConfig:
     """Read the TOML file. Raises ConfigError: one line with the file, the option and what was expected."""
     try:
         tree = tomllib.loads(files.read_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     return validated(tree, str(path))
 
@@ -227,8 +255,9 @@ def validated(tree: Mapping[str, Any], source: str) -> SimulationConfig:
         return SimulationConfig.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{source}: {where}: {message}" if where else f"{source}: {message}") from None
 
 
 def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
@@ -246,7 +275,7 @@ def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
         tree = config.model_dump()
         try:
             tree[section][key] = tomllib.loads(f"x = {value}")["x"]
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             tree[section][key] = value
         found[f"{where}={value}"] = validated(tree, f"--sweep {change}")
     return found
@@ -366,11 +395,7 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
 
 def plot(path: Path, firsts: Mapping[str, Trace]) -> None:
     """Draw the first rollout of each policy: samples in a round by engine, moves, and changes of the size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pictures.pyplot()
     end = max(run.makespan_ms for run in firsts.values()) / 1e3
     most = max(batch for run in firsts.values() for spans in run.batches.values() for _, batch in spans)
     figure, rows = plt.subplots(
@@ -394,8 +419,7 @@ def plot(path: Path, firsts: Mapping[str, Trace]) -> None:
     rows[-1, 0].set_xlabel("seconds")
     shades = plt.cm.ScalarMappable(plt.Normalize(0, most), "viridis")
     figure.colorbar(shades, ax=rows[:, 0].tolist(), label="samples in a round")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    pictures.save(figure, path)
 
 
 def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> dict[str, Any]:
@@ -448,6 +472,7 @@ def parser() -> arguments.Parser:
     add("--ablation", action="store_true", help="what each paper's parts are worth, alone and once the others are on")
     add("--plot", type=Path, metavar="FILE", help="write a picture of the first seed's rollouts: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write the result here")
+    p.excludes("--ablation", "--policies --sweep")
     return p
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
 import sys
 import time
 from collections import deque
@@ -20,6 +23,8 @@ READ_MOST = 1 << 26  # bytes of one look at a file
 KEPT = 64  # bytes before the place that was read last, by which a file is known to be the same
 QUIET = 60.0  # seconds without a record after which the panel says so
 EVENTS = 4
+MOST_STEPS = 1 << 40
+MOST_SECONDS = 1e11  # of a time in a record, 3,000 years
 
 
 class Lines:
@@ -38,7 +43,10 @@ class Lines:
         """
         self.anew = False
         try:
-            with self.path.open("rb") as file:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
+            with open(handle, "rb") as file:
+                if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
+                    raise RecordError(f"{self.path}: expected a regular file, found a {files.kind(mode)}")
                 file.seek(self._place - len(self._before))
                 self.anew = file.read(len(self._before)) != self._before
                 if self.anew:
@@ -105,9 +113,12 @@ class Watch:
                 self.view.update(record["step"], record)
 
     def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(record.get("step"), int):
+        step = record.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
             raise RecordError(f"{self.steps.path}: expected an object with a number `step` in each line")
-        return {key: value for key, value in record.items() if isinstance(value, int | float)}
+        numbers = {key: _float(value) for key, value in record.items() if isinstance(value, int | float)}
+        times = {key for key, value in numbers.items() if _is_time(key) and not 0 <= value < MOST_SECONDS}
+        return {**{key: value for key, value in numbers.items() if key not in times}, "step": step}
 
     def _total(self) -> int:
         """Return the steps of the whole run; those so far if config.json does not say."""
@@ -116,7 +127,8 @@ class Watch:
         name = "train" if "rollout/reward" in self.newest else "sft"
         section = config.get(name) if isinstance(config, dict) else None
         steps = section.get("steps") if isinstance(section, dict) else None
-        return max(steps if isinstance(steps, int) else 0, self.newest.get("step", -1) + 1)
+        known = steps if isinstance(steps, int) and steps < MOST_STEPS else 0
+        return max(known, self.newest.get("step", -1) + 1)
 
     def _left(self) -> float:
         """Return the seconds that are left at the pace of the steps shown."""
@@ -130,6 +142,17 @@ class Watch:
         age = time.time() - self.newest.get("time", time.time())
         if self.view.live is not None and age > QUIET:
             self.view.show(self.newest["step"], self._left(), f"last record {round(age / 60)} min ago")
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer that is no float
+        return math.inf
+
+
+def _is_time(key: str) -> bool:
+    return key == "time" or key.startswith("seconds_")
 
 
 def parser() -> arguments.Parser:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_rlspec import compare
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.files import FileError
 from megatron_rlspec.metrics import RewardWatch
 from megatron_rlspec.speculation.acceptance import accept_length
 from megatron_rlspec.weights.checkpoint import read_hf, write_hf
@@ -117,6 +119,42 @@ def test_a_drafter_without_a_name_is_refused(start, words, capsys):
     with pytest.raises(SystemExit) as ended:
         compare.main([str(start / "model"), *words, "--prompts", "p.jsonl"])
     assert ended.value.code == 2 and "expected NAME=DIR, each name once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "link", "policy/config.json", "drafter/config.json", "run/metrics.jsonl"])
+def test_an_output_never_replaces_an_input(tmp_path, name):
+    for folder in ("policy", "drafter", "run"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    (tmp_path / "p.jsonl").write_text("{}")
+    (tmp_path / "link").symlink_to("p.jsonl")
+    words = [str(tmp_path / "policy"), f"d={tmp_path / 'drafter'}", "--prompts", str(tmp_path / "p.jsonl")]
+    words += ["--run", str(tmp_path / "run"), "--out", str(tmp_path / name)]
+    with pytest.raises(FileError, match="this file is read"):
+        compare.main(words)
+
+
+def test_options_without_effect_are_refused(start, tmp_path, capsys):
+    words = [str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    for more, line in {
+        "--max-new-tokens 100000": "--max-new-tokens 100000: ",
+        "--run nosuch": "--run nosuch: no metrics.jsonl",
+        "--url http://127.0.0.1:1 --max-total-tokens 9": "--max-total-tokens has no effect with --url",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            compare.main([*words, *more.split()])
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and line in err and err.count("\n") == 1
+
+
+def test_answers_of_one_token_are_one_line(start, tmp_path):
+    words = [str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    with pytest.raises(ConfigError, match="ended with its first token"):
+        compare.main([*words, "--max-new-tokens", "1", "--steps", "1", "--out", str(tmp_path / "o.json")])
+    assert not (tmp_path / "o.json").exists()
+    some = np.array([[0, 0]] * 300 + [[3, 1]])  # half of the resamples hold no round
+    assert np.isfinite([*vars(compare.estimate(some)).values()]).all()
 
 
 def test_a_reward_that_halves_is_told_once():

@@ -129,3 +129,23 @@ def test_outputs_that_cannot_be_written_are_reported_before_and_during_the_write
             act(tmp_path / name)
         assert part in str(told.value) and "\n" not in str(told.value)
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
+
+
+def test_outputs_are_compared_with_inputs_and_with_each_other(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "c.toml").write_text("")
+    (tmp_path / "hard").hardlink_to(tmp_path / "c.toml")
+    (tmp_path / "soft").symlink_to("c.toml")
+    (tmp_path / "there").symlink_to("model", target_is_directory=True)
+    reads = {"the file": tmp_path / "c.toml", "the model": model, "nothing": None, "gone": tmp_path / "gone"}
+    for name in ("c.toml", "hard", "soft", "model/../c.toml", "model/config.json", "there/config.json"):
+        with pytest.raises(FileError, match="--out .*: this file is read: the (file|model); name another file"):
+            files.check_outputs({"--out": tmp_path / name}, reads)
+    files.check_outputs({"--out": model / "new.json", "--json": tmp_path / "o.json", "--more": None}, reads)
+    with pytest.raises(FileError, match="--b .*: --a writes this file, too"):
+        files.check_outputs({"--a": tmp_path / "new", "--b": model / "../new"})
+    with pytest.raises(FileError, match="cannot be written"):
+        files.check_outputs({"--a": tmp_path / "no/file"})
+    files.check_outputs({"--a": "/dev/null", "--b": "/dev/null", "--c": "/dev/stdout"}, {"null": "/dev/null"})

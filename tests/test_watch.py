@@ -1,6 +1,8 @@
 """`rlspec watch`: files that grow, are replaced or cut while they are read, and how it ends."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 import threading
@@ -82,6 +84,51 @@ def test_the_panel_is_drawn_on_a_terminal(tmp_path, monkeypatch, capsys):
     assert watch.main([str(tmp_path)], ended) == 0
     out = capsys.readouterr().out
     assert "step 3 of 9, 0:00:06 left" in out and "engine-1: drop" in out and "last record" in out
+
+
+def test_a_pipe_is_refused_and_does_not_block(tmp_path):
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(RecordError, match=f"{name}: expected a regular file, found a pipe"):
+            watch.main([str(tmp_path)])
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_text("")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout/reward": 10**400},
+        {"seconds_train": math.nan, "seconds_push": math.inf, "seconds_generate": -1},
+        {"time": math.nan},
+        {"time": 1e300},
+        {"spec/share_[/bold]": 0.5},
+        {"spec/share_\x1b[2J": 0.5},
+    ],
+    ids=lambda values: next(iter(values))[:20].replace("\x1b", "escape"),
+)
+def test_edited_records_neither_fail_nor_drive_the_terminal(tmp_path, monkeypatch, capsys, values, terminal):
+    if terminal:
+        for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "80"), ("TERM", "xterm")):
+            monkeypatch.setenv(name, value)
+    (tmp_path / "metrics.jsonl").write_text(record(0) + record(1, **values))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "[red]", "message": "\x1b]0;mine\x07[/bold]"}) + "\n")
+    (tmp_path / "config.json").write_text('{"train": {"steps": 1%s}}' % ("0" * 300))
+    (tmp_path / "process.jsonl").write_text('{"kind": "end"}\n')
+    assert watch.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "step 2" in out and "\x1b]0;" not in out and "\x1b[2J" not in out
+    if "spec/share_[/bold]" in values:
+        assert "[/bold] 50%" in out
+
+
+@pytest.mark.parametrize("step", ["-1", "1.5", "true", "1" + "0" * 400])
+def test_a_step_that_is_no_count_is_one_line(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    with pytest.raises(RecordError, match="expected an object with a number `step`"):
+        watch.main([str(tmp_path)])
 
 
 def test_a_file_is_no_run(tmp_path, capsys):

@@ -80,7 +80,9 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     changed = [name for section in own for name in leaves(own[section], section)] + list(overrides)
     for name in changed:
         if name.startswith(RECORDED):
-            raise ConfigError(f"{name} was recorded; a replay cannot change it")
+            raise ConfigError(
+                f"{name}: expected no such option; a replay has that of the recorded run, and records none"
+            )
     if "train.run_dir" not in changed:
         raise ConfigError("train.run_dir is not set; expected a directory for the replay")
     tree["replay"] = {"run": run}

@@ -44,9 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             own.error(
                 f"{directory}: no metrics.jsonl with at least one step; expected a run directory of `rlspec train`"
             )
-        if out.resolve() in {path.resolve() for path in directory.glob("*.json*")}:
-            own.error(f"--out {out}: this file is a record of the run; name another one")
-    files.check_output(out)
+    reads = {f"the run {directory}": directory for directory in options.run_dir}
+    files.check_outputs({"--out": out}, {} if out.resolve().suffix == ".html" else reads)  # an older page is replaced
     page = render(distinct(runs, options.run_dir))
     files.write_output(out, page.encode("utf-8", "replace"))  # half a surrogate pair in a text becomes "?"
     print(out)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
-import importlib
 import importlib.metadata
-import io
 import math
 import os
 import platform
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_rlspec import arguments, files
+from megatron_rlspec import arguments, files, pictures
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.led import LedEngine
@@ -56,7 +54,6 @@ continues it. Sizes of --tp run one after the other; a later sweep adds sizes to
 engine."""
 
 NOISY = 0.1
-PICTURES = ("png", "pdf", "svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _refuse_typos(own, args, serve)
     try:
         if args.plot_only:
-            _check_picture(args.plot_only)
+            pictures.check("--plot-only", args.plot_only)
+            files.check_outputs({"--plot-only": args.plot_only}, {"the cost table": args.out})
             plot(CostTable.load(args.out), args.plot_only, args.acceptance)
             print(f"wrote {args.plot_only}")
             return 0
@@ -97,9 +95,9 @@ def _refuse_typos(parser: arguments.Parser, args: argparse.Namespace, serve: Seq
 
 def _check(args: argparse.Namespace) -> None:
     """Check paths, addresses and model before an engine starts. Raises FileError, SweepError or ModelConfigError."""
-    files.check_output(args.out)
-    if args.plot:
-        _check_picture(args.plot)
+    pictures.check("--plot", args.plot)
+    reads = {"--model": args.model, "--draft-model": args.draft_model}
+    files.check_outputs({"the cost table": args.out, "--plot": args.plot}, reads)
     if args.engine == "embedded" and (args.url or not args.model):
         wrong = "--url" if args.url else "no --model"
         raise SweepError(f"{wrong}: --engine embedded measures --model in this process")
@@ -125,14 +123,6 @@ def _sizes(args: argparse.Namespace) -> list[int]:
         sizes = ",".join(map(str, args.tp))
         raise SweepError(f"{args.out} already holds tp={sizes}; measure again with --fresh, or name another file")
     return left
-
-
-def _check_picture(path: Path) -> None:
-    """Find before anything is measured that a picture cannot be drawn or written."""
-    importlib.import_module("matplotlib")
-    files.check_output(path)
-    if path.suffix and path.suffix[1:].lower() not in PICTURES:
-        raise files.FileError(f"{path}: pictures of type {path.suffix} are not drawn; expected {', '.join(PICTURES)}")
 
 
 def run(args: argparse.Namespace, serve: Sequence[str]) -> CostTable:
@@ -251,11 +241,7 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
 
     `rates` are the assumed acceptance rates a_1, a_2, ... Raises CostTableError and FileError.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.pyplot()
     configs = [c for c in table.configs() if not c.off]
     if not configs:
         raise CostTableError("the cost table holds plain decoding only: there is no speedup to draw")
@@ -284,10 +270,7 @@ def plot(table: CostTable, path: Path, rates: Sequence[float]) -> None:
     accepted = " ".join(f"{rate:.2f}" for rate in rates)
     figure.suptitle(f"x plain decoding at acceptance {accepted}; costs {kind}: {p.model}, {p.hardware}", fontsize=9)
     figure.tight_layout()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format=path.suffix[1:].lower() or "png")
-    pyplot.close(figure)
-    files.write_output(path, image.getvalue())
+    pictures.save(figure, path)
 
 
 def _benches(args: argparse.Namespace, serve: Sequence[str], closing: ExitStack) -> list[Bench]:
@@ -452,7 +435,7 @@ def parser() -> arguments.Parser:
         help="add a batch where the cost deviates from a straight line by more than this share (default 0.03)",
     )
     add("--validate", type=integer(0, 1000), default=0, metavar="N", help="also measure N random points off the grid")
-    add("--plot", type=Path, metavar="FILE", help=f"draw speedup maps to this file ({', '.join(PICTURES)})")
+    add("--plot", type=Path, metavar="FILE", help=f"draw speedup maps to this file ({', '.join(pictures.KINDS)})")
     add("--plot-only", type=Path, metavar="FILE", help="draw an existing table and measure nothing")
     add(
         "--acceptance",
@@ -464,6 +447,12 @@ def parser() -> arguments.Parser:
     add("--hardware", default="", help="name recorded in the table; default: this machine's GPU or processor")
     add("--note", default="", help="free text recorded in the table")
     add("--fresh", action="store_true", help="discard an interrupted sweep and an existing table")
+    of_engine = "--model --draft-model --engine --url --tp --dtype --steps --batches --lengths --samples --seconds"
+    of_engine += " --tolerance --validate --model-name --hardware --note --fresh"
+    p.excludes("--plot-only", f"{of_engine} --plot --api-key")
+    p.needs("--plot --plot-only", "--acceptance")
+    p.needs("--model", "--draft-model")
+    p.needs("--url", "--api-key")
     return p
 
 

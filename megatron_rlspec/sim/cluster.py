@@ -30,7 +30,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 Made = TypeVar("Made")
 DOWNTIME = 2  # rounds that a moved sample misses
-CONFIG = re.compile(r"k(\d+)(?:t(\d+)n(\d+))?")  # as `SpecConfig` prints itself
+CONFIG = re.compile(r"k(\d{1,3})(?:t(\d{1,3})n(\d{1,4}))?")  # as `SpecConfig` prints itself
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens to verify, between which a tree's cost is interpolated
 PAST = 2000  # responses of earlier rollouts that the planners have seen
 

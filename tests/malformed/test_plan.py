@@ -41,6 +41,12 @@ def with_pipe(here: Path) -> None:
     os.mkfifo(here / "pipe")
 
 
+def with_link(here: Path) -> None:
+    (here / "t.json").write_text(table())
+    (here / "o.json").write_text("")
+    (here / "link").symlink_to("o.json")
+
+
 CASES = [
     Case("no table", "plan", ("required: table",)),
     Case("two tables", "plan t.json u.json", ("unrecognized arguments: u.json",), GOOD),
@@ -99,7 +105,17 @@ CASES = [
     output("--json", "a\0b", "null"),
     Case("over the table", "plan t.json --json t.json", ("t.json", "the cost table"), GOOD),
     Case("over the table, absolute", "plan t.json --json {here}/t.json", ("the cost table",), GOOD),
-    Case("two to one file", "plan t.json --json o.json --vllm o.json", ("o.json", "written by --json"), GOOD),
+    Case(
+        "two to one file", "plan t.json --json o.json --vllm o.json", ("o.json", "--json writes this file, too"), GOOD
+    ),
+    Case("to one file by a link", "plan t.json --json link --vllm o.json", ("--json writes this file",), with_link),
+    *(
+        Case(f"cluster {text}", f"plan --cluster c.toml {text}", (f"{text.split()[0]} has no effect without table",))
+        for text in ("--json x.json", "--plot x.png", "--why 1,1", "--acceptance 0.1", "--tp 2", "--check")
+    ),
+    option("--seeds 2", "--seeds has no effect without --cluster"),
+    option("--check --json x.json", "--json has no effect with --check"),
+    option("--length 9", "--length has no effect without --sglang or --vllm or --plot"),
     Case("off only", "plan t.json --steps 0 --sglang o.json", ("hold no chain",), GOOD),
 ]
 

@@ -111,7 +111,7 @@ CASES = [
     output("/dev/full", "No space left on device"),
     output("/proc/x.html", "cannot be written"),
     output("run/metrics.jsonl/x", "Not a directory"),
-    output("run/metrics.jsonl", "a record of the run"),
+    output("run/metrics.jsonl", "this file is read: the run run"),
     output("y" * 300, "File name too long"),
 ]
 
