@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import Case, check, ids, warm
+from harness import Case, check, ids
 
 CLUSTER = """
 [cluster]
@@ -77,5 +77,4 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_one_line(case, tmp_path, capfd, monkeypatch):
-    warm("matplotlib", "megatron_rlspec.simulate")
     check(case, tmp_path, capfd, monkeypatch)
