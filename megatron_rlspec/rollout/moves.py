@@ -149,7 +149,8 @@ class Mover:
             grants = target.offer(version, notes) if notes else []
             granted = [grant for grant in grants if not grant.refused]
             sent = source.export(granted) if granted else []
-            taken = target.accept([piece for piece in sent if not piece.refused]) if sent else []
+            ready = [piece for piece in sent if not piece.refused]
+            taken = target.accept(ready) if ready else []
         except EngineError as error:
             self._give_up(target, [request.id for request in requests], "kv")
             cut = isinstance(error, RouteError)

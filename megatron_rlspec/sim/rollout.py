@@ -272,6 +272,7 @@ class _Rollout:
     def arrive(self, move: Move, samples: Sequence[SimSample]) -> None:
         target = self.engines[move.target]
         if move.how == "kv":
+            target.now = max(target.now, self.clock.now)  # an idle engine begins to work on the move now
             target.occupy(self.cost.busy(samples))
             target.land(samples)
         else:

@@ -422,6 +422,18 @@ def test_where_no_columns_arrive_samples_are_recomputed_or_stay(modes: tuple[How
     assert {move.how for move in balancer.moves if move.ids} == set(modes) - {"kv"}
 
 
+def test_a_source_that_refuses_every_piece_is_quoted_and_the_target_is_not_asked() -> None:
+    """A real server answers an empty list with 400, which would hide the reason."""
+    source, target = (Engine(name, random.Random(0)) for name in ("source", "target"))
+    asked = requests(2, 0)
+    source.running = {r.id: (r, [1]) for r in asked}
+    source.export = lambda grants: [Cargo(g.id, refused="does not decode here") for g in grants]  # type: ignore[method-assign]
+    target.accept = mock.Mock()  # type: ignore[method-assign]
+    found = Mover(mock.Mock(), {})._first_stage(source, target, asked, 1)
+    assert [piece.refused for piece in found] == ["does not decode here"] * 2
+    assert not target.accept.called and not target.reserved
+
+
 def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     """The plan spreads what one engine holds; the record says where."""
     engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]

@@ -154,6 +154,16 @@ def test_engines_do_not_decode_while_they_work_on_a_move():
     assert trace.ended_ms["u"] == pytest.approx(60 * 10 + busy, abs=1)
 
 
+def test_an_idle_target_works_on_a_move_too():
+    def makespan(**busy):
+        a, b = engine("a", embedded=True), engine("b", embedded=True)
+        a.give([sample("s", 10)])
+        moves = Once([Move("a", "b", ("s",), "kv")], [])
+        return rollout([], [a, b], 50, rebalancer=moves, every=1, cost=MoveCost(**busy)).makespan_ms
+
+    assert makespan(busy_ms=50.0) == pytest.approx(makespan() + 2 * 50)  # source and target, one after the other
+
+
 def test_a_move_without_room_stays_away():
     a, b = engine("a"), engine("b", max_tokens=50)
     a.give([sample("s", 20)])
