@@ -7,6 +7,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -167,8 +168,11 @@ def _lost_rank(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror and error.errno != errno.EMFILE:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if os.strerror(errno.EMFILE) in str(error):  # also in errors of gloo
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{os.strerror(errno.EMFILE)}: this process may have {limit} (`ulimit -n`); expected a higher limit"
     if _lost_rank(error):
         return f"another rank ended or cannot be reached ({str(error)[:200]})"
     return str(error)

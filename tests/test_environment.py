@@ -1,12 +1,14 @@
 """The variables that CUDA and NCCL read in train ranks and in the engines that a job starts."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from megatron_rlspec import environment, training
+from megatron_rlspec import cli, environment, training
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -71,3 +73,23 @@ def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine
     told = f"weight group: NCCL_CUMEM_ENABLE is {own} for this rank and {engine} for the engine"
     assert str(error.value) == f"{told}; start both with the same value"
     assert asked == ["control/describe"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at third_party/gloo/gloo/transport/tcp/socket.cc:24] fd != -1. Too many open files"
+        ),
+        OSError(errno.EMFILE, "Too many open files", "x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_few_open_files_are_told_as_that(error, capsys):
+    def act():
+        raise error
+
+    assert cli.run(act) == 1
+    assert re.fullmatch(
+        r"rlspec: Too many open files: this process may have \d+ \(`ulimit -n`\).*\n", capsys.readouterr().err
+    )

@@ -137,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
+        _scratch()  # before anything slow: the process that made it may be killed at any time
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     check(options)
     device = _device(options.device)
