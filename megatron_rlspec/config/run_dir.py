@@ -16,7 +16,7 @@ LOCK = ".lock"  # names host and process of a run while it goes on
 
 @contextmanager
 def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
-    """Keep `run_dir` for one run during the block. Makes the directory, and removes it if it is still empty then.
+    """Keep `run_dir` for one run during the block. Makes the directory, and removes what it made if it is empty then.
 
     Raises ConfigError at once if another run has it, or if no run can start in it. Other ranks than 0 do nothing.
     """
@@ -24,7 +24,7 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
         yield
         return
     option, lock, owner = f"train.run_dir={run_dir}", run_dir / LOCK, os.getpid()
-    new = not run_dir.exists()
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     with ExitStack() as held:
         try:
             held.enter_context(files.locked(lock))
@@ -43,9 +43,9 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
         finally:
             if os.getpid() == owner:  # else this is a forked child
                 lock.unlink(missing_ok=True)
-                if new:
-                    with suppress(OSError):  # it holds a run
-                        run_dir.rmdir()
+                with suppress(OSError):  # it holds a run
+                    for path in made:
+                        path.rmdir()
 
 
 def taken_by(run_dir: Path, resume: bool) -> str:
