@@ -394,10 +394,11 @@ def test_one_sentence(server: Server, attack: Attack) -> None:
     assert answer.status_code == attack.status, told
     missing = [words for words in attack.words if words not in told]
     assert not missing, f"{missing} not in: {told}"
+    assert not server.process.ended
+
+
+def test_no_attack_changed_a_weight_or_the_text(server: Server) -> None:
     server.check_alive()
-
-
-def test_no_attack_changed_a_weight(server: Server) -> None:
     assert server.engine.fingerprints() == server.marks
 
 

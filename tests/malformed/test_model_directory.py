@@ -257,6 +257,7 @@ PROFILE = "profile --model model --out table.json"
 
 FILES = [
     Case("no directory", TRAIN, ("model: no such directory", "Hugging Face"), {"rows.jsonl": ROWS}),
+    files("a port", str, "--port 80000: expected a port from 1 to 65535", act="serve --model model --port 80000"),
     Case("a file", TRAIN, ("model: not a directory",), {"rows.jsonl": ROWS, "model": ""}),
     files("without config.json", without(CONFIG), "config.json: No such file"),
     files("config.json empty", replaced(CONFIG, ""), "config.json: not valid JSON", "empty"),

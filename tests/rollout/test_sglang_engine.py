@@ -286,6 +286,7 @@ def delivered_tokens(sample: Sample) -> int:
     return sum((1 + i) * rounds for i, rounds in enumerate(sample.accepted))
 
 
+@pytest.mark.slow
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict[str, SGLangEngine]) -> None:
     """While off, the drafters of 8 of 12 requests catch up in probes; the others draft at random in those rounds.
 
@@ -749,9 +750,7 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
     taken = int(engines["plain"].url.rpartition(":")[2])
     for name, model, arguments, message in (
         ("port", checkpoint, [*SERVE, "--port", str(taken)], f"cannot listen on 127.0.0.1:{taken}"),
-        ("model", tmp_path / "nowhere", SERVE, "nowhere: no config.json there"),
         ("cuda", checkpoint, ["--device", "cuda"], "torch finds no CUDA device here"),
-        ("range", checkpoint, ["--port", "80000"], "--port 80000: expected a port from 1 to 65535"),
     ):
         if name == "cuda" and torch.cuda.is_available():
             continue
