@@ -10,8 +10,10 @@ from megatron_rlspec.config.base import Name, Section
 
 
 class PushConfig(Section):
-    transport: Literal["http", "files", "group", "ipc"] = Field(
-        "http", description="http: in requests; files: in a shared directory; group: over NCCL, or gloo without a GPU"
+    transport: Literal["auto", "http", "files", "group", "ipc"] = Field(
+        "auto",
+        description="http: in requests; files: in a shared directory; group: over NCCL, or gloo without a GPU. auto: "
+        "group to engines that the run places on GPUs of their own, files on shared GPUs, otherwise http",
     )
     directory: Name = Field("/dev/shm", description="transport=files: a directory that trainer and engines both see")
     address: Name = Field("127.0.0.1", description="transport=group: address at which engines reach this machine")

@@ -56,8 +56,8 @@ class StartingEngines:
     def __init__(self, config: Config, run_dir: Path, layout: Layout | None = None) -> None:
         self._config = config
         self._timeout = config.rollout.timeout_seconds
-        self._transport = _transport(config.push)
         self._layout = layout or Layout()
+        self._transport = _transport(config.push, self._layout)
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
@@ -295,11 +295,14 @@ def _token_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     return size
 
 
-def _transport(push: PushConfig) -> Transport:
+def _transport(push: PushConfig, layout: Layout) -> Transport:
     """Make the weight transport of all engines."""
-    if push.transport == "group":
+    way = push.transport
+    if way == "auto":  # NCCL refuses two processes on one GPU
+        way = "files" if layout.together or layout.second else "group" if layout.engines else "http"
+    if way == "group":
         return GroupBroadcast(push.address)
-    return Files(push.directory) if push.transport == "files" else Http()
+    return Files(push.directory) if way == "files" else Http()
 
 
 def member(config: Config) -> Member:

@@ -14,6 +14,7 @@ from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import StartingEngines, engine_arguments
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, share
+from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.rollout.turns import calls
 from megatron_rlspec.session import Session
 
@@ -56,6 +57,22 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
     StartingEngines(config, tmp_path, layout).launch()
     return list(started)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "way"),
+    [
+        (Layout(), {}, Http),
+        (Layout("apart", ("0",), (("1",),)), {}, GroupBroadcast),
+        (Layout("apart", ("0",), (("1",),)), {"push.transport": "http"}, Http),
+        (Layout("together", ("0",), (("0",),)), {}, Files),
+        (Layout("apart", ("0",), (("1",), ("2",)), second=(("1", "2"),)), {}, Files),
+    ],
+    ids=["not placed", "apart", "asked for", "together", "two fleets"],
+)
+def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
+    """NCCL goes from GPU to GPU, but refuses two processes on one."""
+    assert type(StartingEngines(load(None, options), tmp_path, layout)._transport) is way
 
 
 @pytest.mark.parametrize(("mode", "case"), [("apart", c) for c in APART] + [("together", c) for c in TOGETHER])
