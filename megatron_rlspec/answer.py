@@ -46,6 +46,8 @@ def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     longest = config.model.max_length - config.rollout.max_new_tokens
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
     held = settings(config, prompts)
+    if config.rollout.urls:  # others have started these engines, with weights of their choice
+        held["served"] = identity.of_rows(_served(config).items())
     prompts = prompts[: config.answer.prompts or len(prompts)]
     journal = Journal(path, held, prompts)
     missing = [request for request in requests(config, prompts) if request.id not in journal.done]
@@ -100,6 +102,13 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         found["spec"] = spec.model_dump(mode="json")
         found["drafter"] = identity.of_model(config.drafter.path) if config.drafter.path else ""
     return json.loads(json.dumps(found))
+
+
+def _served(config: Config) -> dict[str, int]:
+    """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
+    starting = StartingEngines(config, Path())
+    found = EnginePool(list(starting.wait().values())).fingerprints()
+    return dict(sorted(found.items()))
 
 
 def _sampling(config: Config) -> Sampling:

@@ -639,7 +639,9 @@ class Session:
         state, drawn = self.checkpoints.read_state(path)
         if state["step"] > self._steps:
             raise CheckpointError(f"{path} is after step {state['step']}, but the run has only {self._steps} steps")
-        if other := identity.difference(state.get("identity"), self.identity):
+        if "identity" not in state:
+            raise CheckpointError(f"{path}: an earlier version wrote it, without digests of model and data; start anew")
+        if other := identity.difference(state["identity"], self.identity):
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or another train.run_dir"
             )

@@ -138,6 +138,34 @@ def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
         answer.Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
 
 
+def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, monkeypatch):
+    """Engines at rollout.urls hold what others gave them; here embedded ones answer in their place."""
+    hf_config, tensors = read_hf(start / "model")
+    scale = 1.0
+
+    class Served:
+        def __init__(self, config, *_):
+            weights = ((name, tensors[name] * scale) for name in tensors)
+            self.engine = EmbeddedEngine(hf_config, weights, max_total_tokens=8192, max_length=256)
+
+        def launch(self):
+            pass
+
+        def wait(self):
+            return {"http://127.0.0.1:30000": self.engine}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(answer, "StartingEngines", Served)
+    config = options(start, tmp_path / "a.jsonl", rollout__engine="sglang", rollout__urls="http://127.0.0.1:30000")
+    rows = answered(config)
+    assert answered(config) == rows and len(rows) == 48
+    scale = 1.01
+    with pytest.raises(ConfigError, match="another `served`"):
+        answered(config)
+
+
 def test_one_command_at_a_time_writes_a_file(start, tmp_path):
     with (
         files.locked(tmp_path / "a.jsonl"),
