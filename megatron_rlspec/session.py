@@ -263,11 +263,11 @@ class Session:
         if layout.together:
             placement.check_together(config)
         gpu = int(options.gpu_gib * placement.GIB) or torch.cuda.get_device_properties(0).total_memory
-        size = model.DTYPES[config.model.dtype].itemsize
-        parameters = sum(math.prod(tensors.shape(name)) for name in tensors)
+        sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        need = placement.Need.of(config, self.hf_config, gpu, parameters, size, world)
-        return replace(layout, mem_fraction=placement.share(layout, need), need=need)
+        need = placement.Need.of(config, self.hf_config, gpu, sum(sizes.values()), experts, world)
+        return placement.with_memory(layout, need)
 
     def __enter__(self) -> Session:
         return self

@@ -21,7 +21,7 @@ from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.rounds import scratch
-from megatron_rlspec.rollout.placement import Layout
+from megatron_rlspec.rollout.placement import Layout, token_bytes
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
@@ -272,7 +272,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> rebalance.Rebala
     return rebalance.Rebalancer(
         cost,
         _candidates(config),
-        rebalance.Transport(token_bytes=_token_bytes(config, hf_config)),
+        rebalance.Transport(token_bytes=token_bytes(config, hf_config)),
         gain=tail.gain,
         rule=tail.rule,
         modes=rebalance.WAYS[tail.rebalance],
@@ -284,15 +284,6 @@ def _candidates(config: Config) -> list[SpecConfig]:
     if config.spec.mode == "adaptive":
         return [SpecConfig(k) if k else OFF for k in config.spec.candidate_steps]
     return [config.spec.config()]
-
-
-def _token_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Return the bytes of one token in the KV caches of target and drafter."""
-    heads = hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
-    head = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    layers = hf_config["num_hidden_layers"] + (config.spec.mode != "off")
-    size: int = 2 * layers * heads * head * getattr(torch, config.model.dtype).itemsize
-    return size
 
 
 def _transport(push: PushConfig, layout: Layout) -> Transport:
@@ -337,7 +328,7 @@ def _sizes(config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine,
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
     size = sum(shard.view.nbytes for shard in engine.model.tensors.values())
-    costs = SwitchCosts(size / wire / 1e6, token_bytes=_token_bytes(config, hf_config), gigabytes_per_second=wire)
+    costs = SwitchCosts(size / wire / 1e6, token_bytes=token_bytes(config, hf_config), gigabytes_per_second=wire)
     return sizes_planner(config, costs, ranks)
 
 
@@ -390,7 +381,7 @@ def engine_arguments(config: Config, layout: Layout, index: int = 0) -> list[str
         "verifier": config.spec.verifier,
         "drafts": config.spec.drafts,
         "max-running-requests": config.rollout.max_running_requests,
-        "max-total-tokens": config.rollout.max_total_tokens,
+        "max-total-tokens": config.rollout.max_total_tokens or layout.tokens,
         "draft-vocabulary": config.drafter.vocabulary,
     }
     if config.drafter.kind == "eagle3":

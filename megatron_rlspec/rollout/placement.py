@@ -6,15 +6,34 @@ Everything here is arithmetic. A layout that does not fit raises ConfigError, wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.rank_memory import kept
+from megatron_rlspec.speculation import graphs
 
 GIB = 1 << 30
+MIB = 1 << 20
 # Of one process on one GPU: CUDA's context, its libraries' kernels and NCCL's buffers. An estimate.
 PROCESS_BYTES = 2 * GIB
-SPARE = 0.05  # share of the memory that nothing is given: fragments, and what estimates leave out
+# Share of the memory that nothing is given where several processes have a GPU: fragments, and what estimates leave out.
+SPARE = 0.05
+# What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`): for its attention, for a token
+# of a prefill, a request in a CUDA graph, and graphs of prefills, without and with latent attention; above 60 GiB at
+# least FLOOR.
+BASE = 512 * MIB
+PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)  # tokens of a prefill, by bytes of a GPU
+PREFILL_TOKEN = 3 * MIB // 2
+GRAPH_REQUEST = 2 * MIB
+PREFILL_GRAPHS = 512 * MIB, 1536 * MIB
+FLOOR = 10 * GIB
+# Estimates of what SGLang does not count: float32 rows of logits that a verification holds at once, and activations of
+# a prefilled token, in rows of the hidden size.
+LOGITS_ROWS = 4
+PREFILL_ROWS = 24
 
 Mode = Literal["none", "apart", "together"]
 
@@ -27,13 +46,15 @@ class Layout:
     engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
     second        of the engines of a second fleet, which shares devices with the first
     together      whether engines share the ranks' GPUs, so that they release memory while training
-    mem_fraction  share of a GPU's memory for an engine's weights and KV cache; 0: `rollout.mem_fraction`
+    mem_fraction  share of the memory that an engine finds free, for its weights and KV cache; 0: `rollout.mem_fraction`
+    tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
     """
 
     mode: Mode = "none"
     train: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
     mem_fraction: float = 0.0
+    tokens: int = 0
     second: tuple[tuple[str, ...], ...] = ()
     need: Need | None = None  # what `mem_fraction` was computed for
 
@@ -51,10 +72,12 @@ class Need:
     """Bytes that a layout has to hold.
 
     gpu      of one GPU
-    train    of a trainer rank while engines draw: weights, gradients, optimizer
+    train    of a trainer rank while engines generate: weights, gradients, optimizer
     weights  of an engine, target and drafter, over all its GPUs
     token    of one token's KV cache, over all GPUs of an engine
     longest  tokens of one sample
+    working  of an engine on one GPU, beside weights and KV cache
+    graphs   of CUDA graphs, which a sleeping engine keeps; a part of `working`
     """
 
     gpu: int
@@ -62,15 +85,31 @@ class Need:
     weights: int
     token: int
     longest: int
+    working: int = 0
+    graphs: int = 0
 
     @classmethod
     def of(
-        cls, config: Config, hf_config: Mapping[str, Any], gpu: int, parameters: int, itemsize: int, world: int
+        cls, config: Config, hf_config: Mapping[str, Any], gpu: int, parameters: int, experts: int, world: int
     ) -> Need:
-        """Reckon what a run needs, from the number of its parameters, drafter included, and of its ranks."""
-        train = train_bytes(config, parameters, itemsize, world)
-        token = cache_bytes(hf_config, config.spec.mode != "off", itemsize)
-        return cls(gpu, train, parameters * itemsize, token, config.model.max_length)
+        """Reckon what a run needs.
+
+        parameters, experts  of the model, drafter included: all, and those of routed experts
+        world                ranks of the job
+        """
+        itemsize = getattr(torch, config.model.dtype).itemsize
+        shards = config.parallel.tensor * config.parallel.pipeline
+        of_rank = (parameters - experts) // shards, experts // (shards * config.parallel.expert)
+        graphs = graph_bytes(config)
+        return cls(
+            gpu,
+            kept(config, world, itemsize, *of_rank).total,
+            parameters * itemsize,
+            token_bytes(config, hf_config, config.placement.tensor),
+            config.model.max_length,
+            working_bytes(config, hf_config, gpu, graphs),
+            graphs,
+        )
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
@@ -163,41 +202,71 @@ def check_heads(hf_config: Mapping[str, Any], tensor: int, option: str = "placem
         )
 
 
-def share(layout: Layout, need: Need) -> float:
-    """Return the share of a GPU's memory for an engine. Raises ConfigError if weights and one sample do not fit.
+def with_memory(layout: Layout, need: Need) -> Layout:
+    """Fill in the memory of the engines. Raises ConfigError if weights and one sample do not fit.
 
-    Together, the trainer keeps weights, gradients and optimizer while engines draw; its activations are gone by then.
+    Together, the trainer keeps weights, gradients and optimizer while engines generate; its activations are gone by
+    then. SGLang takes `mem_fraction` of what is free when it starts.
     """
     tensor = len(layout.engines[0])
-    taken = PROCESS_BYTES * (2 if layout.second else 1) + (need.train + PROCESS_BYTES if layout.together else 0)
-    free = int(need.gpu * (1 - SPARE)) - taken
+    free = need.gpu - PROCESS_BYTES
+    if layout.together or layout.second:
+        asleep = need.graphs if layout.second else 0
+        free = int(need.gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - asleep - (need.train if layout.together else 0)
+    room = free - need.working
     engine = (need.weights + need.token * need.longest) / tensor
-    if engine > free:
+    if engine > room:
         trainer = f", of which a trainer rank keeps {need.train / GIB:.1f}" if layout.together else ""
         raise ConfigError(
             f"an engine does not fit: weights and one sample of {need.longest} tokens need {engine / GIB:.1f} GiB "
-            f"on each of its {tensor} GPUs, and {max(free, 0) / GIB:.1f} of {need.gpu / GIB:.1f} GiB are free{trainer}"
+            f"on each of its {tensor} GPUs, CUDA graphs, logits and prefills {need.working / GIB:.1f}, "
+            f"and {max(free, 0) / GIB:.1f} of {need.gpu / GIB:.1f} GiB are free{trainer}"
         )
-    return int(1000 * free / need.gpu) / 1000
+    tokens = int((room * tensor - need.weights) // need.token) if layout.together else 0
+    return replace(layout, mem_fraction=int(1000 * room / free) / 1000, tokens=tokens, need=need)
 
 
-def cache_bytes(hf_config: Mapping[str, Any], drafter_layers: int, itemsize: int) -> int:
-    """Return the bytes of one token's KV cache, of target and drafter. Latent attention stores its latents."""
-    layers = int(hf_config["num_hidden_layers"]) + drafter_layers
+def working_bytes(config: Config, hf_config: Mapping[str, Any], gpu: int, graphs: int) -> int:
+    """Return what an engine needs on a GPU of `gpu` bytes beside weights and KV cache: no less than SGLang leaves.
+
+    graphs  bytes of CUDA graphs
+    """
+    batch = config.rollout.max_running_requests
+    prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
+    theirs = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
+    theirs += PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))] + config.placement.tensor * GIB // 8
+    rows = batch * (1 + max(_steps(config)))
+    hidden = prefill * int(hf_config["hidden_size"]) * getattr(torch, config.model.dtype).itemsize
+    ours = graphs + LOGITS_ROWS * rows * int(hf_config["vocab_size"]) * 4 + PREFILL_ROWS * hidden
+    return max(theirs, ours, FLOOR if gpu > 60 * GIB else 0)
+
+
+def graph_bytes(config: Config) -> int:
+    """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
+    batch = config.rollout.max_running_requests
+    drafting = [steps for steps in _steps(config) if steps]
+    slots = {"1": {"candidate_steps": sorted(drafting)}}
+    return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB) if drafting else batch * GRAPH_REQUEST
+
+
+def _steps(config: Config) -> Sequence[int]:
+    """Return the numbers of drafts that an engine may be told."""
+    spec = config.spec
+    return {"off": (0,), "fixed": (spec.num_steps,), "adaptive": spec.candidate_steps}[spec.mode]
+
+
+def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:
+    """Return the bytes of one token in the KV caches of target and drafter, over the `tensor` GPUs of an engine.
+
+    Latents are on every GPU, and so is a key and value head if there are more GPUs than heads.
+    """
+    layers = int(hf_config["num_hidden_layers"]) + (config.spec.mode != "off")
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
     if rank := hf_config.get("kv_lora_rank"):
-        return layers * (int(rank) + int(hf_config.get("qk_rope_head_dim", 0))) * itemsize
+        return layers * (int(rank) + int(hf_config.get("qk_rope_head_dim", 0))) * itemsize * tensor
     heads = int(hf_config["num_attention_heads"])
     width = int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads)
-    return 2 * layers * int(hf_config.get("num_key_value_heads") or heads) * width * itemsize
-
-
-def train_bytes(config: Config, parameters: int, itemsize: int, world: int) -> int:
-    """Return what a trainer rank keeps between steps: weights, gradients and optimizer state, shared evenly."""
-    shards = config.parallel.tensor * config.parallel.pipeline
-    exact = max(itemsize, 4)
-    state = 2 * exact + (4 if itemsize < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
-    owners = world // shards if config.optimizer.distributed else 1
-    return parameters // shards * (itemsize + exact) + parameters // shards // max(1, owners) * state
+    return 2 * layers * max(int(hf_config.get("num_key_value_heads") or heads), tensor) * width * itemsize
 
 
 def check_together(config: Config) -> None:

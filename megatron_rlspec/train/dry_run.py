@@ -22,6 +22,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.rank_memory import kept
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.activations import Activations, of_micro_batch
 from megatron_rlspec.train.drafter import build_drafter
@@ -102,14 +103,8 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     parallel = config.parallel
     size = DTYPES[config.model.dtype].itemsize
     here = built[stage]
-    count = here.policy.here + here.drafter.here
     experts = here.policy.experts + here.drafter.experts
-    replicas = world // (parallel.tensor * parallel.pipeline)  # data and context ranks share one optimizer
-    stepped = count
-    if config.optimizer.distributed:
-        stepped = (count - experts) // replicas + experts // (replicas // parallel.expert)
-    exact = max(size, 4)
-    state = 2 * exact + (4 if size < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
+    rank = kept(config, world, size, here.policy.here + here.drafter.here - experts, experts)
     width = hf_config["hidden_size"]
     replica = 0
     behind_another = stage > 0 and stage == len(built) - 1
@@ -118,9 +113,9 @@ def memory(config: Config, hf_config: Mapping[str, Any], built: list[Stage], sta
     in_flight = len(built) - stage
     one = here.activations or Activations(0, 0)
     return Bytes(
-        weights=size * (count + replica),
-        gradients=exact * count,
-        optimizer=state * stepped,
+        weights=rank.weights + size * replica,
+        gradients=rank.gradients,
+        optimizer=rank.optimizer,
         activations=(in_flight - 1) * one.held + one.peak,
     )
 

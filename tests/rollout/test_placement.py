@@ -1,7 +1,10 @@
 """Which GPUs ranks and engines get, what does not fit, and the environments in which engines are started."""
 
 import itertools
+import json
+import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +15,8 @@ import torch
 
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.open import StartingEngines, engine_arguments
-from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, share
+from megatron_rlspec.rollout.open import StartingEngines, engine_arguments, rebalancer
+from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.rollout.turns import calls
 from megatron_rlspec.session import Session
@@ -152,9 +155,9 @@ def test_a_second_fleet_has_the_gpus_of_the_first(monkeypatch, tmp_path):
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in found] == ["c", "d", "e", "f", "g,h"]  # not yet
     with pytest.raises(ConfigError, match="tail.tp=1,2: two fleets need GPUs without trainer ranks, and those"):
         place(tuple("abcd"), 4, 4, 1, "auto", second=2)
-    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192)
+    need = Need(80 * GIB, 0, 14 * GIB, 1 << 17, 8192, 14 * GIB, 3 * GIB)
     alone = replace(layout, second=())
-    assert share(layout, need) < share(alone, need)  # the sleeping process keeps some
+    assert with_memory(layout, need).mem_fraction < with_memory(alone, need).mem_fraction  # the sleeping one keeps some
 
 
 def test_calls_of_an_exchange_follow_from_the_engines_caches():
@@ -269,17 +272,21 @@ def test_recipes_have_a_place_on_a_machine_of_eight_gpus(monkeypatch, recipe, la
     ranks = 8 if recipe == "glm-4.5-air" else 4
     engines = {"rollout.engines": str(8 - ranks)} if launched else {"rollout.urls": "http://127.0.0.1:30004"}
     config = load(str(RECIPES / f"{recipe}.toml"), engines | {"model.path": "m", "placement.gpu_gib": "80"})
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, str(ranks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    model = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    run = SimpleNamespace(config=config, generates=True, hf_config=model)
+    run = SimpleNamespace(config=config, generates=True, hf_config=MIMO)
     layout = Session._place(run, Shapes({"all": (7_800_000, 1_000)}))
     if not launched:
         assert layout == Layout()
         return
     assert layout.train == tuple("0123") and layout.engines == (("4",), ("5",), ("6",), ("7",))
-    assert 0.8 < layout.mem_fraction < 0.95
+    assert 0.8 < layout.mem_fraction < 0.83
+
+
+MIMO = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+MIMO |= {"vocab_size": 151_680, "intermediate_size": 11_008, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
 
 
 class Shapes(dict):
@@ -287,34 +294,67 @@ class Shapes(dict):
         return self[name]
 
 
-APART_80 = Need(gpu=80 * GIB, train=60 * GIB, weights=15 * GIB, token=1 << 17, longest=8192)
+WORKING = 14 * GIB
+APART_80 = Need(80 * GIB, 60 * GIB, 15 * GIB, 1 << 17, 8192, WORKING)
 
 
 @pytest.mark.parametrize(
     ("mode", "need", "expected"),
     [
-        ("apart", APART_80, 0.925),  # 76 GiB less a process
-        ("together", Need(80 * GIB, 40 * GIB, 15 * GIB, 1 << 17, 8192), 0.4),  # 32 GiB
+        ("apart", APART_80, (0.82, 0)),  # 64 GiB of 78
+        ("together", Need(80 * GIB, 40 * GIB, 15 * GIB, 1 << 17, 8192, WORKING), (0.562, 24576)),  # 18 GiB of 32
         (
             "together",
             APART_80,
-            "need 16.0 GiB on each of its 1 GPUs, and 12.0 of 80.0 GiB are free, of which",
+            "need 16.0 GiB on each of its 1 GPUs, CUDA graphs, logits and prefills 14.0, and 12.0 of 80.0 GiB are "
+            "free, of which a trainer rank keeps 60.0",
         ),
         (
             "apart",
-            Need(24 * GIB, 0, 30 * GIB, 1 << 17, 8192),
-            "need 31.0 GiB on each of its 1 GPUs, and 20.8 of 24.0",
+            Need(24 * GIB, 0, 30 * GIB, 1 << 17, 8192, WORKING),
+            "need 31.0 GiB on each of its 1 GPUs, CUDA graphs, logits and prefills 14.0, and 22.0 of 24.0",
         ),
     ],
 )
 def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     layout = place(("0", "1") if mode == "apart" else ("0",), 1, 1, 1, mode)
-    if isinstance(expected, float):
-        assert share(layout, need) == expected
+    if isinstance(expected, tuple):
+        found = with_memory(layout, need)
+        assert (found.mem_fraction, found.tokens) == expected
+        given = engine_arguments(load(None, {"model.path": "m"}), found)
+        assert given[given.index("--max-total-tokens") + 1] == str(expected[1])
         return
     with pytest.raises(ConfigError) as refused:
-        share(layout, need)
+        with_memory(layout, need)
     assert expected in str(refused.value)
+
+
+def test_many_graphs_and_rows_of_logits_need_more_than_sglang_leaves():
+    working = lambda **options: placement.working_bytes(load(None, options), MIMO, 80 * GIB, 8 * GIB)  # noqa: E731
+    assert working() == working(**{"spec.mode": "off"}) == placement.working_bytes(load(None, {}), MIMO, 80 * GIB, 0)
+    rows = {"rollout.max_running_requests": "512", "spec.candidate_steps": "0,3,7"}
+    assert working(**rows) > 4 * 512 * 8 * 151_680 * 4 + 8 * GIB > working()
+    few, many = ({"spec.candidate_steps": steps} for steps in ("0,3", "0,1,2,3,5"))
+    assert placement.graph_bytes(load(None, few)) < placement.graph_bytes(load(None, many)) < 10 * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [80, 141])
+def test_an_engine_gets_no_more_than_sglang_would_take(gib, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(MIMO | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
+    )
+    asked = {"model_path": str(tmp_path), "max_running_requests": 256, "skip_tokenizer_init": True}
+    jobs = {str(tensor): [gib * GIB, asked | {"tp_size": tensor}] for tensor in (1, 2, 4)}
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("sglang_memory.py"), json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-2000:]
+    for tensor, theirs in json.loads(done.stdout.splitlines()[-1]).items():
+        config = load(None, {"placement.tensor": tensor, "rollout.engines": "1"})
+        layout = place([str(i) for i in range(1 + int(tensor))], 1, 1, int(tensor), "apart")
+        need = Need.of(config, MIMO, gib * GIB, 7_800_000_000, 0, 1)
+        ours = with_memory(layout, need).mem_fraction
+        assert theirs["share"] - 0.04 < ours <= theirs["share"], (tensor, ours, theirs)
 
 
 def test_heads_that_gpus_cannot_share_are_refused():
@@ -345,7 +385,22 @@ def test_options_that_exclude_each_other():
 
 def test_the_memory_of_a_rank_and_of_a_token():
     config = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true"})
-    assert placement.train_bytes(config, 8_000, 2, 8) == 4_000 * 6 + 1_000 * 12
-    mimo = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    assert placement.cache_bytes(mimo, 1, 2) == 2 * 37 * 8 * 128 * 2
-    assert placement.cache_bytes({"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 0, 2) == 2304
+    need = Need.of(config, MIMO, 80 * GIB, 8_000, 0, 8)
+    assert need.train == 4_000 * 6 + 1_000 * 12
+    assert need.token == placement.token_bytes(config, MIMO) == 2 * 37 * 8 * 128 * 2
+    off = load(None, {"spec.mode": "off"})
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert placement.token_bytes(off, latent) == 2304 and placement.token_bytes(off, latent, 4) == 4 * 2304
+    assert placement.token_bytes(off, MIMO, 16) == 2 * 36 * 16 * 128 * 2  # every GPU has a head, and some the same one
+
+
+def test_ranks_hold_their_share_of_the_experts():
+    """8 ranks in two groups of 4 replicas: each holds a fourth of the experts, and every expert is stepped by 2."""
+    config = load(None, {"parallel.expert": "4", "optimizer.distributed": "true"})
+    assert Need.of(config, MIMO, 80 * GIB, 8_800, 8_000, 8).train == 2_800 * 6 + (100 + 1_000) * 12
+
+
+def test_moves_count_the_tokens_of_a_model_with_latent_attention_as_its_placement_does(tmp_path):
+    config = load(None, {"tail.rebalance": "kv", "model.path": "m", "rollout.engines": "2"})
+    model = MIMO | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert rebalancer(config, model).transport.token_bytes == placement.token_bytes(config, model) == 37 * 576 * 2

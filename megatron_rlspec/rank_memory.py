@@ -1,0 +1,36 @@
+"""Bytes that a trainer rank keeps between steps: weights, gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rlspec.config import Config
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of the three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def kept(config: Config, world: int, itemsize: int, dense: int, experts: int = 0) -> Kept:
+    """Compute what a rank of a job of `world` ranks keeps.
+
+    itemsize        bytes of a parameter in `model.dtype`
+    dense, experts  parameters on this rank: routed experts, and all others
+    """
+    replicas = world // (config.parallel.tensor * config.parallel.pipeline)
+    stepped = dense + experts
+    if config.optimizer.distributed:
+        stepped = dense // replicas + experts // (replicas // config.parallel.expert)
+    exact = max(itemsize, 4)
+    state = 2 * exact + (4 if itemsize < 4 else 0)  # two moments, and a float32 copy of 16-bit weights
+    return Kept(itemsize * (dense + experts), exact * (dense + experts), state * stepped)
