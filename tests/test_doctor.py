@@ -97,6 +97,7 @@ def test_every_defect_is_distinct_and_explained():
         assert defect.package in doctor.MODULES
 
 
+@pytest.mark.slow
 def test_end_to_end_on_what_is_installed(tmp_path):
     config = tmp_path / "c.toml"
     config.write_text("[optimizer]\ndistributed = true\n")

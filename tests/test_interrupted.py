@@ -100,8 +100,7 @@ def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
 @pytest.mark.parametrize(
     ("number", "delay"),
     [
-        (signal.SIGINT, 0.0),
-        (signal.SIGTERM, 2.0),
+        (signal.SIGTERM, 0.0),
         *(pytest.param(n, d / 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM) for d in range(9)),
     ],
 )

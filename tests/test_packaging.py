@@ -31,14 +31,18 @@ def test_a_bare_install_replaces_no_engine_and_no_trainer():
     assert set(LEFT_ALONE) <= names(project["optional-dependencies"]["gpu"])
 
 
+def slow(*parameters):
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "hidden, argv, expects",
     [
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
         (["torch"], ["profile", "t.json", "--model", "m"], ("needs torch", "megatron_rlspec[train]")),
         (["matplotlib"], ["profile", "t.json", "--plot-only", "p.png"], ("needs matplotlib", "megatron_rlspec[plot]")),
-        (["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
-        (["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[sglang]")),
+        slow(["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
+        slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[sglang]")),
         (["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
     ],
     ids=lambda value: " ".join(value)[:30],

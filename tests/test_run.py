@@ -42,6 +42,7 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
+@pytest.mark.slow
 def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path):
     run(start, tmp_path, model__path=whole / "hf", train__steps=1, rollout__engine="embedded", spec__mode="fixed")
     (told,) = (e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "drafter")

@@ -324,6 +324,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: dict
     assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
 
 
+@pytest.mark.slow
 def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGLangEngine]) -> None:
     """Turn 1 runs without drafts. Turn 2 takes its prefix from SGLang's tree, and drafts as if never off."""
     engine = engines["adaptive"]
@@ -932,7 +933,8 @@ def test_running_samples_move_with_their_kv_cache(
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("before", [k(3), slow(SpecSchedule.fixed(OFF))], ids=["k3", "off"])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
 def test_rounds_after_a_move_accept_as_after_recomputation(
     engines: dict[str, SGLangEngine], before: SpecSchedule
 ) -> None:

@@ -8,10 +8,16 @@ import subprocess
 import sys
 from functools import cache
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 FLIPS = """
 import json
 from types import SimpleNamespace
 from unittest import mock
+import pytest
+
 from megatron_rlspec.rollout.sglang.server import probes
 
 probes.prepare()

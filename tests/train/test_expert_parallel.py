@@ -152,7 +152,7 @@ def by_hand(folder, tensor):
     return norms, dense, before, module.expert.detach().clone()
 
 
-@pytest.mark.parametrize("tensor", [1, 2], ids=["two replicas", "tensor-parallel ranks with whole experts"])
+@pytest.mark.parametrize("tensor", [pytest.param(1, id="two replicas", marks=pytest.mark.slow), 2])
 def test_norm_of_two_parameters_equals_the_one_by_hand(tmp_path, tensor):
     """The dense gradient is 2 if the parameter has two replicas, 1 if both tensor-parallel ranks hold all of it."""
     first, second = on_ranks(2, by_hand, tmp_path, tensor)

@@ -167,6 +167,7 @@ def made():
     return {k: v + 0.1 * torch.randn(v.shape, generator=generator) for k, v in trainer.export()}
 
 
+@pytest.mark.slow
 def test_layouts_agree():
     (weights,) = on_ranks(1, made)
     (alone,) = on_ranks(1, layouts, weights, ["balanced", "plain", "recompute"])

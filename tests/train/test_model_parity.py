@@ -48,7 +48,10 @@ def policy_against_transformers(architecture):
     return worst
 
 
-@pytest.mark.parametrize("architecture", CASES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=pytest.mark.slow if "Qwen2" in name or " of a " in name else []) for name in CASES],
+)
 def test_policy_equals_transformers(architecture):
     (worst,) = on_ranks(1, policy_against_transformers, architecture)
     assert worst == pytest.approx(0, abs=2e-5)

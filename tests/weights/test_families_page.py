@@ -65,7 +65,16 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs/families.md").read_text() == PAGE["page"](), "run python tools/families_page.py"
 
 
-@pytest.mark.parametrize("architecture", names_where(lambda record: record.transformers))
+FAST = ("MiMoForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+        for name in names_where(lambda record: record.transformers)
+    ],
+)
 def test_convert_checks_the_logits(tmp_path, architecture):
     drafters = int(bool(FAMILIES[architecture].sglang_drafter))
     config = HF_CONFIG | {"architectures": [architecture], "num_nextn_predict_layers": drafters} | CASES[architecture]

@@ -238,7 +238,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "KV" in n else []) for n in FAULTS])
 def test_fault_is_caught(name, fired):
     inject, detector = FAULTS[name]
     room = Room()
