@@ -24,6 +24,7 @@ from megatron_rlspec import files
 from megatron_rlspec.weights import checkpoint, gguf_file, tensor_file
 from megatron_rlspec.weights.checkpoint import CheckpointError, read_hf, read_json, write_json
 from megatron_rlspec.weights.families import FAMILIES, names_where, record_of
+from megatron_rlspec.weights.gguf_header import read_header
 from megatron_rlspec.weights.model_config import refusal
 from megatron_rlspec.weights.model_directory import check_model
 from megatron_rlspec.weights.names import NameTable, name_table
@@ -192,10 +193,10 @@ def plan(
     files.check_new_directory(target)
     made = None
     if kind == "gguf":
-        reader = gguf_file.read(source)
+        header = read_header(source)
         made = TemporaryDirectory(prefix="rlspec-gguf-")
         small_files = Path(made.name)
-        gguf_file.write_small_files(source, reader, small_files, dtype or "bfloat16")
+        gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
     elif hf:
         small_files = Path(hf)
     else:
@@ -214,7 +215,7 @@ def plan(
         family = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "gguf":
-        tensors = HfSource(own, gguf_file.GgufTensors(source, reader, own, stated, dtype or "bfloat16"))
+        tensors = HfSource(own, gguf_file.GgufTensors(source, header, own, stated, dtype or "bfloat16"))
     elif kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         lazy = read_hf(source)[1]

@@ -95,16 +95,32 @@ def _check_tensors(directory: Path, headers: Mapping[str, Header], wanted: Mappi
 
 
 def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3) -> None:
-    """Check the map from words of drafts to token ids. Without one, every token is a word."""
+    """Check both maps between words of drafts and token ids. Without `d2t`, every token is a word."""
     size = config.draft_vocab_size
+    words = np.arange(size)
     if "d2t" not in headers:
         if size != config.vocab_size:
             raise ModelConfigError(
                 f"{directory}: lacks d2t, the token ids of the draft_vocab_size={size} words of drafts"
             )
-        return
-    with safe_open(directory / headers["d2t"].file, framework="np") as opened:
-        offsets = opened.get_tensor("d2t")
+    else:
+        words = _words(directory, headers["d2t"].file, config)
+    if "t2d" in headers:
+        drafted = _map(directory / headers["t2d"].file, "t2d")
+        if drafted.shape != (config.vocab_size,) or drafted.dtype != np.bool_:
+            raise ModelConfigError(
+                f"{directory}: t2d is {drafted.dtype} {list(drafted.shape)}, expected bool, [{config.vocab_size}]"
+            )
+        expected = np.zeros(config.vocab_size, bool)
+        expected[words] = True
+        if (wrong := np.flatnonzero(drafted != expected)).size:
+            said = "a word of drafts" if drafted[wrong[0]] else "not a word of drafts"
+            raise ModelConfigError(f"{directory}: t2d says that token {wrong[0]} is {said}, and d2t does not")
+
+
+def _words(directory: Path, file: str, config: Eagle3) -> np.ndarray:
+    size = config.draft_vocab_size
+    offsets = _map(directory / file, "d2t")
     if offsets.shape != (size,) or offsets.dtype.kind != "i":
         raise ModelConfigError(
             f"{directory}: d2t is {offsets.dtype} {list(offsets.shape)}, expected whole numbers, [{size}]"
@@ -114,6 +130,13 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
         raise ModelConfigError(
             f"{directory}: d2t[i] + i must ascend within 0 to {config.vocab_size - 1}, the token ids of the target"
         )
+    return words
+
+
+def _map(file: Path, name: str) -> np.ndarray:
+    with safe_open(file, framework="np") as opened:
+        found: np.ndarray = opened.get_tensor(name)
+    return found
 
 
 def words_of(offsets: np.ndarray) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Read a GGUF file (llama.cpp's format) as a Hugging Face checkpoint: tensors, config.json, tokenizer, chat template.
 
-The package `gguf` reads and dequantises the tensors and knows llama.cpp's names of them; Transformers translates the
-metadata and the tokenizer. llama.cpp stores the channels of Llama's queries and keys in another order, because its
-rotary embedding pairs neighbours; here they get their order back (`LlamaModel.permute` in llama.cpp's
-convert_hf_to_gguf.py is the inverse).
+The package `gguf` dequantises the tensors and knows llama.cpp's names of them; Transformers translates the tokenizer.
+llama.cpp stores the channels of Llama's queries and keys in another order, because its rotary embedding pairs
+neighbours; here they get their order back (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py is the inverse).
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rlspec.weights.checkpoint import write_json
+from megatron_rlspec.weights.gguf_header import Header, Place
 from megatron_rlspec.weights.model_config import check_config
 from megatron_rlspec.weights.model_directory import expected_shape
 from megatron_rlspec.weights.names import NameTable
@@ -25,6 +26,45 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors that hold no weights of the model: llama.cpp writes the factors of scaled rotary embeddings as a tensor.
 _SCALED_ROTARY = "rope_freqs.weight"
+# Keys of an architecture that config.json states: theirs -> ours.
+_STATED = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+# Other keys of an architecture -> the values at which llama.cpp computes what config.json says. Every further key of it
+# is refused. 0 stands for "not set" in llama.cpp.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.finetuned": (False,),
+    "rope.scale_linear": (0, 1),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.max_alibi_bias": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0,),
+    "nextn_predict_layers": (0,),
+}
+_WHOLE = {"split.count": (0, 1), "general.type": ("model",)}  # the same, of every architecture
+_NEEDED = [key for key in _STATED if key not in ("attention.head_count_kv", "attention.key_length", "rope.freq_base")]
+_TOKEN_IDS = ("bos", "eos", "padding")
 
 
 def is_gguf(path: Path) -> bool:
@@ -32,44 +72,62 @@ def is_gguf(path: Path) -> bool:
     return path.is_file() and path.suffix.lower() == ".gguf"
 
 
-def read(path: Path) -> Any:
-    """Open a GGUF file with the package's `GGUFReader`. Raises CheckpointError."""
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(path)
-    except OSError:
-        raise
-    except Exception as error:  # the package raises whatever the damaged bytes lead to
-        raise CheckpointError(f"{path}: truncated or not GGUF ({_first_line(error)})") from None
-
-
-def write_small_files(path: Path, reader: Any, directory: Path, dtype: str) -> None:
+def write_small_files(path: Path, header: Header, directory: Path, dtype: str) -> None:
     """Write config.json and the tokenizer of a GGUF file into `directory`. Raises CheckpointError."""
-    if any(tensor.name == _SCALED_ROTARY for tensor in reader.tensors):
-        raise CheckpointError(f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF")
-    kind = str(_value(reader, "general.architecture") or "nothing")
-    if kind not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: general.architecture is {kind}; expected {', '.join(ARCHITECTURES)}")
-    scaling = _value(reader, f"{kind}.rope.scaling.type")
-    if scaling not in (None, "none"):
-        raise CheckpointError(f"{path}: {kind}.rope.scaling.type is {scaling}; only unscaled ones are read from GGUF")
-    if _value(reader, "tokenizer.ggml.tokens") is None:
-        raise CheckpointError(f"{path}: no tokenizer.ggml.tokens; expected a file with its tokenizer")
-    from transformers import AutoConfig, AutoTokenizer
+    config = config_of(path, header) | {"dtype": dtype}
+    check_config(config, str(path))
+    write_json(directory / "config.json", config)
+    from transformers import AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True).to_diff_dict()
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         tokenizer.save_pretrained(directory)
     except Exception as error:  # a file with other metadata than expected raises errors of any kind there
-        raise CheckpointError(f"{path}: Transformers cannot read its metadata ({_first_line(error)})") from None
-    if config["model_type"] != kind:
-        raise CheckpointError(f"{path}: Transformers reads it as {config['model_type']}, which is not converted")
-    stated = {key: value for key, value in config.items() if not key.startswith("_") and value is not None}
-    if width := _value(reader, f"{kind}.attention.key_length"):
-        stated["head_dim"] = int(width)  # Transformers reads it for some architectures only
-    write_json(directory / "config.json", {**stated, "architectures": [ARCHITECTURES[kind]], "dtype": dtype})
+        raise CheckpointError(f"{path}: Transformers cannot read its tokenizer ({_first_line(error)})") from None
+
+
+def config_of(path: Path, header: Header) -> dict[str, Any]:
+    """Return config.json. Raises CheckpointError for metadata by which llama.cpp computes something else."""
+    given = header.metadata
+    if _SCALED_ROTARY in header.tensors:
+        raise CheckpointError(f"{path}: {_SCALED_ROTARY}: scaled rotary embeddings are not read from GGUF")
+    kind = str(given.get("general.architecture", "nothing"))
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(f"{path}: general.architecture is {kind[:60]}; expected {', '.join(ARCHITECTURES)}")
+    tokens = given.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise CheckpointError(f"{path}: no tokenizer.ggml.tokens; expected a file with its tokenizer")
+    own = {key.removeprefix(f"{kind}."): value for key, value in given.items() if key.startswith(f"{kind}.")}
+    config = {ours: own.pop(theirs) for theirs, ours in _STATED.items() if theirs in own}
+    if lacking := [theirs for theirs in _NEEDED if _STATED[theirs] not in config]:
+        raise CheckpointError(f"{path}: no {kind}.{lacking[0]}; expected a whole model")
+    for key, value in config.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{path}: {key} is {str(value)[:60]}; expected one number for all layers")
+    head_dim = config.setdefault("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
+    config.setdefault("rope_theta", 10_000.0)  # llama.cpp's default
+    fixed = {"vocab_size": (len(tokens),), "rope.dimension_count": (head_dim,), "attention.value_length": (head_dim,)}
+    fixed["rope.scaling.original_context_length"] = (config.get("max_position_embeddings"),)
+    named = {f"{kind}.{name}": (value, (_NEUTRAL | fixed).get(name)) for name, value in own.items()}
+    named |= {name: (given[name], values) for name, values in _WHOLE.items() if name in given}
+    for name, (value, neutral) in named.items():
+        if neutral is None or value not in neutral:
+            wanted = f"expected {' or '.join(map(str, neutral))}" if neutral else "this key is not read from GGUF"
+            raise CheckpointError(f"{path}: {name[:80]} is {str(value)[:60]}; {wanted}")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is not None and embedding.shape[0] != len(tokens):
+        raise CheckpointError(f"{path}: {len(tokens)} tokens, but token_embd.weight has {embedding.shape[0]} rows")
+    ids = {f"{name.replace('padding', 'pad')}_token_id": f"tokenizer.ggml.{name}_token_id" for name in _TOKEN_IDS}
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": len(tokens),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **({"attention_bias": False} if kind != "qwen2" else {}),
+        **config,
+        **{ours: given[theirs] for ours, theirs in ids.items() if theirs in given},
+    }
 
 
 class GgufTensors(Mapping[str, Tensor]):
@@ -79,19 +137,19 @@ class GgufTensors(Mapping[str, Tensor]):
     shape that `config` gives it.
     """
 
-    def __init__(self, path: Path, reader: Any, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
+    def __init__(self, path: Path, header: Header, family: NameTable, config: Mapping[str, Any], dtype: str) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         typed = check_config(config, str(path), trained=False)
         self.path = path
         self.geometry = family.geometry
         self.dtype = DTYPES[dtype]
-        held = {tensor.name: tensor for tensor in reader.tensors}
+        held = dict(header.tensors)
         kind = next(kind for kind, architecture in ARCHITECTURES.items() if architecture == family.name)
         self.permuted = kind == "llama"
         model = next(key for key, name in MODEL_ARCH_NAMES.items() if name == kind)
         names = get_tensor_name_map(model, family.geometry.layers)
-        self._held: dict[str, Any] = {}
+        self._held: dict[str, Place] = {}
         for name in family.target_names:
             stem, _, leaf = name.rpartition(".")
             theirs = f"{names.get_name(stem)}.{leaf}"
@@ -100,25 +158,28 @@ class GgufTensors(Mapping[str, Tensor]):
             self._held[name] = held.pop(theirs)
         if held:
             raise CheckpointError(f"{path}: {min(held)} has no place in {family.name}; expected no such tensor")
-        for name, tensor in self._held.items():
+        for name, place in self._held.items():
             wanted = expected_shape(name, typed) or {}
-            shape = [int(size) for size in reversed(tensor.shape)]
-            if shape != list(wanted.values()):
+            if list(place.shape) != list(wanted.values()):
                 raise CheckpointError(
-                    f"{path}: {tensor.name} has shape {shape}, expected {' x '.join(wanted)} = {list(wanted.values())}"
+                    f"{path}: {place.name} has shape {list(place.shape)}, expected {' x '.join(wanted)} = "
+                    f"{list(wanted.values())}"
                 )
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf import dequantize
 
-        found = self._held[name]
+        place = self._held[name]
+        stored = np.memmap(self.path, np.uint8, "r", place.offset, (place.bytes,))
         try:
-            array = dequantize(found.data, found.tensor_type)
+            array = dequantize(stored.reshape(*place.shape[:-1], -1), place.kind)
         except NotImplementedError:
             raise CheckpointError(
-                f"{self.path}: {found.name} is {found.tensor_type.name}, which the package gguf does not dequantise"
+                f"{self.path}: {place.name} is {place.kind.name}, which the package gguf does not dequantise"
             ) from None
         tensor = torch.from_numpy(array.copy())
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{self.path}: {place.name} holds NaN or infinite values")
         if self.permuted and ".q_proj." in name:
             tensor = _unpermuted(tensor, self.geometry.heads)
         elif self.permuted and ".k_proj." in name:
@@ -135,11 +196,6 @@ class GgufTensors(Mapping[str, Tensor]):
 def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
     """Undo the order of a head's channels (0, D/2, 1, D/2 + 1, ...) in rows `[heads * D, ...]`."""
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _value(reader: Any, key: str) -> Any:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
 
 
 def _first_line(error: BaseException) -> str:

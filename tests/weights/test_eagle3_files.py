@@ -74,6 +74,7 @@ def test_drafters_to_compare_are_of_one_kind_with_the_same_words(model, drafter,
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+FLIPPED = torch.isin(torch.arange(128), torch.tensor([*range(15), 50, 100]))
 REFUSED = {
     "a layer that the target lacks": ({"eagle_config": {IDS: [0, 1, 3]}}, {}, "the target has 4 layers"),
     "a layer twice": ({"eagle_config": {IDS: [0, 1, 1]}}, {}, "ascending numbers from -1"),
@@ -89,6 +90,10 @@ REFUSED = {
     "a map out of order": ({}, {"d2t": torch.arange(16).flip(0) * 3}, "must ascend"),
     "a map beyond the vocabulary": ({}, {"d2t": torch.full((16,), 10_000)}, "must ascend within 0 to"),
     "a map of another size": ({}, {"d2t": torch.arange(15)}, "d2t is int64 [15]"),
+    "another map back": ({}, {"t2d": torch.arange(128) == 5}, "t2d says that token 0 is not a word of drafts, and d2t"),
+    "a flipped bit in the map back": ({}, {"t2d": FLIPPED}, "t2d says that token 50 is a word of drafts, and d2t"),
+    "a short map back": ({}, {"t2d": torch.ones(100, dtype=torch.bool)}, "t2d is bool [100], expected bool, [128]"),
+    "a float map back": ({}, {"t2d": torch.ones(128)}, "t2d is float32 [128], expected bool"),
     "no fc": ({}, {"fc.weight": None}, "lacks fc.weight"),
     "a second layer's tensor": ({}, {"layers.1.fc": torch.zeros(1)}, "layers.1.fc is not part"),
 }

@@ -11,7 +11,9 @@ from megatron_rlspec.convert import main
 from megatron_rlspec.data import load_tokenizer
 from megatron_rlspec.weights.checkpoint import read_hf
 from megatron_rlspec.weights.families import record_of
+from megatron_rlspec.weights.gguf_header import read_header
 from megatron_rlspec.weights.model_config import check_config
+from megatron_rlspec.weights.tensor_file import CheckpointError
 
 WORDS = ["<|end|>", *(chr(97 + i) for i in range(26)), "Ġ", "ab", "abc"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -48,7 +50,7 @@ def permuted(name: str, array: np.ndarray, config) -> np.ndarray:
     return np.ascontiguousarray(np.stack([rows[:, 0], rows[:, 1]], 2).reshape(array.shape))
 
 
-def write(path, config, tensors, arch="llama", kind=Kind.F32, extra=None, lost=""):
+def write(path, config, tensors, arch="llama", kind=Kind.F32, extra=None, lost="", words=WORDS, rope=10000.0, keys=()):
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(256)
@@ -56,17 +58,20 @@ def write(path, config, tensors, arch="llama", kind=Kind.F32, extra=None, lost="
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    if not any("key_length" in str(key) for key in keys):
+        writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(WORDS))
+    writer.add_rope_freq_base(rope)
+    writer.add_vocab_size(len(words))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([3] + [1] * (len(WORDS) - 1))
+    writer.add_token_list(words)
+    writer.add_token_types([3] + [1] * (len(words) - 1))
     writer.add_token_merges(["a b", "ab c"])
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
+    for add, *values in keys:
+        getattr(writer, add)(*values)
     for name, tensor in {**tensors, **(extra or {})}.items():
         stem, _, leaf = name.rpartition(".")
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
@@ -151,6 +156,126 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     assert main([str(tmp_path / "whole.gguf"), str(tmp_path / "out"), "--check", "--to", "megatron"]) == 2
     assert main([str(tmp_path / "names"), str(tmp_path / "out"), "--dtype", "float32"]) == 2
     assert "is no GGUF file" in capsys.readouterr().err
+
+
+def with_tensor(content: bytes, name: str, **changes: int) -> bytes:
+    """Change the type or the offset of a tensor in the header, or its first values."""
+    found = bytearray(content)
+    at = content.index(name.encode()) + len(name)
+    dimensions = int.from_bytes(content[at : at + 4], "little")
+    place = at + 4 + 8 * dimensions
+    for field, value in changes.items():
+        begin, size = {"kind": (place, 4), "offset": (place + 4, 8)}[field]
+        found[begin : begin + size] = value.to_bytes(size, "little")
+    return bytes(found)
+
+
+PLACES = {
+    "half of the bytes": {"kind": Kind.F16},
+    "another width": {"kind": Kind.Q4_0},
+    "unaligned": {"offset": 1},
+    "the place of another": {"offset": 0},
+    "wrapped": {"offset": 2**64 - 64},
+    "beyond the end": {"offset": 2**40},
+    "no type": {"kind": 999},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("names")
+    return model("LlamaForCausalLM", folder)
+
+
+def refused(path, capsys) -> str:
+    capsys.readouterr()
+    assert main([str(path), str(path.parent / "out"), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"rlspec convert: {path}: ") or f"of {path}: " in error, error
+    assert error.count("\n") == 1 and not (path.parent / "out").exists()
+    return error
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "last"])
+def test_tensors_lie_one_after_the_other(small, place, name, tmp_path, capsys):
+    whole = write(tmp_path / "m.gguf", *small).read_bytes()
+    if name == "last":
+        name = read_header(tmp_path / "m.gguf").tensors.popitem()[0]
+    (tmp_path / "m.gguf").write_bytes(with_tensor(whole, name, **PLACES[place]))
+    error = refused(tmp_path / "m.gguf", capsys)
+    assert "truncated or not GGUF" in error
+    assert any(words in error for words in (name, "of the data; expected", "bytes of tensors; expected"))
+
+
+def test_a_file_that_goes_on_after_its_tensors_is_refused(small, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small)
+    path.write_bytes(path.read_bytes() + b"x" * 64)
+    assert "bytes of tensors; expected" in refused(path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "expects"),
+    [
+        ({"rope": 0.0}, "rope_theta=0"),
+        ({"words": [*WORDS, "more"]}, "31 tokens, but token_embd.weight has 30 rows"),
+        ({"keys": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "llama.rope.scaling.factor is 4.0"),
+        ({"keys": [("add_rope_dimension_count", 4)]}, "llama.rope.dimension_count is 4; expected 16"),
+        ({"keys": [("add_value_length", 4)]}, "llama.attention.value_length is 4; expected 16"),
+        ({"keys": [("add_sliding_window", 64)]}, "llama.attention.sliding_window is 64; expected 0"),
+        ({"keys": [("add_expert_count", 8)]}, "llama.expert_count is 8; expected 0"),
+        ({"keys": [("add_causal_attention", False)]}, "llama.attention.causal is False; expected True"),
+        ({"keys": [("add_logit_scale", 0.25)]}, "llama.logit_scale is 0.25; expected 0 or 1"),
+        ({"keys": [("add_embedding_scale", 12.0)]}, "llama.embedding_scale is 12.0; expected 0 or 1"),
+        ({"keys": [("add_uint16", "split.count", 2)]}, "split.count is 2; expected 0 or 1"),
+        ({"keys": [("add_string", "general.type", "adapter")]}, "general.type is adapter; expected model"),
+        ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
+        ({"keys": [("add_array", "general.tags", [["a"], ["b"]])]}, "an array inside an array"),
+        ({"keys": [("add_array", "llama.attention.key_length", [8, 8])]}, "expected one number for all layers"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_metadata_by_which_llama_cpp_computes_something_else_is_refused(small, options, expects, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small, **options)
+    assert expects in refused(path, capsys)
+
+
+def test_neutral_metadata_is_taken(small, tmp_path):
+    keys = [
+        ("add_rope_dimension_count", 16),
+        ("add_value_length", 16),
+        ("add_logit_scale", 1.0),
+        ("add_expert_count", 0),
+    ]
+    keys += [
+        ("add_string", "general.license", "mit"),
+        ("add_string", "maker.note", "x"),
+        ("add_causal_attention", True),
+    ]
+    path = write(tmp_path / "m.gguf", *small, keys=keys)
+    assert main([str(path), str(tmp_path / "out"), "--quiet"]) == 0
+
+
+def test_values_that_are_not_finite_are_refused(small, tmp_path, capsys):
+    config, tensors = small
+    spoilt = {**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], torch.nan)}
+    path = write(tmp_path / "m.gguf", config, spoilt)
+    assert "output_norm.weight holds NaN or infinite values" in refused(path, capsys)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_header_with_random_bytes_is_one_line_or_read(small, seed, tmp_path):
+    """No length in the header makes the reader read beyond the file, or for ever."""
+    path = write(tmp_path / "m.gguf", *small)
+    content = bytearray(path.read_bytes())
+    draw = np.random.default_rng(seed)
+    at = int(draw.integers(4, 1500))
+    content[at : at + 8] = draw.integers(0, 256, 8, dtype=np.uint8).tobytes()
+    path.write_bytes(content)
+    try:
+        read_header(path)
+    except CheckpointError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
 
 
 def test_a_type_that_is_not_dequantised_is_refused(tmp_path, capsys, monkeypatch):
