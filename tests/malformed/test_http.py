@@ -156,7 +156,6 @@ ATTACKS += [
     generating("generate: id empty", "at least 1 characters", id=""),
     generating("generate: id long", "at most 256 characters", id="x" * 100_000),
     generating("generate: id of control characters", "expected a string of the form", id="a\nb"),
-    generating("generate: id of a health check", "SGLang keeps", id="HEALTH_CHECK_x"),
     generating("generate: id list", "expected a string", id=["a"]),
     generating("generate: ids nested", "expected an integer", input_ids=[[11]]),
     generating("generate: ids empty", "at least 1 entries", input_ids=[]),
@@ -207,12 +206,6 @@ ATTACKS += [
         {"requests": [{"id": "a", "input_ids": [1]}, {"id": "a", "input_ids": [2]}]},
         ("given to two requests",),
     ),
-    Attack(
-        "generate: an id that begins another",
-        "generate",
-        {"requests": [{"id": "a", "input_ids": [1]}, {"id": "ab", "input_ids": [2]}]},
-        ("aborts by prefix",),
-    ),
     Attack("abort: ids 5", "abort", {"ids": 5}, ("ids is 5; expected a list",)),
     Attack("abort: ids of objects", "abort", {"ids": [{}]}, ("ids[0] is {}; expected a string",)),
     Attack("abort: ids of numbers", "abort", {"ids": [1]}, ("expected a string",)),
@@ -220,6 +213,26 @@ ATTACKS += [
     *(Attack(f"{name}: a body", name, {"mode": "a"}, ("mode is not known",)) for name in ("pause", "sleep", "wake")),
     Attack("wake: awake", "wake", b"", ("the engine is awake",), 409),
     Attack("sleep: during a push", "sleep", b"", ("a weight update is open",), 409, "all"),
+    *(
+        Attack(f"{command}: name {name}", f"control/{command}", {"notes": [note | {"name": name}]}, ("name is",))
+        for name in ("../a", "/dev/shm/rlspec-kv-a", "rlspec-kv-a", "A" * 32, "0" * 31, "")
+        for command, note in (("kv_export", {"id": "a", "first": 0}), ("kv_accept", {"id": "a"}))
+    ),
+    *(
+        Attack(
+            f"kv_accept: folder {folder}",
+            "control/kv_accept",
+            {"notes": [{"id": "a", "name": "0" * 32, "folder": folder}]},
+            ("folder is",),
+        )
+        for folder in ("/tmp", "..", ".", "rlspec-kv-..", "rlspec-kv-rlspec-engine-a/b", "sem.x")
+    ),
+    Attack(
+        "kv_export: a path",
+        "control/kv_export",
+        {"notes": [{"id": "a", "first": 0, "path": "/etc/rlspec-kv-x"}]},
+        ("path is not known",),
+    ),
     Attack("send: a path", "columns/send", {"name": "../../etc/passwd", "rank": 0}, ("name is",)),
     Attack("send: rank -1", "columns/send", {"name": "0" * 32, "rank": -1}, ("at least 0",)),
     Attack("send: not there", "columns/send", NEEDED["columns/send"], ("no columns 000",), 404),
@@ -275,12 +288,22 @@ ATTACKS += [
     rule("table empty object", "set_spec_rule", table={}),
     rule("table deep", "set_spec_rule", table={"a": {"b": {"c": []}}}),
     rule("roofline of text", "expected an object", roofline="x"),
-    rule("roofline empty", "set_spec_rule", roofline={}),
+    rule("roofline empty", "spec_rule.roofline.weights_ms is missing", roofline={}),
+    rule("roofline of a list", "spec_rule.roofline.token_ms is [1]; expected a number",
+         roofline={"weights_ms": 1, "token_ms": [1]}),
+    rule("roofline negative", "spec_rule.roofline.weights_ms is -1; expected at least 0", roofline={"weights_ms": -1}),
+    rule("roofline unknown", "did you mean token_ms?", roofline={"tokens_ms": 1, "weights_ms": 1, "token_ms": 1,
+         "context_ms": 1, "drafter": 1}),
+    rule("learnt empty", "spec_rule.learnt.roofline is missing", learnt={}),
+    rule("acceptance empty", "spec_rule.acceptance.depth is missing", acceptance={}),
+    rule("acceptance of text", "spec_rule.acceptance is \"x\"; expected an object", acceptance="x"),
+    rule("forecast of text", "spec_rule.forecast[0] is \"x\"; expected a number", forecast=["x"]),
+    rule("probing of a list", "spec_rule.probing is []; expected an object", probing=[]),
     rule("margin text", "expected a number", margin="x"),
     rule("margin negative", "at least 0", margin=-1),
     rule("probe share 1", "less than 1", probe_share=1),
     rule("candidates text", "expected a list", candidates="0,1"),
-    rule("unknown field", "set_spec_rule", polcy=1),
+    rule("unknown field", "spec_rule.polcy is not known", polcy=1),
     rule("stock 1", "expected true or false", stock=1),
     rule("two deciders", "exactly one", schedule={"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]},
          roofline={}),

@@ -93,7 +93,9 @@ def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str) 
     launcher, server, directory = start(model, tmp_path / "log")
     try:
         assert any("sglang_loads" in name for name in left(directory))
-        Path(f"{scratch.columns(directory)}0.0").touch()  # the KV cache of a sample that no engine took
+        (
+            scratch.SHARED_MEMORY / scratch.columns(directory) / "0.0"
+        ).touch()  # the KV cache of a sample that no engine took
         children = server.children(recursive=True)
         if victim in ("server", "all"):
             server.kill()

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rlspec.rollout.sglang.scratch import Folder
 from megatron_rlspec.rollout.sglang.server import kv_file
 
 
@@ -56,13 +58,26 @@ def of_rank(rank: int, ranks: int, pools: list[MHATokenToKVPool] = WHOLE) -> lis
     return found
 
 
+def folder_of(path: str) -> Folder:
+    folder = Path(path).parent
+    return Folder(folder.name, folder.parent)
+
+
+def columns_at(path: str, layout: kv_file.Layout) -> tuple[kv_file.Header, torch.Tensor]:
+    with folder_of(path) as folder:
+        return kv_file.read(folder, Path(path).name, layout)
+
+
 def written_by(path: str, ranks: int, **change) -> str:
     """Write the files of all ranks."""
     for rank in range(ranks):
         pools = of_rank(rank, ranks)
         layout = kv_file.layout_of(pools, [HEADS, HEADS], rank, ranks, pairs=True)
         header = kv_file.Header(**{name: getattr(HEADER, name) for name in HEADER.__struct_fields__} | change)
-        size = kv_file.write(f"{path}.{rank}", msgspec.structs.replace(header, layout=layout), pools, SLOTS)
+        with folder_of(path) as folder:
+            size = kv_file.write(
+                folder, f"{Path(path).name}.{rank}", msgspec.structs.replace(header, layout=layout), pools, SLOTS
+            )
         assert size == layout.column_bytes() * 5
     return path
 
@@ -85,7 +100,7 @@ def test_each_rank_reads_its_heads_into_other_slots(tmp_path, source, ranks):
     for rank in range(ranks):
         target = of_rank(rank, ranks, [MHATokenToKVPool(n, seed=2, head_num=HEADS) for n in (3, 1)])
         before = [[buffer.clone() for buffer in (*pool.k_buffer, *pool.v_buffer)] for pool in target]
-        header, columns = kv_file.read(path, kv_file.layout_of(target, [HEADS, HEADS], rank, ranks, True))
+        header, columns = columns_at(path, kv_file.layout_of(target, [HEADS, HEADS], rank, ranks, True))
         assert header.place == HEADER.place and header.id == "a"
         kv_file.scatter(columns, target, here)
         for mine, theirs, old in zip(target, of_rank(rank, ranks), before, strict=True):
@@ -108,7 +123,7 @@ def test_files_of_two_moments_are_refused(tmp_path):
     late = written_by(str(tmp_path / "y"), 2, version="4")
     os.rename(f"{late}.1", f"{path}.1")
     assert "rlspec" not in refused(path) and "another sample or moment than those of rank 0" in refused(path)
-    kv_file.read(path, kv_file.layout_of(SOURCE, [HEADS, HEADS], 0, 2, True))  # needs rank 0's heads only
+    columns_at(path, kv_file.layout_of(SOURCE, [HEADS, HEADS], 0, 2, True))  # needs rank 0's heads only
     shutil.copy(f"{path}.0", f"{path}.1")
     assert "heads [(0, 2, 4), (0, 2, 4)], which rank 1 lacks" in refused(path)
     os.unlink(f"{path}.1")
@@ -117,8 +132,8 @@ def test_files_of_two_moments_are_refused(tmp_path):
 
 def refused(path, layout=LAYOUT):
     with pytest.raises(ValueError) as error:
-        kv_file.read(str(path), layout)
-    assert "\n" not in str(error.value) and str(path) in str(error.value)
+        columns_at(path, layout)
+    assert "\n" not in str(error.value) and Path(path).name in str(error.value)
     return str(error.value)
 
 
@@ -148,6 +163,32 @@ def test_other_files_are_refused(tmp_path):
     assert "no regular file" in refused(tmp_path / "pipe")
     (tmp_path / "short.0").write_bytes(b"rl")
     assert "not the columns of a sample" in refused(tmp_path / "short")
+    written_by(str(tmp_path / "there"), 2)
+    (tmp_path / "link.0").symlink_to(tmp_path / "there.0")
+    assert "symbolic links" in refused(tmp_path / "link")
+
+
+def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    Folder("own", tmp_path).__exit__()
+    for name in ("open", "link", "none"):
+        with pytest.raises(OSError):
+            Folder(name, tmp_path)
+
+
+def test_a_folder_removes_its_own_files_only(tmp_path):
+    outside = tmp_path / "a.0"
+    for file in (outside, *((tmp_path / "own" / name) for name in ("a.0", "a.1", "ab.0"))):
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        file.touch()
+    with Folder("own", tmp_path) as folder:
+        folder.remove("../a")
+        folder.remove("a.")
+        assert folder.names() == ["ab.0"] and outside.exists()
+        folder.remove(ends=".0")
+        assert not folder.names()
 
 
 def test_columns_of_another_engine_are_refused(written):
@@ -166,10 +207,10 @@ def test_a_header_that_does_not_fit_its_columns_is_refused(tmp_path, change):
 
 
 def test_a_full_device_leaves_no_part_of_a_file(tmp_path, monkeypatch):
-    def full(*names: str) -> None:
+    def full(*names: str, **folders: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(OSError, match="No space left"):
-        kv_file.write(str(tmp_path / "x"), HEADER, SOURCE, SLOTS)
+    with pytest.raises(OSError, match="No space left"), folder_of(str(tmp_path / "x")) as folder:
+        kv_file.write(folder, "x", HEADER, SOURCE, SLOTS)
     assert not os.listdir(tmp_path)

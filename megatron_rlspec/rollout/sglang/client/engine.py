@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -42,7 +43,9 @@ from megatron_rlspec.weights.push import in_buckets
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
 _OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
-_NAME = len(uuid.UUID(int=0).hex)  # characters at the end of a path of columns that name them
+_SHARED_MEMORY = "/dev/shm"
+_REQUESTS, _TOKENS = 4096, 4_000_000  # of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
+_BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +77,7 @@ class SGLangEngine:
         transport: Transport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._columns = ""  # how the paths begin of its files of KV caches
+        self._columns = ""  # the name of its folder for KV caches
         self._node: str | None = None
         self._ranks = 1
         self._api_key = api_key = known_key(api_key)
@@ -113,6 +116,9 @@ class SGLangEngine:
         by_id = {r.id: r for r in requests}
         if len(by_id) != len(requests):
             raise ValueError(f"{len(requests)} requests, but only {len(by_id)} distinct ids")
+        bodies = _parts(requests)
+        if len(bodies) > 1:
+            return self._in_parts(bodies, sampling, on_sample)
         body = {
             "requests": [_body(r, sampling) for r in requests],
             "progress": True,
@@ -137,10 +143,30 @@ class SGLangEngine:
             if len(samples) != len(requests):
                 raise EngineError(f"{self.url}: {len(requests)} samples asked, {len(samples)} came")
         except EngineError as error:
-            unfinished = begun.keys() - samples.keys()
-            error.begun = {name: Partial.of(_sample(by_id[name], begun[name])) for name in unfinished}
+            unfinished = {}
+            for name in begun.keys() - samples.keys():
+                with suppress(ValueError):  # marks and rounds that do not agree: the sample begins anew
+                    unfinished[name] = Partial.of(_sample(by_id[name], begun[name]))
+            error.begun = unfinished
             raise
         return [samples[r.id] for r in requests]
+
+    def _in_parts(
+        self, parts: Sequence[Sequence[Request]], sampling: Sampling, on_sample: Callable[[Sample], None] | None
+    ) -> list[Sample]:
+        """Generate more than one body may hold, by several at once."""
+        with ThreadPoolExecutor(len(parts)) as threads:
+            calls = [threads.submit(self.generate, part, sampling, on_sample) for part in parts]
+        errors = []
+        for call in calls:
+            try:
+                call.result()
+            except EngineError as error:
+                errors.append(error)
+        if errors:
+            errors[0].begun = {name: begun for error in errors for name, begun in error.begun.items()}
+            raise errors[0]
+        return [sample for call in calls for sample in call.result()]
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
         """Replace weights. Running samples continue under the new weights with a recomputed cache."""
@@ -293,9 +319,9 @@ class SGLangEngine:
                 self._columns, self._ranks = str(described["columns"]), int(described["tensor_parallel"])
             except (KeyError, TypeError, ValueError):
                 raise self._not_an_engine("control/describe", described) from None
-        new = (f"{self._columns}{uuid.uuid4().hex}" if columns else "" for _ in grants)
-        files = {grant.id: file for grant, file in zip(grants, new, strict=True)}
-        rows = [{"id": grant.id, "first": grant.first, "path": files[grant.id]} for grant in grants]
+        names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
+        files = {name: f"{_SHARED_MEMORY}/{self._columns}/{file}" if file else "" for name, file in names.items()}
+        rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
         origin = Origin(self.node, self.url, self._api_key, self._ranks) if columns else None
         return [
             Cargo(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin)
@@ -307,31 +333,31 @@ class SGLangEngine:
 
         What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
         """
-        paths = {piece.id: piece.path for piece in cargo}
+        places = {piece.id: piece.path.split("/")[-2:] for piece in cargo}
         for origin in {piece.origin for piece in cargo if piece.origin is not None}:
             if not origin.node or origin.node != self.node:
-                paths |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
-        rows = [{"id": piece.id, "path": paths[piece.id]} for piece in cargo]
+                places |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
+        rows = [dict(zip(("id", "folder", "name"), (piece.id, *places[piece.id]), strict=True)) for piece in cargo]
         return [
             Cargo(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
             for row in self._answers("control/kv_accept", {"notes": rows})
         ]
 
-    def _fetched(self, origin: Origin, cargo: Sequence[Cargo]) -> dict[str, str]:
-        """Return paths on this engine's machine, by the samples' ids. Raises RouteError."""
+    def _fetched(self, origin: Origin, cargo: Sequence[Cargo]) -> dict[str, list[str]]:
+        """Return the folder ("", this engine's) and the file of each sample, by its id. Raises RouteError."""
         if not (origin.node and self.node):
             engine = self.url if origin.node else origin.url
             raise RouteError(f"{engine}: its ranks do not share one /dev/shm, so KV caches cannot leave or reach it")
-        names = [piece.path[-_NAME:] for piece in cargo]
+        names = [piece.path.rpartition("/")[2] for piece in cargo]
         try:
             asked = {"url": origin.url, "key": origin.key, "names": names, "ranks": origin.ranks}
             found = self._post("columns/fetch", json=asked)
         except RefusedError as error:
             raise RouteError(str(error)) from None
-        paths = found.get("paths")
-        if not isinstance(paths, list) or len(paths) != len(cargo):
+        here = found.get("names")
+        if not isinstance(here, list) or len(here) != len(cargo):
             raise self._not_an_engine("columns/fetch", found)
-        return {piece.id: path for piece, path in zip(cargo, paths, strict=True)}
+        return {piece.id: ["", name] for piece, name in zip(cargo, here, strict=True)}
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         self._post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
@@ -447,13 +473,19 @@ class SGLangEngine:
     def _send(self, path: str, **arguments: Any) -> requests.Response:
         session = requests.Session()
         session.trust_env = False
+        until = time.monotonic() + _BUSY_SECONDS
         try:
-            answer = session.post(
-                f"{self.url}/rlspec/{path}",
-                headers=self._headers,
-                timeout=(_CONNECT_SECONDS, self._timeout),
-                **arguments,
-            )
+            while True:
+                answer = session.post(
+                    f"{self.url}/rlspec/{path}",
+                    headers=self._headers,
+                    timeout=(_CONNECT_SECONDS, self._timeout),
+                    **arguments,
+                )
+                if answer.status_code != 503 or time.monotonic() > until:
+                    break
+                answer.close()
+                time.sleep(1.0)
         except requests.RequestException as error:
             raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
         if answer.status_code == 401:
@@ -498,6 +530,19 @@ class SGLangEngine:
         return " ".join(str(error).split())
 
 
+def _parts(requests: Sequence[Request]) -> list[list[Request]]:
+    """Split requests into parts that one body may hold."""
+    parts: list[list[Request]] = [[]]
+    tokens = 0
+    for request in requests:
+        tokens += len(request.prompt.tokens) + (0 if request.partial is None else len(request.partial.response))
+        if parts[-1] and (tokens > _TOKENS or len(parts[-1]) == _REQUESTS):
+            parts.append([])
+            tokens = 0
+        parts[-1].append(request)
+    return parts
+
+
 def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
     body = {
         "id": request.id,
@@ -519,7 +564,6 @@ def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, An
     found["drafted"] += [int(mark or 0) for mark in drawn["drafted"]]
     found["accepted"] = [int(line["rounds"])]
     found["weight_versions"] = [{"version": int(line["version"]), "start": 0, "end": len(found["output_ids"])}]
-    delivered(line["rounds"], runs(found["drafted"]), len(found["output_ids"]))
     return found
 
 

@@ -1,7 +1,7 @@
 """Files of a sample's KV cache between engines that share no memory: the target's server fetches the source's.
 
-A file is named by the 32 digits at the end of its path, so no path crosses the network. It is sent once, in chunks; its
-size is announced before. What it holds, and its checksums, the scheduler examines as in any file (`kv_file.read`).
+A file is named by 32 digits, so no path crosses the network. It is sent once, in chunks; its size is announced before.
+What it holds, and its checksums, the scheduler examines as in any file (`kv_file.read`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -20,8 +21,8 @@ import urllib3
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.server import bucket_file, kv_file, limits, schemas
+from megatron_rlspec.rollout.sglang.scratch import Folder
+from megatron_rlspec.rollout.sglang.server import kv_file, limits, reservations, schemas
 from megatron_rlspec.rollout.sglang.server.bodies import manager, one_line, parsed, run_command
 from megatron_rlspec.rollout.sglang.server.schemas import Refusal
 
@@ -40,28 +41,47 @@ async def send(request: Request) -> StreamingResponse:
 
 
 async def fetch(request: Request) -> JSONResponse:
-    """Fetch the files of all ranks of another engine, all or none; return {"paths"} for `kv_accept`."""
+    """Fetch the files of all ranks of another engine, all or none; return {"names"} for `kv_accept`."""
     asked = await parsed(request, schemas.FetchBody)
     room = int((await run_command("kv_room", {}))["bytes"])
     headers = (kv_file.HEADER_BYTES + kv_file.TOKEN_BYTES * manager().context_len) * len(asked.names) * asked.ranks
     most = room * manager().server_args.tp_size + headers
-    return JSONResponse({"paths": await asyncio.to_thread(_fetch, asked, most)})
+    if _fetches.waiting >= limits.FETCHES + limits.FETCHES_WAITING:
+        raise Refusal(503, f"{_fetches.waiting} columns/fetch are being carried out; send this one later")
+    _fetches.waiting += 1
+    try:
+        found = await asyncio.get_running_loop().run_in_executor(_fetches.threads, _fetch, asked, most)
+    finally:
+        _fetches.waiting -= 1
+    reservations.keep(files=found)
+    return JSONResponse({"names": found})
 
 
-def _begins() -> str:
-    directory = scratch.current()
-    if directory is None:
-        raise Refusal(409, "this engine has no directory of its own for columns; start it with rlspec serve")
-    return scratch.columns(directory)
+class _Fetches:
+    """The threads in which columns are fetched: a slow source keeps one of these, and none that others need."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(limits.FETCHES, "rlspec-fetch")
+        self.waiting = 0
+
+
+_fetches = _Fetches()
+
+
+def _own() -> Folder:
+    try:
+        return Folder.own()
+    except OSError as error:
+        raise Refusal(409, f"no folder for columns: {error.strerror}") from None
 
 
 def _take(name: str) -> BinaryIO:
-    path = f"{_begins()}{name}"
-    try:
-        file = bucket_file.open_regular(path)
-        os.unlink(path)
-    except (OSError, bucket_file.NotRegularError):
-        raise Refusal(404, f"no columns {name} are here; they are sent once") from None
+    with _own() as folder:
+        try:
+            file = folder.open(name)
+        except OSError:
+            raise Refusal(404, f"no columns {name} are here; they are sent once") from None
+        folder.remove(name)
     return file
 
 
@@ -72,28 +92,40 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _fetch(asked: schemas.FetchBody, most: int) -> list[str]:
-    """Write files of at most so many bytes together. Returns their paths without the rank. Raises Refusal."""
-    paths = [f"{_begins()}{uuid.uuid4().hex}" for _ in asked.names]
+    """Write files of at most so many bytes together. Returns their names. Raises Refusal."""
+    with _own() as folder:
+        return _fetched(folder, asked, most)
+
+
+def _fetched(folder: Folder, asked: schemas.FetchBody, most: int) -> list[str]:
+    here = [uuid.uuid4().hex for _ in asked.names]
     deadline = time.monotonic() + _LONGEST
     try:
         with requests.Session() as session:
             session.trust_env = False
             for rank in range(asked.ranks):
-                for name, path in zip(asked.names, paths, strict=True):
-                    most -= _download(session, asked, {"name": name, "rank": rank}, f"{path}.{rank}", most, deadline)
+                for there, name in zip(asked.names, here, strict=True):
+                    what = {"name": there, "rank": rank}
+                    with folder.create(f"{name}.{rank}") as file:
+                        most -= _download(session, asked, what, file, most, deadline)
     except BaseException as error:
-        for path in paths:
-            scratch.remove_files(path)
+        for name in here:
+            folder.remove(f"{name}.")
         if isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError)):
             raise Refusal(424, f"{asked.url}: {_why(error)}") from None
         if isinstance(error, OSError):
             raise Refusal(424, f"columns of {asked.url} cannot be kept: {error.strerror or error}") from None
         raise
-    return paths
+    return here
 
 
 def _download(
-    session: requests.Session, asked: schemas.FetchBody, what: dict[str, Any], path: str, most: int, deadline: float
+    session: requests.Session,
+    asked: schemas.FetchBody,
+    what: dict[str, Any],
+    file: BinaryIO,
+    most: int,
+    deadline: float,
 ) -> int:
     """Write one file and return its size. Raises Refusal, OSError, and the errors of requests and urllib3."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {asked.key}"} if asked.key else {})
@@ -108,14 +140,12 @@ def _download(
         size = int(text) if text.isascii() and text.isdigit() and len(text) < 18 else -1
         if not 0 < size <= most:
             raise Refusal(424, f"{asked.url} announces {text[:30] or 'no number of'} bytes; expected at most {most}")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            while part := answer.raw.read(CHUNK, decode_content=False):
-                file.write(part)
-                if time.monotonic() > deadline:
-                    raise Refusal(424, f"{asked.url}: its columns took longer than {_LONGEST:.0f} s")
-            if file.tell() != size:
-                raise Refusal(424, f"{asked.url}: {file.tell()} of {size} bytes came")
+        while part := answer.raw.read(CHUNK, decode_content=False):
+            file.write(part)
+            if time.monotonic() > deadline:
+                raise Refusal(424, f"{asked.url}: its columns took longer than {_LONGEST:.0f} s")
+        if file.tell() != size:
+            raise Refusal(424, f"{asked.url}: {file.tell()} of {size} bytes came")
     return size
 
 

@@ -20,6 +20,7 @@ from megatron_rlspec.rollout.sglang.server import (
     decisions,
     draft_vocabulary,
     eagle3,
+    ids,
     kv_moves,
     mounts,
     prefix_tree,
@@ -206,7 +207,7 @@ def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
 
 
 def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    return {"ids": [request.rid for request in scheduler.waiting_queue if not request.output_ids]}
+    return {"ids": [ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids]}
 
 
 def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """The keys and values of one sample's tokens as files, by which they go from one engine to another.
 
-Every tensor-parallel rank writes its own heads into a file of its own, PATH.RANK. A reading rank takes its heads from
-the files that have them, so source and target may have different tensor-parallel sizes. Layout: the size of the header
-(8 bytes), its CRC-32 (4 bytes), both little-endian, the header as MessagePack, then the columns, ordered
-model -> head -> layer -> keys, values -> column, so that a head is one piece, whose CRC-32 the header has. A column is
-one slot of the KV cache. Nothing is unpickled, and no byte is used before header, size and checksum are checked.
+Every tensor-parallel rank writes its own heads into a file of its own, NAME.RANK, in its engine's folder. A reading
+rank takes its heads from the files that have them, so source and target may have different tensor-parallel sizes.
+Layout: the size of the header (8 bytes), its CRC-32 (4 bytes), both little-endian, the header as MessagePack, then
+the columns, ordered model -> head -> layer -> keys, values -> column, so that a head is one piece, whose CRC-32 the
+header has. A column is one slot of the KV cache. Nothing is unpickled, and no byte is used before header, size and
+checksum are checked.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zlib
@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from megatron_rlspec.rollout.sglang.server import bucket_file
+from megatron_rlspec.rollout.sglang.scratch import Folder
 
 _PREFIX = struct.Struct("<QI")
 HEADER_BYTES = 4096  # of a header, at most, beside its tokens
@@ -158,32 +158,32 @@ def _pieces(columns: Tensor, layout: Layout, count: int) -> Iterator[Tensor]:
         at += size
 
 
-def write(path: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int:
-    """Write the columns in these slots; the file appears whole. Returns its columns' bytes. Raises OSError."""
+def write(folder: Folder, name: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int:
+    """Write the columns in these slots to the file `name`, which appears whole; return their size. Raises OSError."""
     data = torch.empty(header.layout.column_bytes() * len(slots), dtype=torch.uint8)
     for buffer, part in _parts(data, pools, len(slots)):
         part.copy_(buffer[slots].transpose(0, 1))
     marks = tuple(zlib.crc32(piece.numpy().data) for piece in _pieces(data, header.layout, len(slots)))
     head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
-    unfinished = f"{path}.part"
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    unfinished = f"{name}.part"
+    file = folder.create(unfinished)
     try:
-        with open(descriptor, "wb") as file:
+        with file:
             file.write(_PREFIX.pack(len(head), zlib.crc32(head)) + head)
             file.write(data.numpy().data)
-        os.rename(unfinished, path)
+        folder.rename(unfinished, name)
     except OSError:
-        os.unlink(unfinished)
+        folder.remove(unfinished)
         raise
     return len(data)
 
 
-def read(path: str, expected: Layout) -> tuple[Header, Tensor]:
-    """Return a header and the bytes of this rank's columns, from the files PATH.RANK that have its heads.
+def read(folder: Folder, name: str, expected: Layout) -> tuple[Header, Tensor]:
+    """Return a header and the bytes of this rank's columns, from the files NAME.RANK that have its heads.
 
     Raises ValueError, in one line, unless these files are whole, fit each other, and fit this engine.
     """
-    first = _header(f"{path}.0", expected)
+    first = _header(folder, f"{name}.0", expected)
     count = first.last - first.first
     columns = torch.empty(expected.column_bytes() * count, dtype=torch.uint8)
     headers = {0: first}
@@ -192,12 +192,12 @@ def read(path: str, expected: Layout) -> tuple[Header, Tensor]:
         # Of ranks that hold the same head, the first one's file is read.
         total, ranks = expected.models[model].heads[2], first.layout.ranks
         rank = head // max(1, total // ranks) * max(1, ranks // total)
-        name = f"{path}.{rank}"
+        file = f"{name}.{rank}"
         if rank not in headers:
-            headers[rank] = _header(name, expected)
+            headers[rank] = _header(folder, file, expected)
             if _common(headers[rank]) != _common(first):
-                raise ValueError(f"{name}: columns of another sample or moment than those of rank 0")
-        _read_head(name, headers[rank], model, head, piece)
+                raise ValueError(f"{file}: columns of another sample or moment than those of rank 0")
+        _read_head(folder, file, headers[rank], model, head, piece)
     return first, columns
 
 
@@ -206,17 +206,17 @@ def _common(header: Header) -> tuple[Any, ...]:
     return header.id, header.place, header.version, header.layout.ranks
 
 
-def _header(path: str, expected: Layout) -> Header:
+def _header(folder: Folder, path: str, expected: Layout) -> Header:
     try:
-        with io.BufferedReader(bucket_file.open_regular(path)) as file:
+        with folder.open(path) as file:
             prefix = file.read(_PREFIX.size)
             if len(prefix) < _PREFIX.size:
                 raise ValueError(f"{path}: not the columns of a sample")
             size, checksum = _PREFIX.unpack(prefix)
             whole = os.fstat(file.fileno()).st_size
             content = file.read(size) if size <= whole else b""
-    except (OSError, bucket_file.NotRegularError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no regular file'}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     if len(content) < size or zlib.crc32(content) != checksum:
         raise ValueError(f"{path}: the checksum of its header does not fit")
     try:
@@ -239,17 +239,17 @@ def _header(path: str, expected: Layout) -> Header:
     return header
 
 
-def _read_head(path: str, header: Header, model: int, head: int, piece: Tensor) -> None:
+def _read_head(folder: Folder, path: str, header: Header, model: int, head: int, piece: Tensor) -> None:
     """Read one head's columns into `piece`."""
     index = list(header.layout.heads()).index((model, head))
     count = header.last - header.first
     before = sum(header.layout.head_bytes(other) * count for other, _ in list(header.layout.heads())[:index])
     try:
-        with io.BufferedReader(bucket_file.open_regular(path)) as file:
+        with folder.open(path) as file:
             file.seek(before - header.layout.column_bytes() * count, os.SEEK_END)
-            read = file.readinto(piece.numpy().data)
-    except (OSError, bucket_file.NotRegularError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no regular file'}") from None
+            read = file.readinto(piece.numpy().data)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     if read != len(piece) or index >= len(header.marks) or zlib.crc32(piece.numpy().data) != header.marks[index]:
         raise ValueError(f"{path}: the checksum of head {head} does not fit")
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.server import kv_file, versions
+from megatron_rlspec.rollout.sglang.scratch import Folder
+from megatron_rlspec.rollout.sglang.server import ids as names
+from megatron_rlspec.rollout.sglang.server import kv_file, limits, versions
 from megatron_rlspec.rollout.sglang.settings import Settings
 
 Answer = dict[str, Any]
@@ -38,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Departure:
-    """A sample that leaves after the next round; the columns from `first` go into `path`, if there is one."""
+    """A sample that leaves after the next round; the columns from `first` go into the file `name`, if it has one."""
 
     scheduler: Any
     first: int
-    path: str
+    name: str
 
 
 _leaving: dict[str, _Departure] = {}
@@ -59,6 +61,7 @@ def hooks() -> Iterator[versions.Hook]:
     yield f"{processor}._prepare_kv_cache_release", _leave, "BEFORE"
     yield f"{processor}.process_batch_result_prefill", _arrive, "BEFORE"
     yield f"{managers}.scheduler.Scheduler.flush_cache", _forget, "AFTER"
+    yield f"{managers}.schedule_batch.ScheduleBatch.check_decode_mem", _make_room, "AROUND"
     observer = f"{components}.pool_stats_observer.SchedulerPoolStatsObserver"
     yield f"{observer}.session_held_tokens", _held_tokens, "AFTER"
 
@@ -66,11 +69,11 @@ def hooks() -> Iterator[versions.Hook]:
 def progress(settings: Settings, scheduler: Any) -> Answer:
     """Return what the engine decodes, what waits, and its free room."""
     running = []
-    for request in sorted(_decoding(scheduler), key=lambda request: request.rid):
+    for request in sorted(_decoding(scheduler), key=lambda request: names.outer(request.rid)):
         rounds = max(1, request.spec_verify_ct)
         accept = 1 + request.spec_num_correct_drafts / rounds
         context = len(request.origin_input_ids) + len(request.output_ids)
-        running.append([request.rid, len(request.origin_input_ids), context, accept])
+        running.append([names.outer(request.rid), len(request.origin_input_ids), context, accept])
     tree = scheduler.tree_cache
     return {
         "running": running,
@@ -94,14 +97,14 @@ def offer(settings: Settings, scheduler: Any, version: str, notes: Sequence[Answ
 
 
 def export(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
-    """Write the final columns of running samples from `first` on. notes: {"id", "first", "path"}."""
+    """Write the final columns of running samples from `first` on. notes: {"id", "first", "name"}."""
     answers = [_each(_export, scheduler, **note) for note in notes]
     _wait_for_all_ranks()
     return {"answers": answers}
 
 
 def detach(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
-    """End running samples after their next round, and write their columns from `first` on; without `path`, none.
+    """End running samples after their next round, and write their columns from `first` on; without `name`, none.
 
     A sample whose round reaches its end is not moved: it ends as ever.
     """
@@ -109,20 +112,24 @@ def detach(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answe
 
 
 def accept(settings: Settings, scheduler: Any, notes: Sequence[Answer]) -> Answer:
-    """Put columns into the tree, all of a file or none, and protect them. notes: {"id", "path"}."""
+    """Put columns into the tree, all of a file or none, and protect them.
+
+    notes  {"id", "name", "folder"}; without a folder the file is in that of this engine
+    """
     layout = _layout(scheduler)
     found = _agree([_each(_read, scheduler, layout=layout, **note) for note in notes])
     if versions.installed().tensor_group().rank_in_group == 0:
         for note in notes:  # every rank has read what it needs of them
-            scratch.remove_files(f"{note['path']}.")
+            with suppress(OSError), _folder(note.get("folder", "")) as folder:
+                folder.remove(f"{note['name']}.")
     return {"answers": [answer if "refused" in answer else _each(_insert, scheduler, **answer) for answer in found]}
 
 
 def withdraw(settings: Settings, scheduler: Any, ids: Sequence[str] | None = None) -> Answer:
     """Give up what is kept for these samples. Without ids give up all, and remove what this rank wrote."""
-    directory = scratch.current()
-    if ids is None and directory is not None:
-        scratch.remove_files(scratch.columns(directory), _own(""))
+    if ids is None:
+        with suppress(OSError), Folder.own() as folder:
+            folder.remove(ends=_own(""))
     for rid in list(_reserved.keys() | _protected.keys()) if ids is None else ids:
         _release(scheduler.tree_cache, rid)
     return {}
@@ -172,10 +179,12 @@ def _decoding(scheduler: Any) -> list[Any]:
 
 
 def _running(scheduler: Any, rid: str) -> Any:
-    for request in _decoding(scheduler):
-        if request.rid == rid and request.to_finish is None:
-            return request
-    raise ValueError(f"{rid} does not decode here")
+    found = [r for r in _decoding(scheduler) if names.outer(r.rid) == rid and r.to_finish is None]
+    if len(found) > 1:
+        raise ValueError(f"{rid} is the id of {len(found)} samples here")
+    if not found:
+        raise ValueError(f"{rid} does not decode here")
+    return found[0]
 
 
 def _pools(scheduler: Any) -> list[Any]:
@@ -205,8 +214,13 @@ def _layout(scheduler: Any) -> kv_file.Layout:
     return kv_file.layout_of(_pools(scheduler), _heads(scheduler), group.rank_in_group, group.world_size, pairs)
 
 
-def _own(path: str) -> str:
-    return f"{path}.{versions.installed().tensor_group().rank_in_group}"
+def _folder(name: str) -> Folder:
+    """Open an engine's folder of columns, this one's by default. Raises OSError."""
+    return Folder(name) if name else Folder.own()
+
+
+def _own(name: str) -> str:
+    return f"{name}.{versions.installed().tensor_group().rank_in_group}"
 
 
 def _after_passes(scheduler: Any) -> None:
@@ -228,7 +242,7 @@ def _missed(scheduler: Any, request: Any) -> int:
     return gap.missed([request], 1) if gap is not None and gap.open else 0
 
 
-def _write(scheduler: Any, request: Any, first: int, path: str) -> Answer:
+def _write(scheduler: Any, request: Any, first: int, name: str) -> Answer:
     layout = _layout(scheduler)
     last = _final(scheduler, request)
     if last < first:
@@ -239,8 +253,9 @@ def _write(scheduler: Any, request: Any, first: int, path: str) -> Answer:
     slots = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:last].to(torch.int64)
     _after_passes(scheduler)
     version = versions.installed().weight_version()
-    header = kv_file.Header(request.rid, tokens, first, last, version, layout)
-    size = kv_file.write(_own(path), header, _pools(scheduler), slots)
+    header = kv_file.Header(names.outer(request.rid), tokens, first, last, version, layout)
+    with Folder.own() as folder:
+        size = kv_file.write(folder, _own(name), header, _pools(scheduler), slots)
     return {"last": last, "bytes": size * versions.installed().tensor_group().world_size}
 
 
@@ -251,13 +266,13 @@ def _wait_for_all_ranks() -> None:
         dist.barrier(group=group.cpu_group)
 
 
-def _export(scheduler: Any, rid: str, first: int, path: str) -> Answer:
-    return _write(scheduler, _running(scheduler, rid), first, path)
+def _export(scheduler: Any, rid: str, first: int, name: str) -> Answer:
+    return _write(scheduler, _running(scheduler, rid), first, name)
 
 
-def _detach(scheduler: Any, rid: str, first: int = 0, path: str = "") -> Answer:
+def _detach(scheduler: Any, rid: str, first: int = 0, name: str = "") -> Answer:
     request = _running(scheduler, rid)
-    _leaving[rid] = _Departure(scheduler, first, path)
+    _leaving[request.rid] = _Departure(scheduler, first, name)
     if not _missed(scheduler, request):  # otherwise the drafter catches up first, when the next round is launched
         _end(request)
     return {}
@@ -287,10 +302,10 @@ def _end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> N
 def _leave(processor: Any, request: Any) -> None:
     """Write the last columns of a sample that leaves. Its slots are still its own, and its tokens complete."""
     departure = _leaving.pop(request.rid, None)
-    if departure is None or not departure.path or not versions.installed().asked_for(request.finished_reason):
+    if departure is None or not departure.name or not versions.installed().asked_for(request.finished_reason):
         return
     try:
-        _write(departure.scheduler, request, departure.first, departure.path)
+        _write(departure.scheduler, request, departure.first, departure.name)
     except (ValueError, OSError) as error:  # the target misses the file, and computes the columns itself
         logger.warning("rlspec: %s leaves without its KV cache: %s", request.rid, error)
     _wait_for_all_ranks()
@@ -298,6 +313,7 @@ def _leave(processor: Any, request: Any) -> None:
 
 def _reserve(scheduler: Any, rid: str, tokens: list[int], upto: int) -> Answer:
     tree = scheduler.tree_cache
+    _check_tokens(scheduler, tokens)
     _release(tree, rid)
     present, node = versions.installed().cached(tree, tokens)
     need = max(0, -(-(upto - len(present)) // tree.page_size) * tree.page_size)
@@ -310,22 +326,39 @@ def _reserve(scheduler: Any, rid: str, tokens: list[int], upto: int) -> Answer:
     return {"first": len(present)}
 
 
+def _check_tokens(scheduler: Any, tokens: Sequence[int]) -> None:
+    """Raise ValueError for a token that the model has not: it must not enter the prefix tree."""
+    words = scheduler.model_config.vocab_size
+    if tokens and not (0 <= min(tokens) and max(tokens) < words):
+        wrong = next(token for token in tokens if not 0 <= token < words)
+        raise ValueError(f"token {wrong}; expected token ids from 0 to {words - 1}")
+
+
 def _allocated(scheduler: Any, need: int) -> Tensor | None:
+    """Return slots, None if there are too few. Running samples keep room to grow."""
     allocator = scheduler.token_to_kv_pool_allocator
+    growth = sum(
+        min(limits.GROWTH_TOKENS, request.sampling_params.max_new_tokens - len(request.output_ids))
+        for request in _decoding(scheduler)
+    )
+    if need + growth > allocator.available_size() + scheduler.tree_cache.evictable_size():
+        return None
     if missing := max(0, need - allocator.available_size()):
         versions.installed().evict(scheduler.tree_cache, missing)
     return allocator.alloc(need)
 
 
-def _read(scheduler: Any, rid: str, path: str, layout: kv_file.Layout) -> Answer:
-    header, columns = kv_file.read(path, layout)
+def _read(scheduler: Any, rid: str, name: str, layout: kv_file.Layout, folder: str = "") -> Answer:
+    with _folder(folder) as opened:
+        header, columns = kv_file.read(opened, name, layout)
     here = versions.installed().weight_version()
     if header.id != rid:
-        raise ValueError(f"{path}: columns of {header.id}, not of {rid}")
+        raise ValueError(f"{name}: columns of {header.id}, not of {rid}")
     if header.version != here:
-        raise ValueError(f"{path}: columns of version {header.version}, but this engine has version {here}")
+        raise ValueError(f"{name}: columns of version {header.version}, but this engine has version {here}")
     if header.first % scheduler.tree_cache.page_size or header.last % scheduler.tree_cache.page_size:
-        raise ValueError(f"{path}: columns {header.first} to {header.last} are no whole pages")
+        raise ValueError(f"{name}: columns {header.first} to {header.last} are no whole pages")
+    _check_tokens(scheduler, header.tokens)
     return {"header": header, "columns": columns}
 
 
@@ -388,8 +421,8 @@ def _arrive(processor: Any, batch: Any, result: Any) -> None:
     for request in batch.reqs:
         if _leaving.pop(request.rid, None) is not None:  # it was retracted meanwhile, and leaves without its KV cache
             _end(request)
-        if request.rid in _reserved or request.rid in _protected:
-            _release(processor.tree_cache, request.rid)
+        if (name := names.outer(request.rid)) in _reserved or name in _protected:
+            _release(processor.tree_cache, name)
 
 
 def _release(tree: Any, rid: str) -> None:
@@ -397,6 +430,13 @@ def _release(tree: Any, rid: str) -> None:
     if slots is not None and len(slots):
         tree.token_to_kv_pool_allocator.free(slots)
     tree.unlock(_protected.pop(rid, None))
+
+
+def _make_room(original: Callable, batch: Any, *args: Any, **kwargs: Any) -> bool:
+    """Give up what is kept for samples that may come, the latest first, before running samples lose their slots."""
+    while not (fits := original(batch, *args, **kwargs)) and (kept := [*_protected, *_reserved]):
+        _release(batch.tree_cache, kept[-1])
+    return fits
 
 
 def _forget(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:

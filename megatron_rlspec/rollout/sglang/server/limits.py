@@ -8,6 +8,7 @@ MEGABYTE = 1 << 20
 JSON_BYTES = 8 * MEGABYTE  # of a command; a cost table has one or two
 BATCH_BYTES = 64 * MEGABYTE  # of `generate`, `kv_offer` and `set_draft_vocabulary`, which hold token ids
 READING_BYTES = 256 * MEGABYTE  # of all JSON bodies that are being read
+REQUEST_BYTES = 8 * MEGABYTE  # of one request of `generate`, or one note
 REQUESTS = 4096  # of one `generate`, and notes of one `kv_` command
 BODY_SILENT = 30.0  # seconds without a byte of a body
 BODY_SECONDS = 60.0  # for a whole JSON body
@@ -19,6 +20,7 @@ UPDATE_SILENT = 120.0  # seconds without a byte of the update's owner; then the 
 UPDATE_WAIT = 60.0  # seconds that `generate` waits for the end of an update
 
 # Moves of samples
+GROWTH_TOKENS = 512  # that every running sample keeps room for when slots are reserved
 RESERVED_SECONDS = 180.0  # for which slots and files are kept for a sample that does not come
 FETCHES = 4  # of columns at once
 FETCHES_WAITING = 4

@@ -21,7 +21,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
@@ -31,7 +31,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from megatron_rlspec.rollout.sglang.server import columns, guard, schemas, versions, weight_routes
+from megatron_rlspec.rollout.sglang.server import columns, guard, ids, reservations, schemas, versions, weight_routes
 from megatron_rlspec.rollout.sglang.server.bodies import (
     Handler,
     answering,
@@ -42,20 +42,27 @@ from megatron_rlspec.rollout.sglang.server.bodies import (
     read_nothing,
     run_command,
 )
+from megatron_rlspec.rollout.sglang.server.progress import Progress, logprobs
 from megatron_rlspec.rollout.sglang.server.schemas import Refusal
 from megatron_rlspec.rollout.sglang.server.weight_routes import weights
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being drawn
+STARTED_AT_ONCE = 64  # samples; the server answers others in between
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
 
 
 def _control(command: str, schema: type[schemas.Strict]) -> Handler:
     async def control(request: Request) -> JSONResponse:
-        body = await parsed(request, schema)
-        return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
+        body = (await parsed(request, schema)).model_dump(exclude_unset=True)
+        answer = await run_command(command, body)
+        if command in ("kv_offer", "kv_accept"):
+            reservations.keep(samples=[note["id"] for note in body["notes"]])
+        elif command in ("kv_export", "kv_detach"):
+            reservations.keep(files=[note["name"] for note in body["notes"] if note.get("name")])
+        return JSONResponse(answer)
 
     control.__name__ = command
     return control
@@ -70,10 +77,7 @@ async def generate(request: Request) -> StreamingResponse:
     body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
     await weight_routes.may_generate()
-    schemas.check_batch(body, tokenizer.model_config.vocab_size, tokenizer.context_len)
-    for asked in body.requests:
-        if asked.id in tokenizer.rid_to_state:
-            raise Refusal(409, f"id {schemas.shown(asked.id)} is running already; expected a new id")
+    await asyncio.to_thread(schemas.check_batch, body, tokenizer.model_config.vocab_size, tokenizer.context_len)
     finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
     progress = body.progress and _position_keyed()
     return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
@@ -103,25 +107,32 @@ async def _lines(
     requests: list[schemas.RequestBody], finished: dict[str, dict[str, Any] | None], progress: bool
 ) -> AsyncIterator[bytes]:
     lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_one(asked, finished.get(asked.id), progress, lines)) for asked in requests]
+    tasks: dict[str, asyncio.Task[None]] = {}
     left = len(requests)
     try:
+        for asked in requests:
+            rid = ids.inner(asked.id)
+            tasks[rid] = asyncio.create_task(_one(asked, rid, finished.get(asked.id), progress, lines))
+            if len(tasks) % STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         while left:
             line = await lines.get()
             left -= "drawn" not in line
-            yield json.dumps(line).encode() + b"\n"
+            yield json.dumps(line, allow_nan=False).encode() + b"\n"
     except Exception as error:
         logger.exception("rlspec: a stream of samples ended early")
         yield json.dumps({"error": internal(error)}).encode() + b"\n"
     finally:
         # Also reached when the client has disconnected: end the requests whose samples it no longer reads.
-        for task, asked in zip(tasks, requests, strict=True):
+        for rid, task in tasks.items():
             if not task.done():
-                manager().abort_request(rid=asked.id)
+                manager().abort_request(rid=rid)
+                task.cancel()  # one that SGLang's scheduler does not know yet
 
 
 async def _one(
     asked: schemas.RequestBody,
+    rid: str,
     finished: dict[str, Any] | None,
     progress: bool,
     lines: asyncio.Queue[dict[str, Any]],
@@ -132,21 +143,24 @@ async def _one(
             nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": []}
             lines.put_nowait({"id": asked.id, "finish": finished, "accepted": [], "drafted": [], **nothing})
             return
-        async for line in _drawn(asked, progress):
+        async for line in _drawn(asked, rid, progress):
             lines.put_nowait({"id": asked.id, **line})
     except ValueError as error:
+        manager().abort_request(rid=rid)
         lines.put_nowait({"id": asked.id, "error": one_line(str(error))})
+    except HTTPException as error:  # SGLang's, for example of a sample that the KV cache cannot hold
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error.detail))})
     except Exception as error:
         logger.exception("rlspec: request %s failed", asked.id)
         lines.put_nowait({"id": asked.id, "error": internal(error)})
 
 
-async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[dict[str, Any]]:
+async def _drawn(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
     """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
     sampling = asked.sampling.model_dump()
     sampling["max_new_tokens"] -= len(asked.begun)
     message = GenerateReqInput(
-        rid=asked.id,
+        rid=rid,
         input_ids=asked.input_ids + asked.begun,
         sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
         stream=progress,  # otherwise the one answer comes when the sample is finished
@@ -154,45 +168,41 @@ async def _drawn(asked: schemas.RequestBody, progress: bool) -> AsyncIterator[di
         logprob_start_len=-1,
     )
     began = _sglang.weight_version(manager())
-    sent = 0
+    sent = Progress()
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
-        ids = answer["output_ids"]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        marks = meta.get(DRAFTED, [])
+        tokens, entries, marks = answer["output_ids"], meta["output_token_logprobs"], meta.get(DRAFTED, [])
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
-            last = min(len(ids), len(logprobs))
-            if _sglang.weight_version(manager()) == began and last > sent:
-                drawn = {"output_ids": ids[sent:last], "logprobs": logprobs[sent:last], "drafted": marks[sent:last]}
-                # A round ends with a token that is no draft, and so does each prefill.
-                rounds = max(0, sum(not mark for mark in marks[:last]) - 1 - meta["num_retractions"])
-                yield {"drawn": drawn, "version": began, "rounds": rounds}
-                sent = last
+            if _sglang.weight_version(manager()) == began:
+                line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
+                if line is not None:
+                    yield line | {"version": began}
             continue
         if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
             raise ValueError(finish["message"])
         yield {
-            "output_ids": ids,
-            "logprobs": logprobs,
+            "output_ids": tokens,
+            "logprobs": logprobs(entries),
             "finish": finish,
             # Without spans, a sample that was running during a push counts as generated under the older weights.
             "weight_versions": meta["weight_versions"]
             if _sglang.spans
-            else [{"version": began, "start": 0, "end": len(ids)}],
+            else [{"version": began, "start": 0, "end": len(tokens)}],
             "accepted": meta.get("spec_correct_drafts_histogram", []),
             "drafted": marks,
         }
 
 
 async def abort(request: Request) -> JSONResponse:
-    ids = (await parsed(request, schemas.AbortBody)).ids
+    wanted = (await parsed(request, schemas.AbortBody)).ids
     tokenizer = manager()
-    if ids is None:
+    if wanted is None:
         tokenizer.abort_request(abort_all=True)
     else:
-        for rid in ids:
+        named = set(wanted)
+        for rid in [rid for rid in tokenizer.rid_to_state if ids.outer(rid) in named]:
             tokenizer.abort_request(rid=rid)
     return JSONResponse({})
 

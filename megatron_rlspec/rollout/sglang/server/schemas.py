@@ -5,15 +5,18 @@ Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. I
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from megatron_rlspec.rollout.sglang.server import limits
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Scope
 
 SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
@@ -28,19 +31,15 @@ class Refusal(ValueError):
 
 
 class Strict(BaseModel):
-    """`limit`: bytes that such a body may have."""
+    """`limit`: bytes that such a body may have. `rows`: its field that is a list of `row`, which may be long."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
     limit: ClassVar[int] = limits.JSON_BYTES
+    rows: ClassVar[str] = ""
+    row: ClassVar[type[Strict]]
 
 
 Body = TypeVar("Body", bound=Strict)
-
-
-def _not_reserved(text: str) -> str:
-    if text.startswith("HEALTH_CHECK"):
-        raise ValueError("expected an id that does not begin with HEALTH_CHECK, which SGLang keeps for itself")
-    return text
 
 
 def _top_k(value: int) -> int:
@@ -56,13 +55,11 @@ def _path_or_object(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=256)]
-RequestId = Annotated[
-    str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$"), AfterValidator(_not_reserved)
-]
+RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$")]
 Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]
-ColumnsPath = Annotated[str, Field(max_length=4096, pattern=r"^/([^\x00/]+/)*rlspec-kv-[A-Za-z0-9._-]+$")]
+ColumnsFolder = Annotated[str, Field(pattern=r"^(rlspec-kv-rlspec-engine-[A-Za-z0-9_]{1,64})?$")]
 ColumnsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -93,6 +90,8 @@ class GenerateBody(Strict):
     """`progress`: also send the tokens of samples that are being drawn."""
 
     limit: ClassVar[int] = limits.BATCH_BYTES
+    rows: ClassVar[str] = "requests"
+    row: ClassVar[type[Strict]] = RequestBody
     requests: list[RequestBody] = Field(min_length=1, max_length=limits.REQUESTS)
     progress: bool = False
 
@@ -119,19 +118,49 @@ class SetSchedule(Strict):
     schedule: ScheduleBody
 
 
+_ROOFLINE: dict[str, Any] = {
+    field.name: (Annotated[float, Field(ge=0)], ... if field.default is dataclasses.MISSING else field.default)
+    for field in dataclasses.fields(Roofline)
+}
+RooflineBody = create_model("RooflineBody", __base__=Strict, **_ROOFLINE)
+
+
+class LearntBody(Strict):
+    """`speculation.learnt_cost.LearntCost`: of each configuration (logarithm of ms, batch, context)."""
+
+    roofline: RooflineBody  # type: ignore[valid-type]
+    cells: list[tuple[Config, list[tuple[float, float, float]]]]
+
+
+class AcceptanceBody(Strict):
+    """`speculation.acceptance.Acceptance`: what was observed of each depth."""
+
+    depth: int = Field(ge=1, le=4096)
+    memory_rounds: float
+    memory_draws: float
+    prior_strength: float
+    prior: list[float]
+    hits: list[float]
+    draws: list[float]
+    ratio_hits: list[float]
+    ratio_base: list[float]
+
+
 class SpecRuleBody(Strict):
     """`speculation.rule.SpecRule.from_json`; the scheduler checks what depends on the engine."""
 
-    model_config = ConfigDict(extra="allow")
+    version: int | None = None
     candidates: list[Config] = Field([], max_length=256)
     start: Config | None = None
     margin: float = Field(0.0, ge=0, le=1)
     probe_share: Share = 0.0
     catch_up_share: Share = 0.0
-    acceptance: dict[str, Any] | None = None
+    acceptance: AcceptanceBody | None = None
+    forecast: list[float] | None = None
+    probing: dict[str, Any] | None = None
     table: Annotated[Any, AfterValidator(_path_or_object)] = ""
-    roofline: dict[str, Any] | None = None
-    learnt: dict[str, Any] | None = None
+    roofline: RooflineBody | None = None  # type: ignore[valid-type]
+    learnt: LearntBody | None = None
     schedule: ScheduleBody | None = None
     tp: int = Field(1, ge=1, le=4096)
     stock: bool = False
@@ -162,16 +191,18 @@ class OfferNote(Strict):
 
 class Offer(Strict):
     limit: ClassVar[int] = limits.BATCH_BYTES
+    rows: ClassVar[str] = "notes"
+    row: ClassVar[type[Strict]] = OfferNote
     version: Version
     notes: list[OfferNote] = Field(min_length=1, max_length=limits.REQUESTS)
 
 
 class ExportNote(Strict):
-    """A sample whose columns from `first` on are written to `path`."""
+    """A sample whose columns from `first` on are written to the files `name` of this engine."""
 
     id: RequestId
     first: Edge
-    path: ColumnsPath
+    name: ColumnsName
 
 
 class Export(Strict):
@@ -179,11 +210,11 @@ class Export(Strict):
 
 
 class DetachNote(Strict):
-    """A sample that leaves; without `path`, without its columns."""
+    """A sample that leaves; without `name`, without its columns."""
 
     id: RequestId
     first: Edge = 0
-    path: ColumnsPath | Literal[""] = ""
+    name: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
 
 
 class Detach(Strict):
@@ -191,10 +222,11 @@ class Detach(Strict):
 
 
 class AcceptNote(Strict):
-    """A sample whose columns are read from `path`."""
+    """A sample whose columns are read from the files `name` in the folder of another engine, or in this one's."""
 
     id: RequestId
-    path: ColumnsPath
+    name: ColumnsName
+    folder: ColumnsFolder = ""
 
 
 class Accept(Strict):
@@ -208,7 +240,7 @@ class Withdraw(Strict):
 
 
 class SendBody(Strict):
-    """The file of one rank: `name` is how the path that the engine wrote to ends, without the rank."""
+    """The file of one rank."""
 
     name: ColumnsName
     rank: int = Field(ge=0, le=4095)
@@ -295,8 +327,36 @@ class TensorEntry(Strict):
 
 def parse(model: type[Body], body: bytes) -> Body:
     """Read a JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
+    if model.rows and len(body) > limits.REQUEST_BYTES:
+        return _in_pieces(model, body)
     try:
         return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise Refusal(400, sentence(error, model)) from None
+
+
+def _in_pieces(model: type[Body], body: bytes) -> Body:
+    """Read a long body row by row. pydantic keeps other threads waiting while it reads a piece."""
+    try:
+        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        pieces = msgspec.json.decode(found.pop(model.rows, b"null"), type=list[msgspec.Raw])
+        rest = msgspec.json.decode(msgspec.json.encode(found))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refusal(400, f"the body is not a JSON object in UTF-8 with a list {model.rows}") from None
+    if len(pieces) > limits.REQUESTS:
+        raise Refusal(400, f"{model.rows}: expected at most {limits.REQUESTS} entries")
+    rows = []
+    for i, piece in enumerate(pieces):
+        place = f"{model.rows}[{i}]"
+        text = bytes(piece)
+        if len(text) > limits.REQUEST_BYTES:
+            raise Refusal(413, f"{place} has {len(text)} bytes; expected at most {limits.REQUEST_BYTES}")
+        try:
+            rows.append(model.row.model_validate_json(text))
+        except ValidationError as error:
+            raise Refusal(400, sentence(error, model, (model.rows, i))) from None
+    try:
+        return model.model_validate({**rest, model.rows: rows})
     except ValidationError as error:
         raise Refusal(400, sentence(error, model)) from None
 
@@ -315,7 +375,7 @@ def parse_query(model: type[Body], query: Sequence[tuple[str, str]]) -> Body:
 
 
 def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
-    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that SGLang would confuse."""
+    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that come twice."""
     for i, request in enumerate(body.requests):
         ids = request.input_ids
         for name, tokens in (("input_ids", ids), ("begun", request.begun)):
@@ -339,14 +399,13 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
     for before, after in zip(names, names[1:], strict=False):
         if before == after:
             raise Refusal(400, f"id {shown(before)} is given to two requests; expected distinct ids")
-        if after.startswith(before):
-            raise Refusal(400, f"id {shown(before)} begins id {shown(after)}; SGLang aborts by prefix, so ids must not")
 
 
-def sentence(error: ValidationError, model: type[BaseModel]) -> str:
-    """Format the first mistake of a body in words: the place, the value, what was expected."""
+def sentence(error: ValidationError, model: type[BaseModel], within: Sequence[int | str] = ()) -> str:
+    """Format the first mistake of a body, or of the part `within` it, in words: place, value, what was expected."""
     first = error.errors(include_url=False)[0]
-    place = _place(first["loc"])
+    path = (*within, *first["loc"])
+    place = _place(path)
     kind = first["type"]
     context = first.get("ctx", {})
     if kind == "json_invalid":
@@ -355,7 +414,7 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{place} is missing"
     if kind == "extra_forbidden":
-        *parents, name = first["loc"]
+        *parents, name = path
         known = list(_fields(model, parents))
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}" if known else ""

@@ -181,6 +181,7 @@ CONTRACTS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_MANAGERS}.scheduler.Scheduler.forward_stream": (),
         f"{_MANAGERS}.scheduler.Scheduler.chunked_req": (),
         f"{_MANAGERS}.schedule_batch.Req.update_finish_state": (),
+        f"{_MANAGERS}.schedule_batch.ScheduleBatch.check_decode_mem": ("selected_indices",),
         f"{_MANAGERS}.schedule_batch.Req.to_finish": (),
         f"{_MANAGERS}.schedule_batch.ReqKvInfo": ("req_pool_idx", "kv_committed_len"),
         f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
