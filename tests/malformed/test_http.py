@@ -22,6 +22,7 @@ from safetensors.torch import save
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.server import schemas
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Prompt, Request, Sampling
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -231,7 +232,7 @@ ATTACKS += [
         "kv_export: a path",
         "control/kv_export",
         {"notes": [{"id": "a", "first": 0, "path": "/etc/rlspec-kv-x"}]},
-        ("path is not known",),
+        ("name is missing",),
     ),
     Attack("send: a path", "columns/send", {"name": "../../etc/passwd", "rank": 0}, ("name is",)),
     Attack("send: rank -1", "columns/send", {"name": "0" * 32, "rank": -1}, ("at least 0",)),
@@ -306,7 +307,7 @@ ATTACKS += [
     rule("unknown field", "spec_rule.polcy is not known", polcy=1),
     rule("stock 1", "expected true or false", stock=1),
     rule("two deciders", "exactly one", schedule={"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]},
-         roofline={}),
+         roofline=Roofline.of_layers(2).to_json()),
     Attack("set_spec_rule: null", "control/set_spec_rule", {"spec_rule": None}, ("expected an object",)),
     Attack("begin: no scope", "weights/begin?version=1", b"", ("scope is missing",)),
     Attack("begin: no version", "weights/begin?scope=all", b"", ("version is missing",)),

@@ -9,6 +9,7 @@ limits.BODY_SECONDS = 2.0
 limits.UPDATE_SILENT = 3.0
 limits.UPDATE_WAIT = 1.0
 limits.RESERVED_SECONDS = 2.0
+limits.SOURCE_SILENT = 1.0
 limits.FETCHES = 2
 limits.FETCHES_WAITING = 1
 

@@ -27,8 +27,6 @@ from megatron_rlspec.rollout.sglang.server.bodies import manager, one_line, pars
 from megatron_rlspec.rollout.sglang.server.schemas import Refusal
 
 CHUNK = limits.MEGABYTE
-_SILENT = 10.0  # seconds without a byte after which the source counts as lost
-_LONGEST = 120.0  # seconds that one call may take; looked at between two chunks
 
 
 async def send(request: Request) -> StreamingResponse:
@@ -99,7 +97,7 @@ def _fetch(asked: schemas.FetchBody, most: int) -> list[str]:
 
 def _fetched(folder: Folder, asked: schemas.FetchBody, most: int) -> list[str]:
     here = [uuid.uuid4().hex for _ in asked.names]
-    deadline = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + limits.SOURCE_SECONDS
     try:
         with requests.Session() as session:
             session.trust_env = False
@@ -131,7 +129,12 @@ def _download(
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {asked.key}"} if asked.key else {})
     url = f"{asked.url.rstrip('/')}/rlspec/columns/send"
     answer = session.post(
-        url, json=what, headers=headers, stream=True, timeout=(_SILENT, _SILENT), allow_redirects=False
+        url,
+        json=what,
+        headers=headers,
+        stream=True,
+        timeout=(limits.SOURCE_SILENT, limits.SOURCE_SILENT),
+        allow_redirects=False,
     )
     with answer:
         if answer.status_code != 200:
@@ -143,7 +146,7 @@ def _download(
         while part := answer.raw.read(CHUNK, decode_content=False):
             file.write(part)
             if time.monotonic() > deadline:
-                raise Refusal(424, f"{asked.url}: its columns took longer than {_LONGEST:.0f} s")
+                raise Refusal(424, f"{asked.url}: its columns took longer than {limits.SOURCE_SECONDS:.0f} s")
         if file.tell() != size:
             raise Refusal(424, f"{asked.url}: {file.tell()} of {size} bytes came")
     return size
@@ -161,11 +164,11 @@ def _refusal(answer: requests.Response) -> str:
 def _why(error: Exception) -> str:
     inner = (*error.args, None)[0]
     if isinstance(error, requests.ConnectTimeout):
-        return f"no answer within {_SILENT:.0f} s"
+        return f"no answer within {limits.SOURCE_SILENT:.0f} s"
     if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)) or isinstance(
         inner, urllib3.exceptions.ReadTimeoutError
     ):
-        return f"silent for {_SILENT:.0f} s"
+        return f"silent for {limits.SOURCE_SILENT:.0f} s"
     if isinstance(error, requests.ConnectionError):
         return "this engine cannot connect to it"
     return "it ended early"
