@@ -47,12 +47,15 @@ def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
     import asyncio
 
     from megatron_rlspec.rollout.sglang.server import weight_routes
+    from megatron_rlspec.rollout.sglang.server.update import Weights
 
-    push = weight_routes._push
-    monkeypatch.setattr(push, "served", ServedTensors({}, frozenset(), 1, "", "rank 1 of this engine is apart"))
-    monkeypatch.setattr(push, "scope", "all")
+    monkeypatch.setattr(
+        weight_routes, "_held", [ServedTensors({}, frozenset(), 1, "", "rank 1 of this engine is apart")]
+    )
+    monkeypatch.setattr(weight_routes, "weights", Weights())
+    update = weight_routes.weights.begin("all", "1")
     for route, query in ((weight_routes.bucket, {}), (weight_routes.file, {"path": "/dev/shm/x"})):
-        items = list(({"scope": "all", "version": "1"} | query).items())
+        items = list(({"session": update.token} | query).items())
         request = SimpleNamespace(query_params=SimpleNamespace(multi_items=lambda items=items: items), headers={})
         request.stream = nothing
         with pytest.raises(Refusal, match="rank 1 of this engine is apart"):
