@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = sorted((ROOT / "tools/docker").glob("*.Dockerfile"))
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN"}
-BASES = {"slime": "slimerl/slime:latest", "own-loop": "lmsysorg/sglang:v0.5.23"}
+BASES = {"slime": "slimerl/slime:nightly-dev-20260810a", "own-loop": "lmsysorg/sglang:v0.5.23"}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:

@@ -19,6 +19,11 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, le=MOST_SEED)] = Field(
         1, description="seed of the data's order, of sampling and of fresh parameters"
     )
+    deterministic: bool = Field(
+        False,
+        description="compute the same bits again on a GPU: without it, attention over more than one block of keys adds "
+        "gradients in any order, and two runs differ, with or without a drafter",
+    )
     run_dir: Name = Field("runs/run", description="directory that the run writes to")
     save_every: Count = Field(0, description="steps between checkpoints; 0: only at the end, on Ctrl-C and on SIGTERM")
     keep: Positive = Field(2, description="how many checkpoints stay")

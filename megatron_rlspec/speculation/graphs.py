@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import RoundCosts
 from megatron_rlspec.types import SpecConfig
 
@@ -60,6 +62,23 @@ def reach(
     nested = np.maximum.accumulate(found[::-1])[::-1].tolist()
     least = ordered[0].num_steps
     return {config: max_batch if config.num_steps == least else n for config, n in zip(ordered, nested, strict=True)}
+
+
+def needed(
+    candidates: Sequence[SpecConfig], max_batch: int, layers: int, table: CostTable | None = None, tokens: int = 0
+) -> dict[SpecConfig, int]:
+    """Return the largest batch at which each candidate could be the best, by a table, or by a roofline without one.
+
+    layers  of the model
+    tokens  that the KV cache holds; 0: any number
+
+    Of a table that lacks a candidate, that one gets batch 1.
+    """
+    if table is None:
+        roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
+        return reach(roofline, candidates, max_batch, [1.0])
+    known = [c for c in candidates if c in table.configs()]
+    return dict.fromkeys(candidates, 1) | reach(table, known, max_batch, table.lengths(), tokens)
 
 
 def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:

@@ -54,6 +54,17 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
+def be_deterministic() -> None:
+    """Let kernels add in one order, and raise RuntimeError where torch has no such kernel.
+
+    Call it before the first product on a GPU: cuBLAS reads its variable then, and Transformer Engine's attention when
+    it is built. With `warn_only` torch's flash attention would stay as it is.
+    """
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 class DataRank(TypedDict):
     """A rank's place in the data- and context-parallel groups, and their sizes."""
 

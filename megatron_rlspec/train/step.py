@@ -58,6 +58,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any]) -> None:
+        if config.train.deterministic:
+            runtime.be_deterministic()
         runtime.init_distributed(config.parallel, config.train.seed)
         self.config = config
         self.hf_config = dict(hf_config)

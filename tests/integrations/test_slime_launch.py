@@ -9,6 +9,7 @@ import yaml
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.integrations.slime import launch as slime
+from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -103,6 +104,17 @@ def test_depth_follows_from_the_attention_unless_it_is_given(flag):
     assert added.settings["rlspec_depth"] == 1
     assert f"the drafter is trained to depth 1: {flag} supports no other" in added.notes
     assert slime.plan([], DRAFTER | {"depth": None}, None, None).settings["rlspec_depth"] == 3
+
+
+def test_engines_capture_as_few_graphs_as_those_of_rlspec_serve():
+    """Of a model of 36 layers, at batches of up to 256: 522 graphs, and not 663."""
+    count = lambda added: sum(graphs.count(added.adaptive, 256, 1).values())  # noqa: E731
+    added = slime.plan(["--num-layers", "36"], DRAFTER, None, 1)
+    assert (count(added), count(slime.plan([], DRAFTER, None, 1))) == (522, 663)
+    narrow = slime.plan("--num-layers 36 --sglang-max-running-requests 8".split(), DRAFTER, None, 1).adaptive
+    assert all(int(batch) <= 8 for batch in narrow)
+    table = slime.plan(["--num-layers", "36"], DRAFTER, None, 1, str(TABLE)).adaptive
+    assert table != added.adaptive and {0, 1} <= set(table["1"]["candidate_steps"])
 
 
 def test_an_adaptive_configuration_of_the_user_is_kept():

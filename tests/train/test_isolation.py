@@ -4,6 +4,7 @@ On two ranks the test could not fail: a + b = b + a. The controls do what other 
 """
 
 import math
+import os
 
 import pytest
 import torch
@@ -176,3 +177,20 @@ def test_classic_mode_changes_the_policy_and_reports_it():
     assert fine is None and "mtp_detach_heads" in refused
     assert detached[0] != joint[0]
     assert detached[1] == joint[1]  # the drafter's own gradient is the same either way
+
+
+def deterministic(length: int) -> tuple[list[str], bool, list[str | None]]:
+    """Return the digests of `test_gpu.long_policies` on a CPU, torch's mode, and the variables of the libraries."""
+    from test_gpu import long_policies
+
+    found = long_policies({"dtype": "float32", "deterministic": True}, length)
+    names = "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return found, strict, [os.environ.get(name) for name in names]
+
+
+@pytest.mark.slow
+def test_train_deterministic_asks_every_library_for_one_order():
+    """Under `warn_only` torch's flash attention would go on adding in any order."""
+    [((alone, again, beside), strict, variables)] = on_ranks(1, deterministic, 48)
+    assert alone == again == beside and strict and variables == [":4096:8", "0"]

@@ -86,6 +86,7 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
             "clip_grad": clip,
         },
         algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
+        train={"deterministic": cell.get("deterministic", False)},
     )
     trainer = Trainer(options, HF_CONFIG | {"tie_word_embeddings": cell["tied"]})
     if weights is not None:
@@ -93,10 +94,11 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
     return trainer
 
 
-def own_batches(trainer, seed=0, budget=120):
+def own_batches(trainer, seed=0, budget=120, made=None):
+    """Return this rank's micro-batches of `made`, or of 11 short samples."""
     dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
-    return batches(samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget)
+    return batches(made or samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget)
 
 
 def make_weights(cells):

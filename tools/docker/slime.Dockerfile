@@ -1,7 +1,8 @@
 # slime's image with this package in it. Build in the repository root (docs/gpu.md: not built yet):
 #   docker build -f tools/docker/slime.Dockerfile -t rlspec-slime .
 #   docker run --rm --gpus all --ipc=host --shm-size=16g --ulimit memlock=-1 --ulimit stack=67108864 -it rlspec-slime bash
-ARG IMAGE=slimerl/slime:latest
+# The image that slime names at this commit (docker/version.txt).
+ARG IMAGE=slimerl/slime:nightly-dev-20260810a
 FROM ${IMAGE}
 
 # The commit of slime that the hooks were checked against (megatron_rlspec/contracts.py). The image installs slime and

@@ -21,8 +21,10 @@ import yaml
 from megatron_rlspec import arguments, environment
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
+from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.types import OFF, SpecConfig
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
@@ -57,6 +59,8 @@ FIXED = (
 DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
 # Attention that is not unrolled: `SlimeDrafter` trains one depth through Megatron's own layer.
 ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
+# Flags that name the largest batch of a CUDA graph, the first that is given.
+MOST_BATCH = ("--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-max-bs", "--sglang-max-running-requests")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 LOSSY = ("--sglang-speculative-accept-threshold-single", "--sglang-speculative-accept-threshold-acc")
 
@@ -115,7 +119,7 @@ def plan(
     if len(steps) > 1 and "--sglang-speculative-adaptive" not in given:
         out.flags.append("--sglang-speculative-adaptive")
         if "--sglang-speculative-adaptive-config" not in given:
-            out.adaptive = {"1": {"candidate_steps": sorted(steps)}}
+            out.adaptive = _captured(given, steps, cost_table)
     out.settings |= {f"rlspec_{name}": drafter[name] for name in DRAFTER} | {"rlspec_depth": depth}
     out.settings |= {"rlspec_candidate_steps": sorted(steps), "rlspec_cost_table": cost_table}
     if cost_table and len(steps) == 1:
@@ -124,7 +128,7 @@ def plan(
     # slime gives no seed of its own to each sample, which the position-keyed verifier would need. Without a table the
     # engines keep `num_steps` until the first rollout has been observed.
     chosen = rule(cost_table, steps) if cost_table else None
-    out.environment |= Settings("target_only", chosen, deliveries=True).to_environment()
+    out.environment |= Settings("target_only", chosen).to_environment()
     return out
 
 
@@ -211,6 +215,19 @@ def split_experts(expert: int | None, expert_tensor: int | None, tensor: int | N
 def _whole(value: str | None) -> int | None:
     """Return a flag's whole number; None for anything else, which slime's own parser refuses."""
     return int(value) if value and value.isdigit() else None
+
+
+def _captured(given: Mapping[str, str | None], steps: Sequence[int], cost_table: str) -> dict[str, Any]:
+    """Return the step counts from each batch size on, for which SGLang captures CUDA graphs. Raises CostTableError."""
+    asked = [_whole(given.get(flag)) for flag in MOST_BATCH]
+    wide = (_whole(given.get("--rollout-num-gpus-per-engine")) or 1) >= 4
+    most = next((n for n in asked if n), 512 if wide else 256)  # SGLang's own on GPUs above 60 GiB
+    table = CostTable.load(cost_table) if cost_table else None
+    table = table and table.at(table.tps[0])
+    layers = _whole(given.get("--num-layers"))
+    if layers is None and table is None:
+        return {"1": {"candidate_steps": sorted(steps)}}
+    return graphs.slots(graphs.needed(chains(steps), most, layers or 1, table), most)
 
 
 def rule(cost_table: str, steps: Sequence[int]) -> dict[str, Any]:

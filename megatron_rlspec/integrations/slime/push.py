@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from slime.utils.distributed_utils import get_gloo_group
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import after_push, drafter_names
 from megatron_rlspec.weights.contract import HealthError
-from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.weights.fingerprint import fingerprints
 
 _marks: dict[str, int] | None = None  # of the push that runs now
 
@@ -43,7 +43,7 @@ def wrap(args: Namespace) -> None:
             from_disk.UpdateWeightFromDisk.update_weights
         )
     elif args.colocate:
-        UpdateWeightFromTensor._send_hf_params = _noting(UpdateWeightFromTensor._send_hf_params)
+        UpdateWeightFromTensor._send_hf_params = _noting(UpdateWeightFromTensor._send_hf_params, own)
         UpdateWeightFromTensor.update_weights = checked(UpdateWeightFromTensor.update_weights)
     else:
         UpdateWeightFromDistributed._on_chunk = _noting(UpdateWeightFromDistributed._on_chunk)
@@ -132,17 +132,32 @@ def _noted() -> Any:
 
 
 def _note(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Note a chunk. The host waits for the device once a chunk."""
+    chunk = list(tensors)
     if _marks is not None:
-        _marks.update((name, fingerprint(tensor)) for name, tensor in tensors)
+        _marks.update(zip((name for name, _ in chunk), fingerprints(tensor for _, tensor in chunk), strict=True))
 
 
-def _noting(send: Callable) -> Callable:
+def _noting(send: Callable, which: Callable | None = None) -> Callable:
+    """Return `send`, which also notes its tensors, or `which` of them."""
+
     @functools.wraps(send)
     def wrapped(updater: Any, tensors: Any) -> Any:
-        _note(tensors)
+        _note(which(tensors, dist.get_rank(), updater._expert_transfer_plan) if which else tensors)
         return send(updater, tensors)
 
     return wrapped
+
+
+def own(tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return those that rank 0 does not send, too, or all on rank 0.
+
+    By CUDA IPC every rank sends all tensors, to the engine on its GPU. Under slime's `plan` of experts, each rank sends
+    only the experts that its engine holds.
+    """
+    if not rank:
+        return list(tensors)
+    return [(name, tensor) for name, tensor in tensors if plan and ".experts." in name]
 
 
 def _noting_chunks(chunks: Callable) -> Callable:

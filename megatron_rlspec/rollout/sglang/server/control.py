@@ -230,9 +230,11 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
     scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
     if unnamed:
         logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
+    # What is stored of quantised weights cannot be compared with what was pushed.
+    scheduler.rlspec_remembers = settings.deliveries or bool(unnamed or scheduler.model_config.quantization)
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
         if model is not None:
-            deliveries.watch(model, fingerprints=settings.deliveries or bool(unnamed))
+            deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
 
 
 def _unnamed(scheduler: Any) -> str:
@@ -245,7 +247,7 @@ def _unnamed(scheduler: Any) -> str:
 
 
 def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
-    if not settings.deliveries and not scheduler.rlspec_unnamed:
+    if not scheduler.rlspec_remembers:
         raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
     return {name: deliveries.marks for name, deliveries in _deliveries.items()}
 

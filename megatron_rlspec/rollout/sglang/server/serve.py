@@ -35,7 +35,6 @@ from megatron_rlspec.rollout.sglang.server import versions
 from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
-from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -315,16 +314,8 @@ def _slots(
 ) -> dict[str, Any]:
     """Return the step counts from each batch size on: those that the schedule, the table or a roofline can choose."""
     most_batch = options.max_running_requests
-    wanted = chains(steps)
-    measured = [c for c in wanted if table is not None and c in table.configs()]
-    if table is not None:
-        most = graphs.reach(table, measured, most_batch, table.lengths(), options.max_total_tokens)
-    else:
-        layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
-        roofline = Roofline.of_layers(layers, ridge_tokens=graphs.WIDEST_RIDGE)
-        most = graphs.reach(roofline, wanted, most_batch, [1.0])
-    for config in wanted:
-        most.setdefault(config, 1)
+    layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
+    most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     for row in schedule.configs if schedule is not None else ():
         most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
     return graphs.slots(most, most_batch)
