@@ -91,12 +91,9 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
     """
     spec = config.spec
-    found = {
-        "model": identity.of_model(config.model.path),
-        "dtype": config.model.dtype,
-        "engine": config.rollout.engine,
-    }
-    found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed} | asdict(_sampling(config))
+    found: dict[str, Any] = {"model": identity.of_model(config.model.path), "dtype": config.model.dtype}
+    found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed, "engine": config.rollout.engine}
+    found |= asdict(_sampling(config))
     found["verifier"] = spec.verifier
     if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
         found["spec"] = spec.model_dump(mode="json")
