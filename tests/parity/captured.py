@@ -36,7 +36,9 @@ def engine(folder: Path, model: Path, arguments: Sequence[str]) -> Iterator[SGLa
 
 
 def draw(served: SGLangEngine, folder: Path, lengths: Sequence[int], words: np.ndarray) -> list[tuple[Sample, Chains]]:
-    """Draw one sample after prompts of these lengths. A one-token prompt is drafted from at position 0.
+    """Draw one greedy sample after prompts of these lengths: drafts then have no noise.
+
+    A one-token prompt is drafted from at position 0.
 
     `words` [V]: the token of each column of the drafter's logits.
     """
@@ -44,7 +46,8 @@ def draw(served: SGLangEngine, folder: Path, lengths: Sequence[int], words: np.n
     seen = 0
     for i, length in enumerate(lengths):
         prompt = Prompt(i, np.arange(5, 5 + length))
-        (sample,) = served.generate([Request(f"r{i}", prompt, seed=7)], Sampling(max_new_tokens=12, ignore_eos=True))
+        greedy = Sampling(temperature=0, max_new_tokens=12, ignore_eos=True)
+        (sample,) = served.generate([Request(f"r{i}", prompt, seed=7)], greedy)
         files = sorted((folder / "passes").glob("*.npz"))[seen:]
         seen += len(files)
         found.append((sample, chains([np.load(file) for file in files], words)))
