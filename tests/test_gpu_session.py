@@ -98,6 +98,21 @@ def test_every_part_has_a_file_and_there_is_no_other(gpu):
     assert sum(part.seconds for part in gpu.plan.PARTS.values()) < 28 * 60
 
 
+def test_the_engine_whose_memory_is_measured_is_placed_as_in_a_run(gpu, tmp_path):
+    """On an H100 and on an H200 it leaves SGLang what it reserves itself, 10 GiB; the weights have no bytes on disk."""
+    fit = importlib.import_module("gpu.fit")
+    plan = gpu.plan.planned()
+    config, parameters = fit.without_data(plan, tmp_path / "whole")
+    weights = tmp_path / "whole/model.safetensors"
+    assert weights.stat().st_size > 2 * parameters > 15e9 and weights.stat().st_blocks * 512 < 1 << 20
+    settings = fit.settings_of(plan, tmp_path / "whole")
+    for gib in (79, 139):
+        layout = fit.layout_of(settings, config, parameters, gib << 30)
+        assert 0.5 < layout.mem_fraction < 1 - 10 / gib
+        arguments = fit.engine_arguments(settings, layout)
+        assert arguments[arguments.index("--mem-fraction-static") + 1] == str(layout.mem_fraction)
+
+
 def test_the_log_of_captures_is_read(gpu):
     assert gpu.serving.captures(LOG) == (5, 12.75, 1.0)
     assert gpu.serving.captures("no graphs on a CPU") == (0, 0, 0)

@@ -37,6 +37,7 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("shared", "beside a process that waits / alone"): Estimate(
         0.97, 1.0, "a context without kernels has no time slice"
     ),
+    ("fit", "share of the memory for weights and KV cache"): Estimate(0.8, 0.9, "SGLang's own default is about 0.83"),
     ("fit", "capturing graphs"): Estimate(20, 90, "0.05 s a graph with 8 layers on an H100"),
     ("fit", "memory of graphs"): Estimate(2.9, 8, "2.9 GB with 8 layers on an H100"),
     ("push", "http"): Estimate(0.43, 0.78, "40 to 60 pageable copies a bucket, one Python HTTP server"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     requests, drafts, prefill = plan.fit
     directory = folder / "whole"
-    config, parameters = _without_data(plan, directory)
-    settings = _settings(plan, directory)
+    config, parameters = without_data(plan, directory)
+    settings = settings_of(plan, directory)
     layout = placement.Layout()
     if plan.on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
-        apart = placement.Layout("apart", ("0",), (("0",),))
-        need = placement.Need.of(settings, config, gpu, parameters, 2, 1)
-        layout = replace(apart, mem_fraction=placement.share(apart, need), need=need)
-        figures.say("share of the memory for weights and KV cache", layout.mem_fraction, "", f"{gpu / GIB:.1f} GiB")
+        layout = layout_of(settings, config, parameters, gpu)
+        note = f"of {gpu / GIB:.1f} GiB; placement leaves {layout.need.working / GIB:.1f} GiB for the rest"
+        figures.say("share of the memory for weights and KV cache", layout.mem_fraction, "", note)
     arguments = [*engine_arguments(settings, layout), "--device", plan.device, "--load-format", "dummy"]
     arguments += [serving.UNCACHED, "--log-level", "info", *plan.engine]
     before = free_gib()
@@ -57,6 +55,12 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
                 _say_free(figures, f"after {name}", now, f"{started - now:.1f} GiB less than after the start")
 
 
+def layout_of(settings: Config, config: dict[str, Any], parameters: int, gpu: int) -> placement.Layout:
+    """Return the placement of an engine that has a GPU of `gpu` bytes to itself."""
+    need = placement.Need.of(settings, config, gpu, parameters, 0, 1)
+    return placement.with_memory(placement.Layout("apart", ("0",), (("0",),)), need)
+
+
 def _say_free(figures: Figures, when: str, gib: float, note: str) -> None:
     if math.isnan(gib):
         figures.without(f"free {when}", "not on a CPU", "")
@@ -64,7 +68,7 @@ def _say_free(figures: Figures, when: str, gib: float, note: str) -> None:
         figures.say(f"free {when}", gib, "GiB", note)
 
 
-def _settings(plan: Plan, directory: Path) -> Config:
+def settings_of(plan: Plan, directory: Path) -> Config:
     """Return the configuration of a run that launches one engine."""
     requests, drafts, _ = plan.fit
     sections: dict[str, Any] = {
@@ -79,7 +83,7 @@ def _settings(plan: Plan, directory: Path) -> Config:
     return Config.model_validate(sections)
 
 
-def _without_data(plan: Plan, directory: Path) -> tuple[dict[str, Any], int]:
+def without_data(plan: Plan, directory: Path) -> tuple[dict[str, Any], int]:
     """Write a checkpoint of `plan.whole` whose tensors are holes in a file; return its config and its parameters."""
     shape = plan.whole
     config = config_of(
