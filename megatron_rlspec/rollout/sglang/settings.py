@@ -22,6 +22,7 @@ class Settings:
     spec_rule: dict[str, Any] | None = None
     deliveries: bool = False  # remember the fingerprints of what each push gave to the models' loaders
     drafts: Drafts = "coupled"  # with the verifier position_keyed
+    architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod
@@ -32,7 +33,7 @@ class Settings:
         fields = json.loads(text or "{}")
         if "policy" in fields:  # the rule's name before 0.2.0
             fields["spec_rule"] = fields.pop("policy")
-        return cls(**fields)
+        return cls(**fields | {"architectures": tuple(fields.get("architectures", ()))})
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

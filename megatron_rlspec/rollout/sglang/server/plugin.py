@@ -8,11 +8,15 @@ and in every scheduler process. The variable holds JSON:
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import os
 import sys
+from collections.abc import Collection
 
 from megatron_rlspec import loopback
 from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.weights.families import FAMILIES
 
 
 def register() -> None:
@@ -24,6 +28,8 @@ def register() -> None:
     from megatron_rlspec.rollout.sglang.server import control, coupled, decisions, verifier, versions
 
     sglang = versions.installed()  # refused before anything is in force: SGLang logs a plugin's errors and goes on
+    if settings.architectures:
+        _register_models(settings.architectures)
     decisions.decider = decisions.Decider(settings)
     from megatron_rlspec.rollout.sglang.server.controller import ScheduleController
 
@@ -36,6 +42,18 @@ def register() -> None:
     if settings.loopback:
         loopback.bind_stores()
     _add_routes()
+
+
+def _register_models(architectures: Collection[str]) -> None:
+    """Import the one or two model files that are needed instead of SGLang's 250, in each of its processes."""
+    # With an external model package set, SGLang imports its own models only if an architecture is unknown.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
+    from sglang.srt.models.registry import ModelRegistry
+
+    for name in (file for architecture in architectures for file in FAMILIES[architecture].sglang_files):
+        entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
+        for entry in entries if isinstance(entries, list) else [entries]:
+            ModelRegistry.models[entry.__name__] = entry
 
 
 def _add_routes() -> None:

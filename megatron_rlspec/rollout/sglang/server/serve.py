@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -39,6 +38,7 @@ from megatron_rlspec.speculation.solver import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 from megatron_rlspec.weights.eagle3 import check_drafter
+from megatron_rlspec.weights.families import FAMILIES
 from megatron_rlspec.weights.model_config import ModelConfigError
 from megatron_rlspec.weights.model_directory import check_model
 
@@ -159,7 +159,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     for name in list(os.environ):
         if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
+    settings = dataclasses.replace(settings, architectures=_architectures(options.model, options.draft_model))
     os.environ.update(settings.to_environment())
+    if settings.architectures:  # before SGLang is imported
+        os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     if device == "cpu":
         os.environ.update(installed_sglang().cpu_environment)
         _check_emulation()
@@ -243,6 +246,8 @@ def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], 
         arguments.append(f"--max-total-tokens={total}")
     if device == "cpu":
         arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
+    else:  # SGLang captures up to batch 256 otherwise, 512 from four GPUs on
+        arguments.append(f"--cuda-graph-max-bs-decode={options.max_running_requests}")
     if options.verifier == "position_keyed" or device == "cpu":
         arguments.append("--sampling-backend=pytorch")
     if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -416,12 +421,11 @@ def installed_sglang() -> versions.Sglang0523:
 
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     try:
-        _register_models(options.model, options.draft_model)
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
     except ImportError as error:
         raise ServeError(f"SGLang cannot be imported here: {error}") from None
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
 
     from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 
@@ -471,21 +475,11 @@ def _fork_children() -> None:
     engine._set_envs_and_config = then_fork
 
 
-def _register_models(*paths: str) -> None:
-    """Import the one or two model files that are needed instead of SGLang's 250."""
-    # With an external model package set, SGLang imports its own models only if an architecture is unknown.
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
-    from sglang.srt.models.registry import ModelRegistry
-
-    from megatron_rlspec.weights.families import FAMILIES
-
+def _architectures(*paths: str) -> tuple[str, ...]:
+    """Return the architectures of model directories whose files in SGLang are known."""
     configs = [json.loads((Path(path) / "config.json").read_text()) for path in paths if path]
-    for architecture in (name for config in configs for name in config.get("architectures") or ()):
-        facts = FAMILIES.get(architecture)
-        for name in facts.sglang_files if facts is not None else ():
-            entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
-            for entry in entries if isinstance(entries, list) else [entries]:
-                ModelRegistry.models[entry.__name__] = entry
+    names = {name for config in configs for name in config.get("architectures") or ()}
+    return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
 
 
 def _listening(options: argparse.Namespace) -> bool:
