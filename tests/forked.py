@@ -43,7 +43,7 @@ def run_module(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     ranks: int = 1,
-    timeout: float = 240,
+    timeout: float = 840,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` in `folder`; with more ranks than one, as ranks of one job.
 

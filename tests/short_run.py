@@ -74,6 +74,6 @@ def train(
 
 def finish(process: subprocess.Popen) -> str:
     """Wait for a run that `train` started. Returns what it printed."""
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=840)
     assert process.returncode == 0, output[-3000:]
     return output

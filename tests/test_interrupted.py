@@ -37,7 +37,7 @@ def records(run_dir: Path) -> list[list[float]]:
 
 def reach(process: subprocess.Popen, run_dir: Path, steps: int) -> list[psutil.Process]:
     """Wait for this number of records; return the run's processes."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 840
     while len(read_records(run_dir / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
         time.sleep(0.005)
@@ -46,7 +46,7 @@ def reach(process: subprocess.Popen, run_dir: Path, steps: int) -> list[psutil.P
 
 def told(process: subprocess.Popen, code: int, processes: list[psutil.Process]) -> str:
     """Return the one line of a run that a signal ended; there is no traceback of ours, and no process is left."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=840)
     ours = output.replace(sys.prefix, "").partition("Traceback (most recent call last)")
     assert process.returncode == code, output[-3000:]
     assert "/megatron_rlspec/" not in ours[2], output[-3000:]  # torchrun prints one of its own
@@ -106,7 +106,7 @@ def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
 )
 def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 840
     handler = f"/proc/{process.pid}/status"
     while True:  # until our handler is there
         caught = int(
@@ -202,7 +202,7 @@ def limited(start: Path, run_dir: Path, most: int, **options: object) -> tuple[i
     """Start a run whose files may not grow beyond `most` bytes: the effect of a full disk at a chosen place."""
     process = train(start, run_dir, **{**OPTIONS, "train__save_every": 1, "train__steps": 3} | options)
     psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (most, most))
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=840)
     assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     return process.returncode, line
@@ -253,7 +253,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, small_disk, whole, size):
     run_dir = small_disk(size) / "run"
     process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=840)
     assert "Traceback" not in output and process.returncode == 1, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "No space left on device" in line

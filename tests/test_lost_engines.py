@@ -25,7 +25,7 @@ def drawn(run_dir: Path) -> list[list[float]]:
 
 def stopped(process: subprocess.Popen) -> str:
     """Return the one line of a run that stopped by itself."""
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=840)
     assert process.returncode == 1, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     return line

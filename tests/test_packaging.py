@@ -51,7 +51,7 @@ def test_a_missing_package_is_named_in_one_line(hidden, argv, expects, tmp_path,
     (tmp_path / "config.json").write_text("{}")
     argv = [word.format(model=tmp_path, start=start) for word in argv]
     command = [sys.executable, "-c", HIDE.format(hidden=hidden, argv=argv)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=840)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("rlspec") and all(word in line for word in expects), line

@@ -811,14 +811,14 @@ def started(
     found: list[list[Sample]] = []
     thread = threading.Thread(target=lambda: found.append(engine.generate(asked, sampling, on_sample)))
     thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         lengths = [held.context - held.prompt for held in engine.progress().running]
         if len(lengths) == len(asked) and min(lengths) >= least:
             break
 
     def end() -> list[Sample]:
-        thread.join(60)
+        thread.join(600)
         return found[0]
 
     return end
@@ -837,7 +837,7 @@ def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
 
 def flush(engine: SGLangEngine) -> None:
     """Empty the prefix tree, once the engine is idle."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     headers = {"Authorization": "Bearer right-key"}
     while http.post(f"{engine.url}/flush_cache", headers=headers, timeout=20).status_code != 200:
         assert time.monotonic() < deadline

@@ -39,7 +39,7 @@ HF_CONFIG = {
 
 
 def on_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, answering: int | None = None
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 840, answering: int | None = None
 ) -> list[Any]:
     """Return what `function(*args)` returns on each of `size` ranks. Raises AssertionError with a rank's traceback.
 
