@@ -89,7 +89,7 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
         job.await_steps(moments.randint(0, 3))
         time.sleep(moments.uniform(0, 0.3))
         if number % 3 == 2:
-            job.stop(0, 1.0)
+            job.stop(number % ranks, 1.0)
         job.kill(number % ranks)
         reached.append(len(read_records(killed / "metrics.jsonl")))
     assert 0 < max(reached) and reached[-1] < STEPS, reached

@@ -17,6 +17,7 @@ from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import StartingEngines, engine_arguments, rebalancer
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
+from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.rollout.turns import calls
 from megatron_rlspec.session import Session
@@ -56,7 +57,8 @@ def start(monkeypatch, tmp_path: Path, config: Config, layout: Layout) -> list[R
     """Start the engines of a layout, and return what was started."""
     started.clear()
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no engine removes its directories
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "this would be the trainers'")
     StartingEngines(config, tmp_path, layout).launch()
     return list(started)
