@@ -18,19 +18,22 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
+from megatron_rlspec.interruption import Interrupted
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from megatron_rlspec.rollout.conversation import Conversation
-    from megatron_rlspec.types import Sample
+    from megatron_rlspec.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
@@ -119,16 +122,18 @@ class DrafterLoss(Protocol):
 
 
 class Turns(Protocol):
-    """Draw one sample in several turns. Return None, or the sample's reward in place of `reward.kind`'s.
+    """Sample in several turns, by a `rollout.conversation.Conversation`.
+
+    Return None, or the sample's reward in place of `reward.kind`'s.
 
     Conversations run in threads, so the function must not change state that another call of it reads.
     """
 
-    def __call__(self, conversation: Conversation, /) -> float | None: ...
+    def __call__(self, conversation: Any, /) -> float | None: ...
 
 
 class FunctionError(ConfigError):
-    """A function of the user's own raised an exception. The other ranks may not meet it, so every rank prints it."""
+    """A function of the user's own failed, or returned something else. Other ranks may not meet it, so all print it."""
 
     every_rank = True
 
@@ -141,16 +146,19 @@ def is_function(text: str) -> bool:
 def load(option: str, name: str) -> Callable[..., Any]:
     """Import `module:function` from the working directory. Raises ConfigError, one line that names `option`.
 
-    The function that is returned raises FunctionError, with file and line, for whatever the user's code raises.
+    The function that is returned raises FunctionError, with file and line, for whatever the user's code raises, and if
+    it would end the process.
     """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module's own code can raise any error
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{option}={name}: cannot be imported: {type(error).__name__}: {reason}") from None
+        with _inside():
+            found = getattr(importlib.import_module(module), function)
+    except OURS:
+        raise
+    except BaseException as error:  # the module's own code can raise any error
+        raise ConfigError(f"{option}={name}: cannot be imported: {described(error)}") from None
     if not callable(found) or inspect.iscoroutinefunction(found):
         raise ConfigError(f"{option}={name}: expected a function of one argument, found {type(found).__name__}")
     try:
@@ -164,15 +172,92 @@ def load(option: str, name: str) -> Callable[..., Any]:
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
-            return found(rows)
-        except Exception as error:  # whatever the function's own code raises
+            with _inside():
+                return found(rows)
+        except OURS:
+            raise
+        except BaseException as error:  # whatever the function's own code raises
             place = traceback.extract_tb(error.__traceback__)[-1]
-            reason = " ".join(str(error).split())[:300]
-            raise FunctionError(
-                f"{option}={name}: {type(error).__name__}: {reason} ({place.filename}:{place.lineno}, in {place.name})"
-            ) from error
+            where = f"{place.filename}:{place.lineno}, in {place.name}"
+            raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
     return told
+
+
+class Unwound(BaseException):
+    """Ends a function of the user's from inside a call that it made. No Exception, so its handlers do not catch it."""
+
+
+OURS = (Unwound, KeyboardInterrupt, Interrupted)  # what passes through the user's code and is not of it
+
+
+class ProcessExit(BaseException):
+    """The user's code called os._exit, which would end the run with an exit code of its choice and without a word."""
+
+
+_calls = threading.local()  # depth: calls of the user's code that this thread is in
+_exit = os._exit
+
+
+def _exit_unless_inside(status: int) -> NoReturn:
+    """Replace os._exit: forked children of the user's code may end so, this process may not."""
+    if getattr(_calls, "depth", 0) and os.getpid() == _calls.process:
+        raise ProcessExit(status)
+    _exit(status)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """Mark the block as code of the user's."""
+    os._exit = _exit_unless_inside
+    _calls.process = os.getpid()
+    _calls.depth = getattr(_calls, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def described(error: BaseException) -> str:
+    """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
+    if isinstance(error, SystemExit | ProcessExit):
+        return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
+    return f"{type(error).__name__}: {shown(error, str)}"
+
+
+def shown(value: Any, by: Callable[[Any], str] = repr) -> str:
+    """Return a value of the user's in one line of at most 200 characters. Its own methods may fail."""
+    try:
+        text = by(value)
+        return " ".join(text.split())[:200]
+    except BaseException as error:
+        return f"({type(value).__name__}, whose {by.__name__}() raised {type(error).__name__})"
+
+
+def locked(samples: Sequence[Sample]) -> list[Sample]:
+    """Return copies of samples for the user's code: it can change neither them nor their arrays."""
+    return [
+        replace(
+            sample,
+            prompt=locked_prompt(sample.prompt),
+            tokens=_read_only(sample.tokens),
+            loss_mask=_read_only(sample.loss_mask),
+            behaviour_logprobs=_read_only(sample.behaviour_logprobs),
+            metadata=deepcopy(sample.metadata),
+        )
+        for sample in samples
+    ]
+
+
+def locked_prompt(prompt: Prompt) -> Prompt:
+    """Return a copy of a prompt for the user's code."""
+    return replace(prompt, tokens=_read_only(prompt.tokens), metadata=deepcopy(prompt.metadata))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def check(config: Config) -> None:
@@ -187,11 +272,42 @@ def check(config: Config) -> None:
             load(option, name)
 
 
-def checked(option: str, result: Tensor, rows: int) -> Tensor:
-    """Return the result of a loss. Raises ConfigError if it is no tensor `[rows]`."""
-    shape = list(getattr(result, "shape", ()))
-    if shape != [rows]:
-        raise ConfigError(
-            f"{option}: the function returned {type(result).__name__} {shape}; expected a tensor [{rows}]"
+def checked(option: str, result: Any, like: Tensor) -> Tensor:
+    """Return the result of a loss. Raises FunctionError unless it is a dense, finite tensor like `like [rows]`.
+
+    That is of its shape and device, of floating point, and differentiable if `like` is.
+    """
+    import torch
+
+    expected = f"expected a tensor {list(like.shape)} of floating point on {like.device}"
+    if not isinstance(result, torch.Tensor):
+        raise FunctionError(f"{option}: the function returned {shown(result)}, a {type(result).__name__}; {expected}")
+    found = f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')} on {result.device}"
+    if result.layout != torch.strided:
+        found = f"a sparse tensor {list(result.shape)}"
+    if result.layout != torch.strided or result.shape != like.shape or result.device != like.device:
+        raise FunctionError(f"{option}: the function returned {found}; {expected}")
+    if not result.is_floating_point():
+        raise FunctionError(f"{option}: the function returned {found}; {expected}")
+    if like.requires_grad and not result.requires_grad:
+        raise FunctionError(
+            f"{option}: the function returned a tensor without gradient; expected one that is differentiable in the "
+            "log-probabilities that it was given"
         )
+    if not bool(result.detach().isfinite().all()):
+        bad = int(result.detach().isfinite().logical_not().nonzero()[0])
+        raise FunctionError(f"{option}: the function returned {float(result[bad])} at [{bad}]; expected finite numbers")
     return result
+
+
+def numbers(option: str, result: Any, count: int) -> np.ndarray:
+    """Return `count` finite numbers as float64. Raises FunctionError if `result` is something else."""
+    import numpy as np
+
+    try:
+        found = np.asarray(result)
+    except Exception:  # a tensor with a gradient, or an object with __array__ of its own
+        found = np.asarray(None)
+    if found.dtype.kind not in "fiub" or found.shape != (count,) or not np.isfinite(found).all():
+        raise FunctionError(f"{option}: the function returned {shown(result)}; expected {count} finite numbers")
+    return found.astype(np.float64)

@@ -183,7 +183,7 @@ class Rollouts:
         self.conversations = None
         if rollout.function:
             function = custom.load("rollout.function", rollout.function)
-            self.conversations = Conversations(function, self.engines, self.tokenizer)
+            self.conversations = Conversations(function, self.engines, self.tokenizer, rollout.function_seconds)
         self.health = self._health(engines, _drafter_names(config, started.hf_config))
         turns = self.starting.turns(started.sizes, self.engines, self.health)
         pushed = self.health.pusher.engines

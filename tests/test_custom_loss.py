@@ -2,16 +2,20 @@
 
 import importlib.util
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import forked
 import numpy as np
 import pytest
+import torch
 from short_run import words
 
 from megatron_rlspec import cli, custom
 from megatron_rlspec.config import AlgorithmConfig, ConfigError
 from megatron_rlspec.metrics import read_records
+from megatron_rlspec.rl import grpo
 from megatron_rlspec.types import Prompt, Sample
 
 EXAMPLE = Path(__file__).parent.parent / "examples/custom_loss"
@@ -66,9 +70,86 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(text, expected):
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_wrong_result_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match=r"drafter.loss: the function returned float \[\]; expected a tensor \[4\]"):
-        custom.checked("drafter.loss", 1.0, 4)
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (1.0, "returned 1.0, a float; expected a tensor [4] of floating point on cpu"),
+        (np.zeros(4), "a ndarray; expected a tensor [4]"),
+        (torch.zeros(3), "returned a tensor [3] of float32 on cpu; expected a tensor [4]"),
+        (torch.zeros(4, dtype=torch.int64), "returned a tensor [4] of int64 on cpu"),
+        (torch.zeros(4, device="meta"), "on meta; expected a tensor [4] of floating point on cpu"),
+        (torch.zeros(4).to_sparse(), "returned a sparse tensor [4]"),
+        (torch.zeros(4), "returned a tensor without gradient"),
+        (torch.tensor([0, 1, math.nan, 0], requires_grad=True), "returned nan at [2]; expected finite numbers"),
+    ],
+)
+def test_a_wrong_result_is_refused_in_one_line(result, expected):
+    with pytest.raises(ConfigError) as error:
+        custom.checked("drafter.loss", result, torch.zeros(4, requires_grad=True))
+    assert str(error.value).startswith("drafter.loss: the function ") and "\n" not in str(error.value)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"a": 1.0},
+        (x for x in (1.0, 2.0)),
+        [10**400, 1.0],
+        [1j, 0.5],
+        ["1", "2"],
+        torch.ones(2, requires_grad=True),
+        [0.0, math.inf],
+        [1.0],
+        None,
+    ],
+    ids=str,
+)
+def test_wrong_advantages_are_refused_in_one_line(result):
+    samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]
+    with pytest.raises(ConfigError, match="algorithm.advantage=m:f: the function returned .*; expected 2 finite") as e:
+        grpo.own_advantages(lambda group: result, samples, [0.0, 1.0], [True, True], AlgorithmConfig(advantage="m:f"))
+    assert "\n" not in str(e.value)
+
+
+def test_a_function_cannot_change_what_it_is_given():
+    samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]
+
+    def own(group):
+        group.samples[0].reward = 777.0
+        group.samples[0].metadata["seen"] = True
+        group.rewards[0] = 5.0
+        for array in (group.samples[1].tokens, group.samples[1].prompt.tokens):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 9
+        return [1.0, 2.0]
+
+    rewards = [0.0, 1.0]
+    assert grpo.own_advantages(own, samples, rewards, [True, True], AlgorithmConfig()).tolist() == [1.0, 2.0]
+    assert samples[0].reward == 0.0 and not samples[0].metadata and rewards == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)", "raise SystemExit"])
+@pytest.mark.parametrize("when", ["call", "import"])
+def test_a_function_cannot_end_the_process_without_a_word(tmp_path, way, when):
+    """A script that goes on after exit code 0 would take the run for a finished one."""
+    body = f"def own(rows):\n    {way}\n" if when == "call" else f"{way}\ndef own(rows): pass\n"
+    (tmp_path / "ending.py").write_text(f"import os, sys\n{body}")
+    code = "from megatron_rlspec import cli, custom; import sys\n"
+    code += "sys.exit(cli.run(lambda: custom.load('algorithm.loss', 'ending:own')(None)))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert "algorithm.loss=ending:own: " in ended.stderr and "would end the process with exit code" in ended.stderr
+
+
+def test_a_process_that_the_function_forks_may_end(tmp_path, monkeypatch):
+    (tmp_path / "forking.py").write_text(
+        "import os\ndef own(rows):\n    child = os.fork()\n    if not child:\n        os._exit(3)\n"
+        "    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert custom.load("algorithm.loss", "forking:own")(None) == 3
 
 
 def test_an_exception_in_the_function_is_reported_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.config import AlgorithmConfig, ConfigError
-from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked
+from megatron_rlspec.config import AlgorithmConfig
+from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked, locked, numbers
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
@@ -189,31 +189,25 @@ def _own_loss(
         return None if values is None else trained(values)
 
     tokens = PolicyTokens(
-        logprobs=logprobs,
+        logprobs=logprobs.clone(),  # the function may change its arguments in place
         old_logprobs=trained(batch.old_logprobs),
         behaviour_logprobs=trained_if_any(batch.behaviour_logprobs),
         advantages=trained(batch.advantages),
         entropy=trained_if_any(entropy),
         mask=mask.to(logprobs),
-        sequence_ids=to_device(batch.sequence_ids, logprobs.device),
+        sequence_ids=to_device(batch.sequence_ids, logprobs.device).clone(),
         staleness=trained_if_any(batch.staleness),
         options=algorithm,
     )
-    return checked("algorithm.loss", own(tokens), len(logprobs)).to(logprobs).masked_fill(~mask, 0)
+    return checked("algorithm.loss", own(tokens), logprobs).to(logprobs).masked_fill(~mask, 0)
 
 
 def own_advantages(
     own: Advantage, samples: Sequence[Sample], rewards: Sequence[float], known: Sequence[bool], options: AlgorithmConfig
 ) -> np.ndarray:
-    """Compute the user's advantage of each sample, `[n]`. Raises ConfigError if they are not n finite numbers."""
-    group = RewardedGroup(samples, np.asarray(rewards, np.float64), np.asarray(known, bool), options)
-    found = np.asarray(own(group), np.float64)
-    if found.shape != (len(samples),) or not np.isfinite(found).all():
-        raise ConfigError(
-            f"algorithm.advantage={options.advantage}: the function returned {found.tolist()!s:.120}; "
-            f"expected {len(samples)} finite numbers"
-        )
-    return found
+    """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
+    group = RewardedGroup(locked(samples), np.array(rewards, np.float64), np.array(known, bool), options)
+    return numbers(f"algorithm.advantage={options.advantage}", own(group), len(samples))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

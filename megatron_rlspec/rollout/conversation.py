@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rlspec.config import ConfigError
+from megatron_rlspec.custom import FunctionError, Unwound, locked_prompt, shown
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Request, Sample, Sampling, Status
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_THREADS = 1024
+LONGEST_TOKEN = 1024  # characters; no tokenizer has a longer one
+LOOK_SECONDS = 1.0  # between two looks at how long functions have run
 
 
-class _Ended(BaseException):
-    """The conversation cannot go on. No Exception, so a function's own `except Exception` does not catch it."""
+class _Ended(Unwound):
+    """The conversation cannot go on."""
 
 
 class Conversation:
@@ -54,7 +56,7 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         draw: Callable[[Request, Sampling], Sample],
     ) -> None:
-        self.prompt = request.prompt
+        self.prompt = locked_prompt(request.prompt)
         self.sampling = sampling
         self.tokenizer = tokenizer
         self.finished = False
@@ -68,6 +70,7 @@ class Conversation:
         self._spans: list[tuple[int, int, int]] = []
         self._accepted: list[int] = []
         self._drafted: list[tuple[int, int]] = []
+        self.since: float | None = time.monotonic()  # when the function went on; None while an engine replies
 
     @property
     def remaining(self) -> int:
@@ -90,9 +93,11 @@ class Conversation:
             return ""
         so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
         turn = Request(
-            f"{self._request.id}-t{self._turns:04d}", replace(self.prompt, tokens=so_far), self._request.seed
+            f"{self._request.id}-t{self._turns:04d}", replace(self._request.prompt, tokens=so_far), self._request.seed
         )
+        self.since = None
         drawn = self._draw(turn, replace(self.sampling, max_new_tokens=most, stop_token_ids=tuple(stop_token_ids)))
+        self.since = time.monotonic()
         self._turns += 1
         self._add(drawn)
         self._status = drawn.status
@@ -106,6 +111,7 @@ class Conversation:
 
         Special tokens in it, such as those of a chat template, are recognised.
         """
+        text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.remaining]
         self._tokens += ids
         self._trained += [False] * len(ids)
@@ -131,7 +137,7 @@ class Conversation:
         starts = [0, *ends[:-1]]
         return Sample(
             request_id=self._request.id,
-            prompt=self.prompt,
+            prompt=self._request.prompt,
             tokens=np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)]),
             loss_mask=np.concatenate([prompt, np.asarray(self._trained, np.float32)]),
             behaviour_logprobs=np.concatenate([prompt, np.asarray(self._logprobs, np.float32)]),
@@ -144,15 +150,24 @@ class Conversation:
 
 
 class Conversations:
-    """Draws samples of several turns. `running` holds the ids of the requests that engines hold now."""
+    """Draws samples of several turns. `running` holds the ids of the requests that engines hold now.
+
+    seconds  that a function may run beside the replies of engines, between two of them
+    """
 
     def __init__(
-        self, function: Callable[[Conversation], Any], engines: EnginePool, tokenizer: PreTrainedTokenizerBase
+        self,
+        function: Callable[[Conversation], Any],
+        engines: EnginePool,
+        tokenizer: PreTrainedTokenizerBase,
+        seconds: float = 600.0,
     ) -> None:
         self.running: dict[str, None] = {}
         self._function = function
         self._engines = engines
         self._tokenizer = tokenizer
+        self._seconds = seconds
+        self._open: dict[int, Conversation] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
 
@@ -165,18 +180,52 @@ class Conversations:
         """Return one sample per request, in their order. One whose function returned a number has it as its reward,
         and `metadata["own_reward"]`. `on_sample` is called with each sample when its function has returned.
 
-        Raises EngineError if no engine is left, FunctionError if the function raised, and ConfigError if it returned
+        Raises EngineError if no engine is left, and FunctionError if the function raised, ran too long, returned
         something else than None or a finite number, or asked for no reply. The other conversations are ended first.
         """
         self._failure = None
-        with ThreadPoolExecutor(min(len(requests), MOST_THREADS) or 1, "conversation") as threads:
-            samples = list(threads.map(lambda request: self._converse(request, sampling, on_sample), requests))
+        samples: dict[int, Sample] = {}
+        waiting = iter(range(len(requests)))
+        ended = threading.Condition()
+
+        def work() -> None:
+            while (number := next_number()) is not None:
+                sample = self._converse(number, requests[number], sampling, on_sample)
+                with ended:
+                    samples[number] = sample
+                    ended.notify()
+
+        def next_number() -> int | None:
+            with ended:
+                return next(waiting, None)
+
+        # A function that never returns keeps its thread. Daemons do not keep the process from ending.
+        for _ in range(min(len(requests), MOST_THREADS)):
+            threading.Thread(target=work, name="conversation", daemon=True).start()
+        with ended:
+            while len(samples) < len(requests):
+                ended.wait(LOOK_SECONDS)
+                stuck = self._too_long()
+                if stuck and self._failure is None:
+                    reason = f"did not go on for {self._seconds:g} s (rollout.function_seconds)"
+                    self._fail(FunctionError(f"rollout.function: the function {reason}"))
+                if self._failure is not None and len(samples) + len(stuck) >= len(requests):
+                    break
         if self._failure is not None:
             raise self._failure
-        return samples
+        return [samples[number] for number in range(len(requests))]
 
-    def _converse(self, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]) -> Sample:
+    def _too_long(self) -> list[int]:
+        """Return the numbers of the conversations whose function has run too long."""
+        now = time.monotonic()
+        began = [(number, conversation.since) for number, conversation in list(self._open.items())]
+        return [number for number, since in began if since is not None and now - since > self._seconds]
+
+    def _converse(
+        self, number: int, request: Request, sampling: Sampling, on_sample: Callable[[Sample], None]
+    ) -> Sample:
         conversation = Conversation(request, sampling, self._tokenizer, self._reply)
+        self._open[number] = conversation
         try:
             if self._failure is not None:
                 raise _Ended
@@ -186,12 +235,14 @@ class Conversations:
                 sample.reward = _number(reward)
                 sample.metadata["own_reward"] = True
             if not sample.loss_mask.any():
-                raise ConfigError("rollout.function: the function asked for no reply; expected at least one")
+                raise FunctionError("rollout.function: the function asked for no reply; expected at least one")
         except _Ended:
             return conversation.sample()
-        except Exception as error:  # the function's own code can raise any error
+        except Exception as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
             self._fail(error)
             return conversation.sample()
+        finally:
+            del self._open[number]
         on_sample(sample)
         return sample
 
@@ -225,11 +276,12 @@ class Conversations:
 
 
 def _number(value: Any) -> float:
-    """Return a function's reward. Raises ConfigError."""
+    """Return a function's reward. Raises FunctionError."""
     try:
         reward = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # an object's own __float__ can raise any error
         reward = math.nan
     if not math.isfinite(reward):
-        raise ConfigError(f"rollout.function: the function returned {value!r}; expected None or a finite number")
+        returned = f"the function returned {shown(value)}"
+        raise FunctionError(f"rollout.function: {returned}; expected None or a finite number")
     return reward

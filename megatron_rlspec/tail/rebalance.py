@@ -140,11 +140,14 @@ class Rebalancer:
         """Learn the bandwidth of a link from transfers: (bytes, ms) each. The newest count half."""
         for size, ms in transfers:
             if size > 0 and ms > 0:
-                name = "network_gigabytes_per_second" if network else "gigabytes_per_second"
-                known = getattr(self.transport, name)
+                link = self.transport
+                known = link.network_gigabytes_per_second if network else link.gigabytes_per_second
                 measured = size / ms / 1e6
-                blended = math.sqrt(known * measured) if known else measured
-                self.transport = replace(self.transport, **{name: blended})
+                rate = math.sqrt(known * measured) if known else measured
+                if network:
+                    self.transport = replace(link, network_gigabytes_per_second=rate)
+                else:
+                    self.transport = replace(link, gigabytes_per_second=rate)
 
     def threshold(self, loads: Sequence[Load]) -> int:
         """Return the samples from which on one more adds little throughput, at the mean context of `loads`."""

@@ -1,5 +1,9 @@
 """Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
 
+import os
+import sys
+import threading
+
 import embedded_oracle as oracle
 import numpy as np
 import pytest
@@ -125,12 +129,70 @@ def test_no_token_past_the_limit(model):
         (lambda conversation: 1 / 0, "rollout.function=m:f: ZeroDivisionError: division by zero"),
         (lambda conversation: conversation.reply(), "returned '.*'; expected None or a finite number"),
         (lambda conversation: conversation.append("A"), "the function asked for no reply"),
+        (lambda conversation: 10**400, "returned 1000.*; expected None or a finite number"),
+        (lambda conversation: Silent(), r"returned \(Silent, whose repr\(\) raised RuntimeError\)"),
+        (lambda conversation: sys.exit(0), "m:f: it would end the process with exit code 0 "),
+        (lambda conversation: os._exit(0), "m:f: it would end the process with exit code 0 "),
+        (lambda conversation: raising(Silent("x")), r"m:f: Silent: \(Silent, whose str\(\) raised RuntimeError\)"),
+        (lambda conversation: conversation.prompt.tokens.fill(5), "m:f: ValueError: .*read-only"),
     ],
 )
 def test_a_wrong_function_ends_the_rollout_in_one_line(model, monkeypatch, function, expected):
     monkeypatch.setitem(__import__("sys").modules, "m", type("m", (), {"f": staticmethod(function)}))
     with pytest.raises(ConfigError, match=expected):
         drawn(model, custom.load("rollout.function", "m:f"))
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["waits", "asks for replies for ever"])
+def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
+    """Its thread stays behind as a daemon."""
+    release = threading.Event()
+
+    def stuck(conversation):
+        if conversation.prompt.id != 1:
+            conversation.reply()
+        elif patient:
+            release.wait()
+        while not release.is_set() and conversation.prompt.id == 1:
+            conversation.reply(max_new_tokens=24)
+
+    engine = oracle.engine_of(*model, K3)
+    conversations = Conversations(stuck, EnginePool([engine]), Letters(), seconds=0.5)
+    try:
+        with pytest.raises(ConfigError, match=r"did not go on for 0.5 s \(rollout.function_seconds\)"):
+            conversations.draw(oracle.requests(PROMPTS), LONG)
+    finally:
+        release.set()
+
+
+def test_a_long_text_is_cut_before_it_is_tokenised(model):
+    seen = []
+
+    class Counting(Letters):
+        def __call__(self, text, add_special_tokens=False):
+            seen.append(len(text))
+            return super().__call__(text)
+
+    def tells_much(conversation):
+        conversation.reply(max_new_tokens=2)
+        conversation.append("A" * 10_000_000)
+
+    engine = oracle.engine_of(*model, K3)
+    samples = Conversations(tells_much, EnginePool([engine]), Counting()).draw(oracle.requests(PROMPTS[:1]), LONG)
+    assert len(samples[0].response) == LONG.max_new_tokens and max(seen) < 100_000
+
+
+class Silent(Exception):
+    """A value, or an error, that cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+    __str__ = __repr__
+
+
+def raising(error):
+    raise error
 
 
 class Lost:
