@@ -168,7 +168,7 @@ def policy_of(run_dir: Path) -> dict[str, float]:
     for record in read_records(run_dir / "metrics.jsonl"):
         found |= {name: record[name] for name in BESIDE if name in record}
     for event in read_records(run_dir / "events.jsonl"):
-        if event["kind"] == "evaluation":
+        if event["kind"] == "evaluation" and "reward" in event:
             found[f"held_out_reward_{event['name']}"] = event["reward"]
     return found
 
@@ -181,8 +181,8 @@ def held_out_rewards(run_dir: Path) -> dict[str, Estimate]:
     found = {}
     z = 1.959964  # the normal distribution's 97.5 % quantile
     for event in read_records(run_dir / "events.jsonl"):
-        if event["kind"] == "evaluation":
-            n = event["prompts"]
+        if event["kind"] == "evaluation" and "reward" in event:
+            n = event["prompts"] - event.get("failed_rewards", 0.0)
             share = event["reward"]
             middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
             half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)

@@ -12,8 +12,8 @@ import codecs
 import json
 import math
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -41,7 +41,9 @@ class DataError(ValueError):
 class Order:
     """The order in which `size` rows are drawn, epoch after epoch. With `shuffle` it depends on (seed, epoch).
 
-    `restore(state)` continues exactly at the place of `state()`, also within an epoch. Raises ValueError for no rows.
+    No step has a row twice unless it takes more rows than there are. At the end of an epoch a row that the step has
+    already is put off: it is `late`, and comes first in the next step. `restore(state)` continues exactly at the place
+    of `state()`, also within an epoch. Raises ValueError for no rows.
     """
 
     size: int
@@ -49,28 +51,45 @@ class Order:
     shuffle: bool = True
     epoch: int = 0
     position: int = 0
+    late: list[int] = field(default_factory=list)
+    _permutation: tuple[int, list[int]] = (-1, [])  # an epoch, and its order
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError("the dataset has no rows; expected at least one")
 
-    def take(self, count: int) -> list[int]:
-        """Return the next `count` indices. They can cross the end of an epoch, so a row can come twice."""
+    def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
+        """Return the next `count` indices of a step that has the rows `beside` already."""
         taken: list[int] = []
+        held = set(beside)
         while len(taken) < count:
-            chosen = self._permutation()[self.position : self.position + count - len(taken)]
-            taken += chosen.tolist()
-            self.position += len(chosen)
+            if len(held) == self.size:  # every row is in the step
+                held = set()
+            taken.append(self._next(held))
+            held.add(taken[-1])
+        return taken
+
+    def _next(self, held: Collection[int]) -> int:
+        """Return the next row that is not held. At least one must not be."""
+        for place, row in enumerate(self.late):
+            if row not in held:
+                return self.late.pop(place)
+        while True:
+            row = self._of_epoch()[self.position]
+            self.position += 1
             if self.position == self.size:
                 self.epoch += 1
                 self.position = 0
-        return taken
+            if row not in held:
+                return row
+            self.late.append(row)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the state for `restore`."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": self.size}
+        place = {"epoch": self.epoch, "position": self.position, "late": list(self.late)}
+        return place | {"seed": self.seed, "size": self.size}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
         given = dict(state) if isinstance(state, Mapping) else {}
         for name in ("size", "seed", "epoch", "position"):
@@ -86,13 +105,23 @@ class Order:
             raise DataError(
                 f"cannot resume the data order: position={given['position']}, expected a number below size={self.size}"
             )
+        late = given.get("late")
+        if not isinstance(late, list) or not all(type(row) is int and 0 <= row < self.size for row in late):
+            raise DataError(
+                f"cannot resume the data order: late={late!s:.80}, expected a list of rows below {self.size}"
+            )
         self.epoch = state["epoch"]
         self.position = state["position"]
+        self.late = list(late)
 
-    def _permutation(self) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.size)
-        return np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
+    def _of_epoch(self) -> list[int]:
+        """Return the order of the present epoch."""
+        if self._permutation[0] != self.epoch:
+            rows = np.arange(self.size)
+            if self.shuffle:
+                rows = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
+            self._permutation = self.epoch, rows.tolist()
+        return self._permutation[1]
 
 
 class Source(Generic[Row]):
@@ -107,14 +136,14 @@ class Source(Generic[Row]):
         return len(self.rows)
 
     def take(self, count: int) -> list[Row]:
-        """Return the next `count` rows. A row can come twice at the end of an epoch."""
+        """Return the next `count` rows. None comes twice unless there are fewer rows."""
         return [self.rows[i] for i in self.order.take(count)]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the state for `restore`."""
         return self.order.state()
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the place of `state`. Raises DataError, as `Order.restore`."""
         self.order.restore(state)
 
@@ -150,10 +179,16 @@ class Prompts(Source[Prompt]):
         self._read()
         return True
 
-    def state(self) -> dict[str, int]:
+    def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
+        """Return the next `count` prompts of a step that has the prompts `beside` already."""
+        places = {prompt.id: place for place, prompt in enumerate(self.rows)}
+        held = {places[prompt.id] for prompt in beside if prompt.id in places}
+        return [self.rows[i] for i in self.order.take(count, held)]
+
+    def state(self) -> dict[str, Any]:
         return self.order.state() | ({} if self.level is None else {"level": self.level})
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         if self.level is not None:
             level = state.get("level")
             if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= self.hardest:

@@ -129,7 +129,9 @@ class Recorder:
         rows = []
         for s in samples:
             row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
-            row |= {"reward": s.reward, "status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
+            error = s.metadata.get("reward_error")
+            row |= {"reward": s.reward} if error is None else {"reward": None, "reward_error": error}
+            row |= {"status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
             row["pieces"] = pieces(s, decode)
             rows.append(row)
         _append(self._samples, rows)

@@ -1,8 +1,9 @@
 """Rank 0's part of a run: engines, rewards, and the learning of speculation from rollouts.
 
-Sampling seeds are made from (run seed, step, prompt, index), so a resumed run draws the same samples as an
-uninterrupted one. With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights
-change only between rollouts, so the version that draws a sample does not depend on timing.
+Sampling seeds are made from (run seed, step, place in the step), so a resumed run draws the same samples as an
+uninterrupted one, and a prompt that comes twice in a step gets other samples the second time. With `rollout.staleness`
+the next step's rollout runs in a thread while this step trains. Weights change only between rollouts, so the version
+that draws a sample does not depend on timing.
 """
 
 from __future__ import annotations
@@ -304,19 +305,21 @@ class Rollouts:
             self.begun, options.prompts_per_step, step + 2 - options.oldest, lambda g: keep_all or _has_signal(g)
         )
         failures: Failures = []
-        drawn = dropped = 0
+        drawn = places = 0
         begun = [r.partial for group in self.begun for r in group.requests if r.partial is not None]
         counts["continued_tokens"] = float(sum(len(partial.response) for partial in begun))
         while True:
             # One prompt at least, so that every rollout draws.
-            prompts = source.take(max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1))
-            drawing.begin(self._requests(f"t{step:06d}-r{dropped:06d}", prompts, options.samples_per_prompt, step))
+            missing = max(options.begun_prompts - len(drawing.groups), 0 if drawing.requests() else 1)
+            prompts = source.take(missing, [group.requests[0].prompt for group in drawing.groups])
+            drawing.begin(self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, places))
+            places += len(prompts)
             ended, failed = self._generate(drawing, counts)
             failures += failed
             drawn += ended
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
             self.failed_steps.observe(f"step {step}", ended, failed)
-            dropped += drawing.drop_unusable()
+            drawing.drop_unusable()
             if drawing.full:
                 break
         kept, self.begun = drawing.batch()
@@ -326,7 +329,8 @@ class Rollouts:
             mask_continued([sample for group in kept for sample in group.samples])
         self._learn_lengths(kept)
         self._record_failures(f"step {step}", drawn, failures)
-        reward = float(np.mean([sample.reward for group in kept for sample in group.samples]))
+        known = rewards.known([sample for group in kept for sample in group.samples])
+        reward = float(np.mean(known)) if known else -math.inf
         if source.raise_level(reward):
             self._lengths.clear()  # ids name other prompts now
             self.recorder.event(
@@ -345,16 +349,19 @@ class Rollouts:
             message = f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
             self.recorder.event("reward", message, failed=len(failures), samples=samples)
 
-    def _requests(self, name: str, prompts: Sequence[Prompt], samples: int, salt: int) -> list[OpenGroup]:
+    def _requests(
+        self, name: str, prompts: Sequence[Prompt], samples: int, salt: int, places: int = 0
+    ) -> list[OpenGroup]:
         """Return `samples` requests for each prompt.
 
-        Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step.
+        Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step, in
+        which `places` prompts have begun before.
         """
         groups = []
-        for row, prompt in enumerate(prompts):
-            seeds = [_seed(self.config.train.seed, salt, prompt.id, i) for i in range(samples)]
+        for place, prompt in enumerate(prompts, places):
+            seeds = [_seed(self.config.train.seed, salt, place, i) for i in range(samples)]
             groups.append(
-                OpenGroup([Request(f"{name}-p{row:05d}-n{i:04d}", prompt, seed) for i, seed in enumerate(seeds)])
+                OpenGroup([Request(f"{name}-p{place:07d}-n{i:07d}", prompt, seed) for i, seed in enumerate(seeds)])
             )
         return groups
 
@@ -451,7 +458,7 @@ class Rollouts:
         result = rollout_metrics(samples) | {"prompts": float(len(samples))}
         self.recorder.event(
             "evaluation",
-            f"{name}: reward {result['reward']:.3f} on {len(samples)} held-out prompts, "
+            f"{name}: reward {result.get('reward', math.nan):.3f} on {len(samples)} held-out prompts, "
             f"accept length {result['accept_length']:.2f}",
             name=name,
             **result,
@@ -584,12 +591,15 @@ def _has_signal(group: Group) -> bool:
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Summarise reward, length and speculation of samples. The accept length is a ratio of sums over all rounds."""
+    """Summarise reward, length and speculation of samples. The accept length is a ratio of sums over all rounds.
+
+    A reward that failed enters no mean. If all did, there is no `reward`.
+    """
     lengths = [len(s.response) for s in samples]
+    known = rewards.known(samples)
     return {
         "samples": float(len(samples)),
-        "reward": float(np.mean([s.reward for s in samples])),
-        "reward_std": float(np.std([s.reward for s in samples])),
+        **({"reward": float(np.mean(known)), "reward_std": float(np.std(known))} if known else {}),
         "failed_rewards": float(sum(rewards.failed(s) for s in samples)),
         "accept_length": accept_length(pooled(s.accepted for s in samples)),
         "response_tokens": float(sum(lengths)),
@@ -608,7 +618,8 @@ def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
     found = {}
     for quarter in range(4 if len(samples) >= 4 else 0):
         part = by_length[quarter * len(samples) // 4 : (quarter + 1) * len(samples) // 4]
-        found[f"reward_quarter_{quarter + 1}"] = float(np.mean([sample.reward for sample in part]))
+        if known := rewards.known(part):
+            found[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
     return found
 
 

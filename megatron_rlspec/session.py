@@ -712,7 +712,7 @@ class Session:
             result = self.rollouts.evaluate(f"step-{step + 1:06d}", options.eval_prompts)
             gain = result["accept_length"] - self._last_accept_length
             self._last_accept_length = result["accept_length"]
-            stop = result["reward"] >= options.stop_reward and gain < options.plateau
+            stop = result.get("reward", -math.inf) >= options.stop_reward and gain < options.plateau
 
         with self.clock("generate"):
             while not self._on_rank0(judge):
@@ -748,7 +748,7 @@ class Session:
             found["tokens_per_second"] = found["response_tokens"] / self.rollouts.seconds
             found |= self.rollouts.counts
             values |= {f"rollout/{name}": value for name, value in found.items()} | self._pushed | self._adapted
-            if halved := self._reward_watch.observe(found["reward"]):
+            if "reward" in found and (halved := self._reward_watch.observe(found["reward"])):
                 self.recorder.event("reward", f"step {step}: {halved}")
             values["engine/restarts"] = float(self.rollouts.restarted)
             self.rollouts.restarted = 0

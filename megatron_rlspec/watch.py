@@ -124,7 +124,7 @@ class Watch:
         """Return the steps of the whole run; those so far if config.json does not say."""
         path = self.run_dir / "config.json"
         config = files.read_json(path) if path.exists() else {}
-        name = "train" if "rollout/reward" in self.newest else "sft"
+        name = "train" if any(key.startswith("rollout/") for key in self.newest) else "sft"
         section = config.get(name) if isinstance(config, dict) else None
         steps = section.get("steps") if isinstance(section, dict) else None
         known = steps if isinstance(steps, int) and steps < MOST_STEPS else 0

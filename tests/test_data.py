@@ -138,15 +138,41 @@ def test_an_epoch_draws_every_row_once(shuffle):
     assert (Order(10, seed=4, shuffle=shuffle).take(30) == sum(epochs, [])) == (not shuffle)
 
 
-def test_an_order_resumes_anywhere():
-    whole = Order(7, seed=1).take(50)
-    for cut in range(25):
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "count"), [(7, 3), (7, 6), (7, 7), (8, 3), (3, 7), (2, 8), (1, 4)])
+def test_no_step_has_a_row_twice_unless_it_must(size, count, shuffle):
+    order = Order(size, seed=1, shuffle=shuffle)
+    steps = [order.take(count) for _ in range(4 * size)]
+    for step in steps:
+        often = [step.count(row) for row in range(size)]
+        assert max(often) - min(often) <= 1 and len(step) == count
+    drawn = sum(steps, [])
+    often = [drawn.count(row) for row in range(size)]
+    assert sum(often) == 4 * size * count and max(often) - min(often) <= 2  # nothing is lost: late rows come soon
+
+
+def test_a_refilled_step_takes_no_row_that_it_has():
+    order = Order(5, seed=3)
+    for _ in range(30):
+        step = order.take(3)
+        step += order.take(1, beside=step)
+        step += order.take(1, beside=step)
+        assert sorted(step) == list(range(5))
+
+
+def test_an_order_resumes_after_any_step():
+    order = Order(7, seed=1)
+    whole = [order.take(3) for _ in range(20)]
+    for cut in range(20):
         first = Order(7, seed=1)
-        before = first.take(cut)
+        before = [first.take(3) for _ in range(cut)]
         state = json.loads(json.dumps(first.state()))
         second = Order(7, seed=1)
         second.restore(state)
-        assert before + second.take(50 - cut) == whole
+        assert before + [second.take(3) for _ in range(20 - cut)] == whole
+    for late in (None, [7], [True], "1", [-1]):
+        with pytest.raises(DataError, match="late="):
+            Order(7, seed=1).restore(state | {"late": late})
 
 
 def test_an_order_refuses_another_runs_state():

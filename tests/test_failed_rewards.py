@@ -34,7 +34,7 @@ def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_
     output = run(start, failed, code=1, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
     assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    assert f"all 16 rewards failed (reward.max_failed_steps={most}); the first: t00000{most - 1}-r000000-p00000" in line
+    assert f"all 16 rewards failed (reward.max_failed_steps={most}); the first: t00000{most - 1}-p0000000" in line
     assert "RuntimeError: broken" in line
     assert len([m for m in events(failed) if m.startswith("step ")]) == most - 1
     if most == 1:  # nothing was trained: the resumed run draws the same prompts

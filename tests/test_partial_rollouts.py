@@ -115,5 +115,18 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
 
 
 def seed_of(config, sample):
-    step, index = int(sample.request_id[1:7]), int(sample.request_id[-4:])
-    return _seed(config.train.seed, step, sample.prompt.id, index)
+    step, place, index = (int(part[1:]) for part in sample.request_id.split("-"))
+    return _seed(config.train.seed, step, place, index)
+
+
+def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
+    rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:2]
+    (tmp_path / "two.jsonl").write_text("".join(rows))
+    config = config_of(start, tmp_path, partial=False, over_sampling=0, prompts_per_step=6, max_new_tokens=16)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/two.jsonl"})})
+    run = Run(config, tmp_path)
+    samples = [sample for group in run.step(0) for sample in group.samples]
+    run.rollouts.close()
+    assert len({s.prompt.id for s in samples}) == 2 and len(samples) == 6 * SAMPLES
+    texts = {(s.prompt.id, s.tokens.tobytes()) for s in samples}
+    assert len(texts) > 2 * SAMPLES  # copies would leave at most SAMPLES texts of each row

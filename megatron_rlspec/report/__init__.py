@@ -110,7 +110,9 @@ def _about(run: Run) -> dict[str, Any]:
     options = options_of(run.config)
     wanted = options.get("train.steps", "")
     facts["steps"] = (
-        f"{len(run.steps)} of {wanted}" if "rollout/reward" in run.steps[-1] and wanted else f"{len(run.steps)}"
+        f"{len(run.steps)} of {wanted}"
+        if any(key.startswith("rollout/") for key in run.steps[-1]) and wanted
+        else f"{len(run.steps)}"
     )
     if "model.path" in options:
         facts["model"] = options["model.path"]

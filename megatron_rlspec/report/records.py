@@ -33,6 +33,7 @@ class SampleRow(BaseModel):
     response: str
     label: Any = None
     reward: float | None
+    reward_error: str = ""  # why there is no reward
     accepted: list[NonNegativeInt]  # at i: rounds that accepted i drafts
     tokens: int | None = None
     status: str = ""

@@ -20,6 +20,7 @@ import inspect
 import json
 import logging
 import math
+import numbers
 import os
 import re
 import select
@@ -32,6 +33,7 @@ from typing import Any
 
 Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
+LARGEST = 2.0**127  # a reward beyond it is no finite number to the trainer, which computes in float32
 STARTED = "started"  # id of the message that says whether the reward could be imported
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -127,16 +129,31 @@ def build(kind: str, limit: float) -> Reward:
 
 
 def number(value: Any) -> float:
-    """Return `value` as a finite number; raises TypeError or ValueError for anything else."""
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"reward is {reward}, expected a finite number")
+    """Return `value` as a finite number, also that of an array or tensor of one element. Raises ValueError."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        reward = float(plain) if isinstance(plain, numbers.Real) else math.nan
+    except BaseException as error:  # the value's own methods can raise anything
+        raise ValueError(f"a reward of type {type(value).__name__} is no number ({one_line(error)})") from None
+    if not abs(reward) <= LARGEST:
+        raise ValueError(f"reward is {text_of(value)}, expected one finite number")
     return reward
+
+
+def text_of(value: object) -> str:
+    """Return `repr(value)` in one line of at most 80 characters; the type's name if that raises."""
+    try:
+        return " ".join(repr(value).split())[:80]
+    except BaseException:  # a class of the user's
+        return f"an object of type {type(value).__name__}"
 
 
 def one_line(error: BaseException) -> str:
     """Format an error as "Type: message", in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:  # a class of the user's
+        text = "its text cannot be read"
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 

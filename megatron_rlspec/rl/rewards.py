@@ -177,6 +177,11 @@ def failed(sample: Sample) -> bool:
     return "reward_error" in sample.metadata
 
 
+def known(samples: Sequence[Sample]) -> list[float]:
+    """Return the rewards of those samples whose reward did not fail."""
+    return [sample.reward for sample in samples if not failed(sample)]
+
+
 class RewardsFailedError(RuntimeError):
     """Every reward failed in too many steps in a row. The message holds the first failure of the last step."""
 

@@ -80,11 +80,9 @@ class Drawing:
                 replace(r, partial=Partial.of(found[r.id])) if r.id in found else r for r in group.requests
             ]
 
-    def drop_unusable(self) -> int:
-        """Drop complete groups that may not be trained on. Returns their number."""
-        before = len(self.groups)
+    def drop_unusable(self) -> None:
+        """Drop complete groups that may not be trained on."""
         self.groups = [g for g in self.groups if not g.complete or self._usable(g.group())]
-        return before - len(self.groups)
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
         """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""

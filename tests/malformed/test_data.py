@@ -202,7 +202,7 @@ def tokenizer_files(**changed: str) -> Callable[[Path], None]:
 
 
 def resumed(**changes: object) -> Callable[[Path], object]:
-    state = {"size": 5, "seed": 1, "epoch": 0, "position": 2} | changes
+    state = {"size": 5, "seed": 1, "epoch": 0, "position": 2, "late": []} | changes
     return lambda here: Order(5, 1).restore(state)
 
 

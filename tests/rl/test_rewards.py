@@ -1,6 +1,7 @@
 """Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -12,8 +13,12 @@ import psutil
 import pytest
 
 from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.metrics import Recorder
+from megatron_rlspec.report import records as report_records
+from megatron_rlspec.rl import reward_worker
 from megatron_rlspec.rl.reward_worker import final_answer
 from megatron_rlspec.rl.rewards import Scorer, Scoring, failed
+from megatron_rlspec.rollouts import rollout_metrics
 from megatron_rlspec.types import Prompt, Sample
 
 FUNCTIONS = """
@@ -118,9 +123,70 @@ def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
         "r3: no answer within 4 s",
         "r4: the reward's process ended with exit code 3",
         "r6: the reward's process ended with exit code 4",
-        "r7: ValueError: reward is nan, expected a finite number",
-        "r8: TypeError: float() argument must be a string or a real number, not 'NoneType'",
+        "r7: ValueError: reward is nan, expected one finite number",
+        "r8: ValueError: reward is None, expected one finite number",
     ]
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Broken(float):
+    def item(self):
+        raise Unreadable
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.5",
+        b"1",
+        "1_0",
+        "\u0663",
+        10**400,
+        1j,
+        [1.0],
+        np.array("1"),
+        np.zeros(2),
+        1e300,
+        Unreadable(),
+        Broken(),
+        math.inf,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_one_finite_number_is_a_reward(value):
+    with pytest.raises(ValueError, match="expected one finite number|is no number") as error:
+        reward_worker.number(value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_numbers_of_other_libraries_are_rewards():
+    values = [True, 2, 0.5, np.float32(0.5), np.int64(3), np.bool_(True), np.array([0.25])]
+    assert [reward_worker.number(value) for value in values] == [1, 2, 0.5, 0.5, 3, 1, 0.25]
+
+
+def test_an_error_without_a_text_has_one_line():
+    assert reward_worker.one_line(Unreadable()) == "Unreadable: its text cannot be read"
+
+
+def test_failed_rewards_enter_no_mean_and_are_marked_in_the_record(tmp_path):
+    samples = [sample("x" * n, number=n) for n in range(8)]
+    for one in samples:
+        one.reward = -1.0
+    for one in samples[::2]:
+        one.reward, one.metadata["reward_error"] = 0.0, "ValueError: odd"
+    found = rollout_metrics(samples)
+    assert (found["reward"], found["reward_std"], found["failed_rewards"]) == (-1, 0, 4)
+    assert [found[f"reward_quarter_{q}"] for q in (1, 2, 3, 4)] == [-1] * 4
+    assert not {"reward", "reward_std", "reward_quarter_1"} & set(rollout_metrics(samples[::2]))
+    Recorder(tmp_path).samples(0, samples[:2], str)
+    rows = report_records.read(tmp_path / "samples.jsonl", report_records.SampleRow)
+    assert [(row.reward, row.reward_error) for row in rows] == [(None, "ValueError: odd"), (-1.0, "")]
 
 
 def test_a_second_score_forgets_the_first_failure(functions):
