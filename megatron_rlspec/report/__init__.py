@@ -109,11 +109,8 @@ def _about(run: Run) -> dict[str, Any]:
         facts["date"] = f"{begin} to {end} ({duration(times[-1] - times[0])})"
     options = options_of(run.config)
     wanted = options.get("train.steps", "")
-    facts["steps"] = (
-        f"{len(run.steps)} of {wanted}"
-        if any(key.startswith("rollout/") for key in run.steps[-1]) and wanted
-        else f"{len(run.steps)}"
-    )
+    trains = any(key.startswith("rollout/") for key in run.steps[-1])
+    facts["steps"] = f"{len(run.steps)} of {wanted}" if trains and wanted else f"{len(run.steps)}"
     if "model.path" in options:
         facts["model"] = options["model.path"]
     tiles = [(key, *_mean_of_last(run, key)) for key in SUMMED]
