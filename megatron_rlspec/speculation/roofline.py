@@ -62,6 +62,8 @@ class Roofline:
     pass_ms        launch, once per drafter pass
     switch_ms      to change the configuration between two rounds
     drafter_layer  the share of a drafter pass that its layer takes; the output head takes the rest
+    experts        the share of `weights_ms` that reads one token's routed experts; a pass reads those of all its tokens
+    used           experts that a token uses, as a share of all
     """
 
     weights_ms: float
@@ -72,6 +74,8 @@ class Roofline:
     pass_ms: float = 0.0
     switch_ms: float = 0.0
     drafter_layer: float = 1.0
+    experts: float = 0.0
+    used: float = 1.0
 
     @property
     def catch_up_ms(self) -> float:
@@ -102,9 +106,9 @@ class Roofline:
         """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
-        an embedding is free. Of experts only those count that one token uses. The drafter is one layer, the
-        projection before it, and a head over `draft_vocabulary` words; 0: all, or those of the EAGLE-3 drafter in
-        `config`. `ridge_tokens` as in `of_layers`.
+        an embedding is free. Of experts those are computed that a token uses, and those are read that a pass's tokens
+        use, if each chooses for itself. The drafter is one layer, the projection before it, and a head over
+        `draft_vocabulary` words; 0: all, or those of the EAGLE-3 drafter in `config`. `ridge_tokens` as in `of_layers`.
         Raises ValueError.
         """
         hidden = config["hidden_size"]
@@ -117,7 +121,16 @@ class Roofline:
         if ridge_tokens <= 0:
             raise ValueError(f"ridge_tokens={ridge_tokens}, expected more than 0")
         drafter = draft_layer + draft_head
-        return cls(1.0, 1.0 / ridge_tokens, 0.0, drafter / target, drafter_layer=draft_layer / drafter)
+        routed, used = _experts(config)
+        return cls(
+            1.0,
+            1.0 / ridge_tokens,
+            0.0,
+            drafter / target,
+            drafter_layer=draft_layer / drafter,
+            experts=config["num_hidden_layers"] * routed / target,
+            used=used,
+        )
 
     @classmethod
     def of_hardware(
@@ -150,7 +163,8 @@ class Roofline:
         self, tokens: np.ndarray, context: np.ndarray, token_ms: np.ndarray | float | None = None
     ) -> np.ndarray:
         """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
-        read = self.weights_ms + self.context_ms * context
+        routed = (1 - (1 - self.used) ** tokens) / self.used  # experts, in multiples of those of one token
+        read = self.weights_ms * (1 - self.experts + self.experts * routed) + self.context_ms * context
         return (read**4 + ((self.token_ms if token_ms is None else token_ms) * tokens) ** 4) ** 0.25
 
     def ms(
@@ -240,3 +254,11 @@ def _mlp(config: Mapping[str, int]) -> int:
     if used and (expert := config.get("moe_intermediate_size")):
         width = expert * (used + (config.get("n_shared_experts") or 0))
     return 3 * config["hidden_size"] * width
+
+
+def _experts(config: Mapping[str, int]) -> tuple[int, float]:
+    """Count the parameters of one layer's routed experts that a token uses, and their share of all routed experts."""
+    total = config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts")
+    used = config.get("num_experts_per_tok")
+    expert = config.get("moe_intermediate_size")
+    return (3 * config["hidden_size"] * expert * used, used / total) if total and used and expert else (0, 1.0)

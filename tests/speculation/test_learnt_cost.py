@@ -154,3 +154,24 @@ def test_bad_state_gets_one_line(data):
         LearntCost.from_json(good | data if data else {})
     with pytest.raises(ValueError, match="more than 0"):
         LearntCost(Roofline.of_layers(4)).add(OFF, 1, 1, 0.0)
+
+
+def test_further_tokens_read_further_experts():
+    """Of 128 experts a token uses 8: a pass over 16 tokens reads 2.83 times the experts of a pass over 4."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    sparse, dense = (Roofline.of_model(SMALL | more, ridge_tokens=300.0) for more in (experts, {}))
+    read = (1 - (15 / 16) ** 16) / (1 - (15 / 16) ** 4)
+
+    def growth(cost):
+        four, sixteen = (float(cost.target_ms(np.array(n), np.array(0.0))) for n in (4.0, 16.0))
+        return sixteen / four
+
+    assert read == pytest.approx(2.83, abs=0.01) and 0.8 * read < growth(sparse) < read
+    assert growth(dense) < 1.01
+
+    def best(cost):
+        rates = np.array([0.8, 0.8, 0.8, 0.8, 0.8])
+        ms = cost.grid(CANDIDATES, np.array(4.0), np.array(0.0))
+        return max(range(len(CANDIDATES)), key=lambda i: (rates[: CANDIDATES[i].num_steps].cumprod().sum() + 1) / ms[i])
+
+    assert CANDIDATES[best(sparse)].num_steps < CANDIDATES[best(dense)].num_steps
