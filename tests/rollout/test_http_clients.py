@@ -25,11 +25,14 @@ import pytest
 import requests
 import tiny_mimo
 import torch
+import torch.distributed as dist
 from safetensors.torch import save, save_file
 
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
+from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
 from megatron_rlspec.types import Prompt, Request, Sampling
 from megatron_rlspec.weights.fingerprint import fingerprint
 
@@ -129,6 +132,8 @@ def test_while_an_update_is_open_nothing_is_generated(server: Server, tmp_path: 
     assert server.post(f"weights/bucket?session={session}", data=save(half)).json() == {}
     assert "a weight update is open, to version 5" in server.told("generate", 409, data=body("b", 4))
     assert "a weight update is open" in server.told("resume", 409)
+    for path in ("continue_generation", "update_weights_from_tensor", "end_weight_update"):  # SGLang's own
+        assert "a weight update is open" in server.told(f"../{path}", 409, json={})
     save_file({name: WEIGHTS[name].contiguous() for name in half}, tmp_path / "old.safetensors")
     file = f"weights/file?path={tmp_path}/old.safetensors"
     assert server.post(f"{file}&session={session}").json() == {}
@@ -158,6 +163,28 @@ def test_another_clients_bucket_never_enters(server: Server) -> None:
             assert "belongs to another client" in told
     server.post(f"weights/abandon?session={session}")
     assert server.engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("way", ["http", "files", "group"])
+def test_every_transport_sends_an_update_of_its_own(server: Server, tmp_path: Path, way: str) -> None:
+    transports = {"http": Http, "files": lambda: Files(tmp_path), "group": GroupBroadcast}
+    engine = SGLangEngine.of(server.process, timeout=60, transport=transports[way]())
+    before = server.text()
+    engine.update_weights(30, tripled().items())
+    assert engine.progress().version == 30 and server.text() != before
+    with pytest.raises(EngineError, match="the engine's is"):  # the second of its buckets
+        engine.update_weights(31, [*WEIGHTS.items(), (NORM, torch.zeros(3))])
+    engine.update_weights(32, WEIGHTS.items())
+    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+    assert engine.progress().version == 32 and server.text() == before
 
 
 def test_a_vanished_owner_leaves_no_mixture_behind(server: Server) -> None:

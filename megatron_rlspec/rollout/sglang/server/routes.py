@@ -217,8 +217,7 @@ async def pause(request: Request) -> JSONResponse:
 
 async def resume(request: Request) -> JSONResponse:
     await read_nothing(request)
-    weights.check_closed()
-    weights.check_defined()
+    weights.check()
     weights.paused = False
     await manager().continue_generation(ContinueGenerationReqInput())
     return JSONResponse({})
@@ -281,6 +280,7 @@ def add_routes(app: FastAPI) -> None:
     )
     app.include_router(router)
     guard.close_to_other_sites(app)
+    guard.keep_apart(app, weights.check)
 
 
 def _described(schema: type[schemas.Strict]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ class Weights:
         self.undefined = ""
         self.paused = False
 
+    def check(self) -> None:
+        """Raise Refusal unless the engine may generate."""
+        self.check_closed()
+        self.check_defined()
+
     def check_defined(self) -> None:
         """Raise Refusal while the engine sleeps, and while its weights are undefined."""
         self._check_awake()

@@ -85,8 +85,7 @@ async def may_generate() -> None:
     """Wait for the end of an open update. Raises Refusal if it does not come, or if weights are undefined."""
     with suppress(TimeoutError):
         await asyncio.wait_for(_closed.wait(), limits.UPDATE_WAIT)
-    weights.check_closed()
-    weights.check_defined()
+    weights.check()
 
 
 @asynccontextmanager
