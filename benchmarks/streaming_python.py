@@ -1,4 +1,4 @@
-"""Print the microseconds of Python that a line of a streamed sample costs, in the server's thread and in the client.
+"""Print the microseconds of Python that a line of a streamed sample costs, in server and client.
 
     python benchmarks/streaming_python.py [--tokens 8192,32768]
 

@@ -1,4 +1,4 @@
-"""Guard every route of the server, SGLang's included: require the API key, refuse pages of other sites, keep updates apart."""
+"""Guard every route, SGLang's included: require the API key, refuse pages of other sites, keep updates apart."""
 
 from __future__ import annotations
 
