@@ -3,7 +3,7 @@
     python tools/load_transformer_engine.py                     # the version of requirements/transformer-engine.txt
     python tools/load_transformer_engine.py --version 2.20.2    # one that needs a newer cuBLAS: exit status 1
 
-It downloads six wheels (1.3 GB) into a temporary folder, or into --folder to keep them, and loads the libraries
+It downloads six wheels (1.5 GB) into a temporary folder, or into --folder to keep them, and loads the libraries
 in a process of their own with every symbol resolved at once. The library opens the driver's libcuda when it runs, not
 when it is loaded. Its PyTorch part, which pip compiles, is not a part of this.
 """
