@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 
 from megatron_rlspec import arguments, data, doctor, environment
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
+from megatron_rlspec.config.effects import option
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.inputs import check_inputs, with_drafter
@@ -69,6 +70,15 @@ FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
         "    runs/recorded --drafter.loss tv --train.run_dir runs/tv",
         "drafter.loss drafter.lr drafter.depth replay.policy_step train.run_dir",
     ),
+}
+
+
+# Options that a command does not read.
+UNUSED: dict[Command | Literal["answer"], tuple[str, ...]] = {
+    "train": ("sft.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
+    "sft": ("algorithm.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
+    "answer": ("algorithm.", "optimizer.", "parallel.", "sft.", "replay.", "train.steps", "train.run_dir"),
+    "replay": ("sft.", "answer."),
 }
 
 
@@ -154,6 +164,10 @@ def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | No
     if unknown:
         raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
     config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
+    for name in overrides:  # a file may serve several commands
+        value, field = option(config, name)
+        if field is not None and value != field.default and name.startswith(UNUSED[command]):
+            raise ConfigError(f"{name} has no effect on rlspec {command}")
     if command == "answer":
         config.check_answer()
     elif ranks:
@@ -181,12 +195,12 @@ def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
         parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
     parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in options():
-        section = option.name.partition(".")[0]
+    for known in options():
+        section = known.name.partition(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        text = f"{option.help} (default {option.shown})" if option.shown else option.help
+        text = f"{known.help} (default {known.shown})" if known.shown else known.help
         group.add_argument(
-            f"--{option.name}", metavar=option.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+            f"--{known.name}", metavar=known.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
         )
     return parser
 

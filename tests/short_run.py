@@ -47,7 +47,10 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     """Return the arguments of `rlspec` for a run of a tiny model; the keyword `rollout__engine` is `rollout.engine`."""
     values = SMALL | {"model.path": start / "model", "data.path": start / "task/rl.jsonl"}
     values |= {"data.eval_path": start / "task/eval.jsonl", "train.run_dir": run_dir}
-    values |= {name.replace("__", "."): value for name, value in options.items()}
+    chosen = {name.replace("__", "."): value for name, value in options.items()}
+    if chosen.get("spec.mode", "adaptive") != "adaptive":
+        del values["spec.candidate_steps"]  # it would have no effect, which is refused
+    values |= chosen
     return [command, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 

@@ -27,7 +27,9 @@ DRAFTS = (1, 3, 5)
 
 
 def options(start: Path, path: Path, **more: str):
-    found = {name: str(value) for name, value in short_run.SMALL.items() if not name.startswith(("reward", "train"))}
+    found = {
+        name: str(value) for name, value in short_run.SMALL.items() if not name.startswith(("reward", "train", "spec"))
+    }
     found |= {"model.path": str(start / "model"), "data.path": str(start / "task/rl.jsonl"), "answer.path": str(path)}
     found |= {"rollout.engine": "embedded", "answer.prompts": "12", "spec.mode": "off"}
     return load(None, found | {name.replace("__", "."): value for name, value in more.items()})

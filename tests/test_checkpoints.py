@@ -307,6 +307,7 @@ ENVIRONMENTS = [
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
     ({"RANK": "٣"}, "RANK='٣'"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not"),
 ]
 
 
@@ -318,7 +319,7 @@ def test_a_wrong_environment_is_refused(environment, part):
 
 
 def test_a_right_environment():
-    assert ranks_started({}) == 0 and ranks_started({"WORLD_SIZE": "4"}) == 4
+    assert ranks_started({}) == 0 and ranks_started({"WORLD_SIZE": "1"}) == 1
     job = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert ranks_started(job | {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}) == 4
 

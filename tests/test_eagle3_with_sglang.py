@@ -43,6 +43,7 @@ def test_a_run_trains_and_pushes_both_models_and_resumes_or_leaves_the_drafter_a
         assert record["drafter/grad_norm"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
         assert record["spec/accept_length"] >= 1
     held = read_records(tmp_path / "events.jsonl")
+    options = {name: value for name, value in options.items() if name not in ("drafter__lr", "drafter__warmup_steps")}
     options |= {"drafter__train": "false", "spec__mode": "adaptive"}
     finish(train(start, tmp_path / "frozen", train__steps=1, **options))
     (frozen,) = read_records(tmp_path / "frozen/metrics.jsonl")

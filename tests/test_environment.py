@@ -45,12 +45,6 @@ def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, 
     assert recorded["CUDA_VISIBLE_DEVICES"] == "6"
 
 
-def test_a_world_size_without_a_rank_is_refused():
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but RANK is not"):
-        environment.ranks_started({"WORLD_SIZE": "2"})
-    assert environment.ranks_started({"WORLD_SIZE": "1"}) == 1
-
-
 @pytest.mark.parametrize(("engine", "rank"), [("1", {}), ("0", {"NCCL_CUMEM_ENABLE": "1"})])
 def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine, rank, monkeypatch):
     import torch

@@ -30,13 +30,14 @@ OPTIONS = {
     "train__eval_prompts": 1,
     "train__tokens_per_micro_batch": 256,
 }
+STILL = {name: value for name, value in OPTIONS.items() if name.startswith(("rollout", "spec__mode", "train"))}
 FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
 
 
 @pytest.mark.slow
 def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path):
     whole, parted, alone = (tmp_path / name for name in ("whole", "parted", "alone"))
-    run(start, alone, **OPTIONS | {"tail__rebalance": "off", "train__steps": 1})
+    run(start, alone, **STILL, train__steps=1)
     run(start, whole, ranks=2, **OPTIONS, train__steps=2)
     run(start, parted, ranks=2, **OPTIONS, train__steps=1)
     shutil.rmtree(parted / "hf")
@@ -53,9 +54,9 @@ def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path)
 )
 def test_ranks_train_while_they_draw(start, tmp_path, option):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
-    options = OPTIONS | option | {"train__steps": 2}
-    run(start, tmp_path / "alone", **options | {"tail__rebalance": "off"})
-    run(start, tmp_path / "two", ranks=2, **options)
+    option = option | {"train__steps": 2}
+    run(start, tmp_path / "alone", **STILL, **option)
+    run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
 
@@ -80,8 +81,9 @@ def sizes_table(path):
 
 @pytest.mark.slow
 def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
-    options = OPTIONS | {"tail__rebalance": "off", "train__steps": 2}
+    options = STILL | {"train__steps": 2}
     run(start, tmp_path / "alone", **options)
+    options |= {"tail__every": 4, "tail__gain": 0.0}
     table = sizes_table(tmp_path / "sizes.json")
     run(start, tmp_path / "two", ranks=2, **options, tail__tp="1,2", tail__cost_table=table)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
@@ -94,7 +96,8 @@ def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
 @pytest.mark.slow
 def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
     """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
-    options = OPTIONS | {"tail__rebalance": "off", "tail__tp": "1,2", "train__record": "true", "train__steps": 4}
+    options = STILL | {"tail__tp": "1,2", "tail__every": 4, "tail__gain": 0.0}
+    options |= {"train__record": "true", "train__steps": 4}
     options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(start, whole, ranks=2, **options)

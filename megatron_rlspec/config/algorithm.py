@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Name, Section, Weight
+from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
 
@@ -31,7 +31,7 @@ class AlgorithmConfig(Section):
         0.0, description="bound on the loss of a negative advantage A: at most dual_clip * |A|; above 1, or 0 for none"
     )
     kl_coef: Weight = Field(0.0, description="weight of the KL divergence from model.path; 0: none")
-    kl_kind: Literal["k1", "k2", "k3"] = Field(
+    kl_kind: Annotated[Literal["k1", "k2", "k3"], Needs("algorithm.kl_coef")] = Field(
         "k3", description="estimator of that KL from r = log p - log p_ref: r (k1), r^2/2 (k2), exp(-r) - 1 + r (k3)"
     )
     entropy_coef: float = Field(0.0, ge=-1e6, le=1e6, description="weight of the entropy bonus")
@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
     tis_clip: Weight = Field(
         2.0, description="upper bound of the weight p_trainer / p_engine of each token (TIS); 0: no such weight"
     )
-    stale_clip: float = Field(
+    stale_clip: Annotated[float, Needs("rollout.staleness", "rollout.partial")] = Field(
         2.0,
         gt=0,
         le=1e6,

@@ -7,6 +7,7 @@ number, and a quoted number is not one either (on the command line, where everyt
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,20 @@ Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MONTH)]
+
+
+@dataclass(frozen=True, init=False)
+class Needs:
+    """Metadata of a field: the option has an effect only where one of `settings` holds. Several of them must all hold.
+
+    A setting is `section.key`, which must differ from its default (a switch that is on by default: must be on),
+    `section.key=value` or `section.key!=value`. `load` refuses options without effect.
+    """
+
+    settings: tuple[str, ...]
+
+    def __init__(self, *settings: str) -> None:
+        object.__setattr__(self, "settings", settings)
 
 
 class Section(BaseModel):

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, Count, LearningRate, Name, Positive, Section, Text, Tokens, Weight
+from megatron_rlspec.config.base import (
+    FUNCTION,
+    Count,
+    LearningRate,
+    Name,
+    Needs,
+    Positive,
+    Section,
+    Text,
+    Tokens,
+    Weight,
+)
 
 LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
 
@@ -28,7 +39,7 @@ class DrafterConfig(Section):
     mtp_detach_heads: bool = Field(
         True, description="true: the drafter's loss does not reach the policy; false: it trains the policy too"
     )
-    loss: Name = Field(
+    loss: Annotated[Name, Needs("drafter.train")] = Field(
         "ce",
         description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); reverse_kl: "
         "KL(q, p); tv: total variation, 1 - acceptance rate; or module:function, see examples/custom_loss",
@@ -38,42 +49,56 @@ class DrafterConfig(Section):
         description="words that drafts are chosen from, the most frequent ones of the rollouts, renewed at every "
         "push; the drafter's head then computes these rows only; 0: all words",
     )
-    depth_decay: float = Field(0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)")
-    temperature: float = Field(
+    depth_decay: Annotated[float, Needs("drafter.train")] = Field(
+        0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)"
+    )
+    temperature: Annotated[float, Needs("drafter.train")] = Field(
         0.0, ge=0, le=100, description="temperature of both distributions in the loss; 0: that of the rollouts"
     )
-    reward_weight: Literal["none", "reward", "rank"] = Field(
+    reward_weight: Annotated[Literal["none", "reward", "rank"], Needs("drafter.train")] = Field(
         "none",
         description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
         "negative (reward), or its rank over the mean rank (rank)",
     )
-    reward_clip: float = Field(
+    reward_clip: Annotated[float, Needs("drafter.reward_weight")] = Field(
         4.0, ge=1, le=1e6, description="that weight is clipped to [1 / reward_clip, reward_clip]"
     )
-    update_every: Positive = Field(1, description="steps between two updates of the drafter")
-    overlap: bool = Field(
+    update_every: Annotated[Positive, Needs("drafter.train")] = Field(
+        1, description="steps between two updates of the drafter"
+    )
+    overlap: Annotated[bool, Needs("drafter.train")] = Field(
         False,
         description="train the drafter on earlier rollouts while engines draw the next one; the push after the next "
         "step publishes it",
     )
-    replay: Literal["none", "newest", "uniform", "reward", "disagreement"] = Field(
+    replay: Annotated[Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")] = Field(
         "none",
         description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a pass "
         "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
     )
-    replay_tokens: Tokens = Field(262144, description="most tokens of the buffer; 9 bytes a token, and 2 KB a sample")
-    replay_bytes: Tokens = Field(2**28, description="most bytes of memory of the buffer")
-    update_tokens: Count = Field(
+    replay_tokens: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
+        262144, description="most tokens of the buffer; 9 bytes a token, and 2 KB a sample"
+    )
+    replay_bytes: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
+        2**28, description="most bytes of memory of the buffer"
+    )
+    update_tokens: Annotated[Count, Needs("drafter.replay", "drafter.overlap")] = Field(
         0, description="most tokens of one update from the buffer; 0: as many as the newest rollout has"
     )
-    lr: LearningRate = Field(1e-4, description="learning rate of the drafter; ten times the policy's keeps up with it")
-    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+    lr: Annotated[LearningRate, Needs("drafter.train")] = Field(
+        1e-4, description="learning rate of the drafter; ten times the policy's keeps up with it"
+    )
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000), Needs("drafter.train")] = Field(
         20,
         description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
         "if model.path holds their moments; 0: none",
     )
-    weight_decay: Weight = Field(0.0, description="AdamW's decoupled weight decay of the drafter")
-    clip_grad: Weight = Field(1.0, description="largest norm of the drafter's gradient; 0: not clipped")
+    weight_decay: Annotated[Weight, Needs("drafter.train")] = Field(
+        0.0, description="AdamW's decoupled weight decay of the drafter"
+    )
+    clip_grad: Annotated[Weight, Needs("drafter.train")] = Field(
+        1.0, description="largest norm of the drafter's gradient; 0: not clipped"
+    )
 
     @model_validator(mode="after")
     def _known_loss(self) -> DrafterConfig:

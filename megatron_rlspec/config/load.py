@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import tomllib
@@ -15,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
 from megatron_rlspec.config.base import ConfigError
+from megatron_rlspec.config.effects import option, useless
 from megatron_rlspec.config.expected import expected, metavar, of_integers, short, shown
 from megatron_rlspec.config.run import Config
 from megatron_rlspec.config.upstream import answer, leaves, plain
@@ -23,6 +25,11 @@ LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 1
 TRUE = ("true", "1", "yes", "on")
 RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # a replay cannot change these
 FALSE = ("false", "0", "no", "off")
+# What draws rollouts and scores them: without effect on a replay of recorded ones.
+FOLLOWED = (
+    *("reward.", "placement.", "push.", "health.", "tail.", "train.eval_", "rollout.prompts", "rollout.samples"),
+    *("rollout.function", "rollout.in_flight", "rollout.partial", "rollout.over_sampling", "rollout.restarts"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,22 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
     Raises ConfigError: one line with the file, the option, its value and what was expected.
     """
-    return _validated(path, _read(Path(path)) if path is not None else {}, overrides or {})
+    tree = _read(Path(path)) if path is not None else {}
+    given = _given(tree, overrides or {})
+    return _effective(_validated(path, tree, overrides or {}), given, path)
+
+
+def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, int]:
+    """Return the options of a file and of a command line by the rank of their source."""
+    in_file = {name: 1 for section in tree for name in leaves(tree[section], section)}
+    return in_file | dict.fromkeys(overrides, 2)
+
+
+def _effective(config: Config, given: Mapping[str, int], path: str | Path | None) -> Config:
+    """Return `config`. Raises ConfigError for an option that a user gave and that has no effect."""
+    for line in useless(config, given):
+        raise ConfigError(f"{path}: {line}" if path else line)
+    return config
 
 
 def _validated(path: str | Path | None, tree: dict[str, Any], overrides: Mapping[str, str]) -> Config:
@@ -77,7 +99,8 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     except files.FileError as error:
         raise ConfigError(f"{error}; expected the directory of a recorded run") from None
     own = _read(Path(path)) if path is not None else {}
-    changed = [name for section in own for name in leaves(own[section], section)] + list(overrides)
+    changed = _given(own, overrides)
+    before = _validated(recorded, copy.deepcopy(tree), {})
     for name in changed:
         if name.startswith(RECORDED):
             raise ConfigError(
@@ -95,7 +118,12 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
             "a replay trains a drafter that the policy does not depend on; "
             "expected drafter.train=true and drafter.mtp_detach_heads=true"
         )
-    return config
+    if config.replay.policy_step < 0:
+        follows = FOLLOWED if config.drafter.separate or config.replay.fresh_drafter else (*FOLLOWED, "train.seed")
+        for name in changed:
+            if name.startswith(follows) and option(config, name)[0] != option(before, name)[0]:
+                raise ConfigError(f"{name} has no effect on a replay that follows the recorded rollouts")
+    return _effective(config, changed, path)
 
 
 def options() -> Iterator[Option]:

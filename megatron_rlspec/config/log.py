@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Name, Section
+from megatron_rlspec.config.base import Name, Needs, Section
 
 
 class LogConfig(Section):
@@ -15,7 +15,7 @@ class LogConfig(Section):
         description="tensorboard: event files in run_dir/tensorboard; wandb: Weights & Biases, set by the "
         "environment (WANDB_API_KEY, WANDB_MODE=offline); empty: none. metrics.jsonl is written in any case",
     )
-    project: Name = Field("megatron_rlspec", description="project of sinks=wandb")
+    project: Annotated[Name, Needs("log.sinks=wandb")] = Field("megatron_rlspec", description="project of sinks=wandb")
 
     @model_validator(mode="after")
     def _consistent(self) -> LogConfig:

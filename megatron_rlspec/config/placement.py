@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Seconds, Section
+from megatron_rlspec.config.base import Needs, Seconds, Section
 
 
 class PlacementConfig(Section):
@@ -17,5 +17,7 @@ class PlacementConfig(Section):
         "Without a GPU, and with rollout.urls, nothing is placed",
     )
     tensor: Annotated[int, Field(gt=0, le=64)] = Field(1, description="GPUs of one engine: its tensor parallel size")
-    startup_seconds: Seconds = Field(600.0, description="an engine that does not answer for so long has not started")
+    startup_seconds: Annotated[Seconds, Needs("rollout.engine=sglang")] = Field(
+        600.0, description="an engine that does not answer for so long has not started"
+    )
     gpu_gib: float = Field(0.0, ge=0, le=10_000, description="memory of one GPU in GiB; 0: what CUDA says")

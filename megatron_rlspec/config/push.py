@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Name, Section
+from megatron_rlspec.config.base import Name, Needs, Section
 
 
 class PushConfig(Section):
-    transport: Literal["auto", "http", "files", "group", "ipc"] = Field(
+    transport: Annotated[Literal["auto", "http", "files", "group", "ipc"], Needs("rollout.engine=sglang")] = Field(
         "auto",
         description="http: in requests; files: in a shared directory; group: over NCCL, or gloo without a GPU. auto: "
         "group to engines that the run places on GPUs of their own, files on shared GPUs, otherwise http",
     )
-    directory: Name = Field("/dev/shm", description="transport=files: a directory that trainer and engines both see")
-    address: Name = Field("127.0.0.1", description="transport=group: address at which engines reach this machine")
+    directory: Annotated[Name, Needs("push.transport=files", "push.transport=auto")] = Field(
+        "/dev/shm", description="transport=files: a directory that trainer and engines both see"
+    )
+    address: Annotated[Name, Needs("push.transport=group", "push.transport=auto")] = Field(
+        "127.0.0.1", description="transport=group: address at which engines reach this machine"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> PushConfig:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import FUNCTION, MOST_TOKENS, Count, Name, Seconds, Section, Text
+from megatron_rlspec.config.base import FUNCTION, MOST_TOKENS, Count, Name, Needs, Seconds, Section, Text
 from megatron_rlspec.config.model import LONGEST
 from megatron_rlspec.config.reward import address_problem
 
@@ -47,14 +47,16 @@ class RolloutConfig(Section):
     max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
         0, description="size of one engine's KV cache in tokens; 0: what fits (65536 on a CPU)"
     )
-    mem_fraction: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for an engine's weights and KV cache")
+    mem_fraction: Annotated[float, Needs("rollout.engine=sglang")] = Field(
+        0.7, gt=0, lt=1, description="share of GPU memory for an engine's weights and KV cache"
+    )
     timeout_seconds: Seconds = Field(1800.0, description="an engine that sends nothing for so long has failed")
     restarts: Count = Field(3, description="how often a run restarts engines it launched, if they fail")
     staleness: Annotated[int, Field(ge=0, le=1)] = Field(
         0, description="0: sample, then train; 1: sample the next step meanwhile, with weights one step older"
     )
 
-    in_flight: Count = Field(
+    in_flight: Annotated[Count, Needs("rollout.function=")] = Field(
         0,
         description="requests that an engine is given at a time, the rest as it ends others; 0: max_running_requests, "
         "and all with engine=embedded",
@@ -63,13 +65,13 @@ class RolloutConfig(Section):
         False,
         description="end a rollout with its batch; what it has begun beyond that goes on in the next step",
     )
-    over_sampling: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = Field(
+    over_sampling: Annotated[int, Field(ge=0, le=MOST_SAMPLES), Needs("rollout.partial")] = Field(
         0, description="prompts that partial rollouts draw at a time; 0: twice prompts_per_step"
     )
-    partial_staleness: Annotated[int, Field(ge=1, le=1024)] = Field(
+    partial_staleness: Annotated[int, Field(ge=1, le=1024), Needs("rollout.partial")] = Field(
         1, description="steps that partial rollouts carry a group at most; then the step waits for it"
     )
-    mask_offpolicy: bool = Field(
+    mask_offpolicy: Annotated[bool, Needs("rollout.partial")] = Field(
         False, description="do not train the tokens that a sample had before it was continued by a later policy"
     )
 
@@ -84,9 +86,6 @@ class RolloutConfig(Section):
         return (self.over_sampling or 2 * self.prompts_per_step) if self.partial else self.prompts_per_step
 
     def _check_partial(self) -> None:
-        for name in ("over_sampling", "mask_offpolicy"):
-            if getattr(self, name) and not self.partial:
-                raise ValueError(f"{name}={getattr(self, name)} is an option of partial rollouts, but partial=false")
         if self.partial and self.begun_prompts < self.prompts_per_step:
             raise ValueError(
                 f"over_sampling={self.over_sampling}: expected at least prompts_per_step={self.prompts_per_step}"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Count, Name, Positive, Section, Text
+from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Text
 
 
 class SftConfig(Section):
@@ -19,7 +19,7 @@ class SftConfig(Section):
         description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
         "trainer measures the drafter's accept length on them at sft.eval_drafts, without an engine",
     )
-    eval_drafts: tuple[Annotated[int, Field(gt=0, le=64)], ...] = Field(
+    eval_drafts: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Needs("sft.held_out")] = Field(
         (1, 3, 5), description="drafts per round at which the accept length on held-out answers is measured"
     )
     drafter_only: bool = Field(False, description="train the drafter, leave the policy as it is")
@@ -29,14 +29,14 @@ class SftConfig(Section):
         "measures the drafter on sft.held_out prompts, if there are any; 0: none",
     )
     eval_prompts: Annotated[int, Field(gt=0, le=2**20)] = Field(64, description="held-out prompts of one evaluation")
-    stop_reward: float = Field(
+    stop_reward: Annotated[float, Needs("sft.eval_every")] = Field(
         1.0,
         ge=-1e6,
         le=1e6,
         description="stop early if an evaluation's mean reward is at least this and accept length has stopped rising; "
         "without data.eval_path the reward does not count",
     )
-    plateau: float = Field(
+    plateau: Annotated[float, Needs("sft.eval_every")] = Field(
         0.1,
         gt=0,
         le=1e6,

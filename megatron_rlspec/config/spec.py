@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Section, Text
+from megatron_rlspec.config.base import Needs, Section, Text
 from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
 MOST_DRAFTS = 64  # drafter passes of one round; SGLang's buffers grow with them
@@ -18,11 +18,13 @@ class SpecSection(Section):
     mode: Literal["adaptive", "fixed", "off"] = Field(
         "adaptive", description="adaptive: num_steps is chosen while the engines run; fixed: num_steps; off: no drafts"
     )
-    num_steps: DraftSteps = Field(3, description="drafter passes per round (fixed), or at the start (adaptive)")
+    num_steps: Annotated[DraftSteps, Needs("spec.mode!=off")] = Field(
+        3, description="drafter passes per round (fixed), or at the start (adaptive)"
+    )
     topk: Annotated[int, Field(gt=0, le=MOST_DRAFTS)] = Field(
         1, description="children of a drafted node; 1: a chain; more: a tree, with mode=fixed and the embedded engine"
     )
-    num_draft_tokens: Annotated[int, Field(ge=0, le=4096)] = Field(
+    num_draft_tokens: Annotated[int, Field(ge=0, le=4096), Needs("spec.mode=fixed")] = Field(
         0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
     )
     tree_budget: Literal["none", "sample", "batch"] = Field(
@@ -30,7 +32,7 @@ class SpecSection(Section):
         description="verify the number of drafts that maximises tokens per second: one number for every sample "
         "(sample), or one sum for the whole batch (batch); needs mode=fixed and the embedded engine",
     )
-    candidate_steps: tuple[DraftSteps, ...] = Field(
+    candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
         (0, 1, 2, 3, 5), description="values of num_steps that mode=adaptive chooses from; 0: no drafts"
     )
     verifier: Verifier = Field(
@@ -38,36 +40,36 @@ class SpecSection(Section):
         description="position_keyed: the text depends on seed, prompt and weights only, not on the drafts; "
         "target_only: the same rule with ordinary random numbers; rejection: rejection sampling, on GPUs only",
     )
-    drafts: Drafts = Field(
+    drafts: Annotated[Drafts, Needs("spec.verifier=position_keyed")] = Field(
         "coupled",
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    cost_table: Text = Field(
+    cost_table: Annotated[Text, Needs("spec.mode=adaptive")] = Field(
         "", description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took"
     )
-    learn_costs: bool = Field(
+    learn_costs: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         True,
         description="without a cost table: learn the costs of rounds from their durations; false: choices depend on "
         "ridge_tokens, the model's sizes and the drafts accepted, and not on a clock",
     )
-    ridge_tokens: float = Field(
+    ridge_tokens: Annotated[float, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
         128.0,
         gt=0,
         le=1e9,
         description="without a cost table: tokens of a forward pass below which it costs the same as one token, as it "
         "waits for the weights; about 300 on an H100 in bf16 (989 TFLOP/s / 3.35 TB/s)",
     )
-    switching_margin: float = Field(
+    switching_margin: Annotated[float, Needs("spec.mode=adaptive")] = Field(
         0.01,
         ge=0,
         le=10,
         description="change num_steps if that gains this share in 8 rounds in a row; 0.01: one percent",
     )
-    probe_share: float = Field(
+    probe_share: Annotated[float, Needs("spec.mode=adaptive")] = Field(
         0.01, ge=0, le=0.2, description="share of the time that rounds may lose by trying other values of num_steps"
     )
-    catch_up_share: float = Field(
+    catch_up_share: Annotated[float, Needs("spec.mode=adaptive")] = Field(
         0.0,
         ge=0,
         le=0.2,
@@ -88,8 +90,6 @@ class SpecSection(Section):
                 raise ValueError(f"{trees} is not lossless with verifier=rejection; expected verifier=position_keyed")
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
-        if self.cost_table and self.mode != "adaptive":
-            raise ValueError(f"cost_table={self.cost_table} is for mode=adaptive, but mode={self.mode}")
         if self.mode == "adaptive" and self.num_steps not in steps:
             raise ValueError(f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}")
         return self

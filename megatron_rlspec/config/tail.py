@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_rlspec.config.base import Positive, Section, Text
+from megatron_rlspec.config.base import Needs, Positive, Section, Text
 
 
 class TailConfig(Section):
@@ -16,13 +16,17 @@ class TailConfig(Section):
         description="move running samples from full engines to empty ones: never, with their KV cache (kv), with "
         "their tokens only, which the other engine prefills (recompute), or by the cheaper way (auto)",
     )
-    rule: Literal["makespan", "threshold"] = Field(
+    rule: Annotated[Literal["makespan", "threshold"], Needs("tail.rebalance")] = Field(
         "makespan",
         description="which samples move: those by which the rollout ends earlier (makespan), or by RLHFSpec's rule "
         "(threshold)",
     )
-    every: Positive = Field(32, description="decode rounds between two decisions")
-    gain: float = Field(
+    every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = Field(
+        32,
+        description="decode rounds between two decisions; with the embedded engine on several ranks, also between the "
+        "moments at which they begin requests and return samples",
+    )
+    gain: Annotated[float, Needs("tail.rebalance", "tail.tp")] = Field(
         0.05, ge=0, lt=1, description="least share of the remaining time that a move must save, beyond its cost"
     )
     lane: int = Field(

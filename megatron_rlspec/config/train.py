@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rlspec.config.base import Count, Name, Positive, Section, Tokens
+from megatron_rlspec.config.base import Count, Name, Needs, Positive, Section, Tokens
 
 MOST_SEED = 2**31 - 1  # ranks and parts add small numbers to it, and some generators take 32 bits
 
@@ -38,7 +38,7 @@ class TrainConfig(Section):
     record: bool = Field(
         False, description="keep every step's rollouts and policy, for `rlspec replay`, in run_dir/trajectory"
     )
-    record_gib: float = Field(
+    record_gib: Annotated[float, Needs("train.record")] = Field(
         20.0, gt=0, le=1e6, description="recording ends when its files would exceed so many GiB; the run goes on"
     )
     max_bad_steps: Count = Field(

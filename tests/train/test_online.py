@@ -47,7 +47,8 @@ def trained(start, folder, variants):
     os.chdir(short_run.TESTS)  # where the reward's module is
     for name, options in variants.items():
         shutil.rmtree(folder / name.strip() / "hf", ignore_errors=True)  # a run to resume has not finished
-        words = short_run.words(start, folder / name.strip(), "train", COMMON | options)
+        common = COMMON if "drafter__train" not in options else {k: v for k, v in COMMON.items() if "drafter" not in k}
+        words = short_run.words(start, folder / name.strip(), "train", common | options)
         loop.train(training.parse("train", words[1:]))
 
 

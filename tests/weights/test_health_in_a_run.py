@@ -44,8 +44,9 @@ class Run:
             "rollout.max_running_requests": "32",
             "rollout.max_total_tokens": "4096",
             "spec.mode": "fixed",
-            "health.canary_share": "1",
         }
+        if "health__canary_prompts" not in options:
+            overrides["health.canary_share"] = "1"
         config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
         self.run_dir = tmp_path / "run"
         self.rollouts = start(config, self.hf_config, self.run_dir)

@@ -1,0 +1,58 @@
+"""Options that a user gave and that have no effect: beside other settings (`Needs`), or in a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from megatron_rlspec.config.base import Needs, Section
+
+
+def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for every option that the other settings leave without effect.
+
+    given  options that a user gave -> rank of their source. Where a source of higher rank switched off what an option
+           needs, the option is no mistake: a command line changes what a file says.
+    """
+    for name, rank in given.items():
+        value, field = option(config, name)
+        if field is None or value == field.default:
+            continue
+        for needs in field.metadata:
+            if not isinstance(needs, Needs) or any(_holds(config, setting) for setting in needs.settings):
+                continue
+            others = list(dict.fromkeys(_name(setting) for setting in needs.settings))
+            if not any(given.get(other, 0) > rank for other in others):
+                now = " and ".join(f"{other}={_text(option(config, other)[0])}" for other in others)
+                yield f"{name}={_text(value)} has no effect while {now}"
+
+
+def option(config: Section, name: str) -> tuple[Any, FieldInfo | None]:
+    """Return the value and the field of `section.key`; (None, None) for a name that is no option."""
+    section, _, key = name.partition(".")
+    table = getattr(config, section, None)
+    if not isinstance(table, Section) or key not in type(table).model_fields:
+        return None, None
+    return getattr(table, key), type(table).model_fields[key]
+
+
+def _text(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (text.lower() if isinstance(value, bool) else text)[:100]
+
+
+def _name(setting: str) -> str:
+    return setting.partition("=")[0].removesuffix("!")
+
+
+def _holds(config: Section, setting: str) -> bool:
+    name, equals, wanted = setting.partition("=")
+    value, field = option(config, name.removesuffix("!"))
+    if field is None:
+        raise ValueError(f"Needs({setting!r}): no such option")
+    if not equals:
+        return value if isinstance(value, bool) else bool(value != field.default)
+    texts = [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
+    return (wanted in texts) != name.endswith("!")
