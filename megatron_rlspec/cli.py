@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from megatron_rlspec import __version__, memory
+from megatron_rlspec import __version__, memory, texts
 from megatron_rlspec.interruption import Interrupted
 
 COMMANDS = {
@@ -180,11 +180,12 @@ def _message(error: Exception) -> str:
 
 def _complain(message: str, code: int, every_rank: bool = False) -> int:
     """Print the message, on rank 0 alone unless it can concern one rank only. Returns `code`."""
+    message = texts.printable(" ".join(message.split()))
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdigit():
-        print(f"rlspec: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"rlspec: {message}", file=sys.stderr, flush=True)
     elif every_rank:
-        print(f"rlspec: rank {rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"rlspec: rank {rank}: {message}", file=sys.stderr, flush=True)
     return code
 
 

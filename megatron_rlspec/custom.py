@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
 from megatron_rlspec.interruption import Interrupted
+from megatron_rlspec.texts import one_line, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -169,6 +170,9 @@ def load(option: str, name: str) -> Callable[..., Any]:
     except ValueError:  # some built-in callables have no signature
         pass
 
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
@@ -181,14 +185,23 @@ def load(option: str, name: str) -> Callable[..., Any]:
             where = f"{place.filename}:{place.lineno}, in {place.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
+    told.named = f"{option}={name}{place}"  # type: ignore[attr-defined]
     return told
+
+
+def named(option: str, own: Callable[..., Any]) -> str:
+    """Return the option, and what it names with file and line if `load` made `own`: the begin of an error's line."""
+    return str(getattr(own, "named", option))
+
+
+MOST = 2.0**127  # the largest advantage: tensors of float32 hold it
 
 
 class Unwound(BaseException):
     """Ends a function of the user's from inside a call that it made. No Exception, so its handlers do not catch it."""
 
 
-OURS = (Unwound, KeyboardInterrupt, Interrupted)  # what passes through the user's code and is not of it
+OURS = (Unwound, Interrupted)  # what passes through the user's code and is not of it; signals raise Interrupted
 
 
 class ProcessExit(BaseException):
@@ -222,16 +235,7 @@ def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
     if isinstance(error, SystemExit | ProcessExit):
         return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
-    return f"{type(error).__name__}: {shown(error, str)}"
-
-
-def shown(value: Any, by: Callable[[Any], str] = repr) -> str:
-    """Return a value of the user's in one line of at most 200 characters. Its own methods may fail."""
-    try:
-        text = by(value)
-        return " ".join(text.split())[:200]
-    except BaseException as error:
-        return f"({type(value).__name__}, whose {by.__name__}() raised {type(error).__name__})"
+    return one_line(error)
 
 
 def locked(samples: Sequence[Sample]) -> list[Sample]:
@@ -272,10 +276,11 @@ def check(config: Config) -> None:
             load(option, name)
 
 
-def checked(option: str, result: Any, like: Tensor) -> Tensor:
-    """Return the result of a loss. Raises FunctionError unless it is a dense, finite tensor like `like [rows]`.
+def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the result of a loss, 0 where `mask` is false. Raises FunctionError unless it is a tensor `[rows]`.
 
-    That is of its shape and device, of floating point, and differentiable if `like` is.
+    It must be dense, of floating point, of the shape and device of `like`, and differentiable and finite where `like`
+    is.
     """
     import torch
 
@@ -294,7 +299,9 @@ def checked(option: str, result: Any, like: Tensor) -> Tensor:
             f"{option}: the function returned a tensor without gradient; expected one that is differentiable in the "
             "log-probabilities that it was given"
         )
-    if not bool(result.detach().isfinite().all()):
+    if mask is not None:
+        result = result.masked_fill(~mask, 0)
+    if not bool(result.detach().isfinite().all()) and bool(like.detach().isfinite().all()):
         bad = int(result.detach().isfinite().logical_not().nonzero()[0])
         raise FunctionError(f"{option}: the function returned {float(result[bad])} at [{bad}]; expected finite numbers")
     return result
@@ -306,8 +313,8 @@ def numbers(option: str, result: Any, count: int) -> np.ndarray:
 
     try:
         found = np.asarray(result)
-    except Exception:  # a tensor with a gradient, or an object with __array__ of its own
+    except BaseException:  # a tensor with a gradient, or an object with __array__ of its own
         found = np.asarray(None)
-    if found.dtype.kind not in "fiub" or found.shape != (count,) or not np.isfinite(found).all():
+    if found.dtype.kind not in "fiub" or found.shape != (count,) or not (np.abs(found) <= MOST).all():
         raise FunctionError(f"{option}: the function returned {shown(result)}; expected {count} finite numbers")
     return found.astype(np.float64)

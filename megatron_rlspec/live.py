@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rlspec.texts import printable
+
 PARTS = {"generate": "cyan", "train": "magenta", "push": "yellow"}
 HISTORY = 120  # steps in a curve
 LEAST_CURVE = 4  # columns; a narrower panel has no curves
@@ -129,11 +131,6 @@ def _grid(*widths: int) -> Table:
     for width in widths:
         grid.add_column(min_width=width, max_width=width, no_wrap=True, overflow="ellipsis")
     return grid
-
-
-def printable(text: str) -> str:
-    """Replace what could drive a terminal, such as escape codes."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def configs(values: Numbers) -> str:

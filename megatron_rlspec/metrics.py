@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rlspec import __version__, files
+from megatron_rlspec import __version__, files, texts
 from megatron_rlspec.types import Sample
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class Recorder:
             sink.write(step, numbers)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Print one line on stderr, and add the event to `events.jsonl`."""
+        """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
+        message = texts.printable(message)
         print(f"[{kind}] {message}", file=sys.stderr, flush=True)
         self.latest.append(f"[{kind}] {message}")
         _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked
+from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
 from megatron_rlspec.mtp.head import DraftHead, VocabParallelHead, accumulate_in, lowest
 from megatron_rlspec.packing.transfer import to_device
 
@@ -415,10 +415,11 @@ def _own_divergence(
     with torch.enable_grad():
         draft = head.whole(logq).detach().clone().requires_grad_()
         rows = DrafterRows(draft, head.whole(logp).detach().clone(), labels.clone(), depths.clone())
-        loss = checked("drafter.loss", own(rows), draft[:, 0]).to(draft.dtype)
+        loss = checked(named("drafter.loss", own), own(rows), draft[:, 0]).to(draft.dtype)
         (grad,) = torch.autograd.grad(loss.sum(), draft, allow_unused=True)
     if grad is None:
-        raise FunctionError("drafter.loss: the result does not depend on draft_logprobs; expected one that does")
+        what = "the result does not depend on draft_logprobs; expected one that does"
+        raise FunctionError(f"{named('drafter.loss', own)}: {what}")
     # Convert the gradient with respect to log-probabilities into that with respect to logits.
     grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
     return overlap, loss.detach(), head.share(grad)

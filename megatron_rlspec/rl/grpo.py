@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.config import AlgorithmConfig
-from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked, locked, numbers
+from megatron_rlspec.custom import Advantage, PolicyLoss, PolicyTokens, RewardedGroup, checked, locked, named, numbers
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
@@ -199,7 +199,7 @@ def _own_loss(
         staleness=trained_if_any(batch.staleness),
         options=algorithm,
     )
-    return checked("algorithm.loss", own(tokens), logprobs).to(logprobs).masked_fill(~mask, 0)
+    return checked(named("algorithm.loss", own), own(tokens), logprobs, mask).to(logprobs)
 
 
 def own_advantages(
@@ -207,7 +207,7 @@ def own_advantages(
 ) -> np.ndarray:
     """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
     group = RewardedGroup(locked(samples), np.array(rewards, np.float64), np.array(known, bool), options)
-    return numbers(f"algorithm.advantage={options.advantage}", own(group), len(samples))
+    return numbers(named(f"algorithm.advantage={options.advantage}", own), own(group), len(samples))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

@@ -2,7 +2,7 @@
 
 Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
 the socket, a Unix socket that keeps message boundaries: {"id", "reward"} or {"id", "error"}. Nothing is pickled. The
-module imports the standard library only, so that a worker starts fast.
+module imports little beside the standard library, so that a worker starts fast.
 
 Two processes run for each worker. The *guard* is the one that the trainer starts; the *worker* is its child and calls
 the reward. When the worker ends, or the trainer closes standard input (also by dying), the guard kills everything that
@@ -30,6 +30,8 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from megatron_rlspec.texts import one_line, shown
 
 Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
@@ -136,25 +138,8 @@ def number(value: Any) -> float:
     except BaseException as error:  # the value's own methods can raise anything
         raise ValueError(f"a reward of type {type(value).__name__} is no number ({one_line(error)})") from None
     if not abs(reward) <= LARGEST:
-        raise ValueError(f"reward is {text_of(value)}, expected one finite number")
+        raise ValueError(f"reward is {shown(value)}, expected one finite number")
     return reward
-
-
-def text_of(value: object) -> str:
-    """Return `repr(value)` in one line of at most 80 characters; the type's name if that raises."""
-    try:
-        return " ".join(repr(value).split())[:80]
-    except BaseException:  # a class of the user's
-        return f"an object of type {type(value).__name__}"
-
-
-def one_line(error: BaseException) -> str:
-    """Format an error as "Type: message", in one line of at most 300 characters."""
-    try:
-        text = " ".join(str(error).split())
-    except BaseException:  # a class of the user's
-        text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 class _Channel:

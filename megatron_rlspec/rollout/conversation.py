@@ -12,7 +12,6 @@ position in the sample, so under the position-keyed verifier the text depends on
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rlspec.custom import FunctionError, Unwound, locked_prompt, shown
+from megatron_rlspec.custom import FunctionError, Unwound, locked_prompt, named
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.rl.reward_worker import number
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.texts import shown
 from megatron_rlspec.types import Request, Sample, Sampling, Status
 
 if TYPE_CHECKING:
@@ -164,11 +165,12 @@ class Conversations:
     ) -> None:
         self.running: dict[str, None] = {}
         self._function = function
+        self._named = named("rollout.function", function)
         self._engines = engines
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._open: dict[int, Conversation] = {}
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     def draw(
@@ -208,7 +210,7 @@ class Conversations:
                 stuck = self._too_long()
                 if stuck and self._failure is None:
                     reason = f"did not go on for {self._seconds:g} s (rollout.function_seconds)"
-                    self._fail(FunctionError(f"rollout.function: the function {reason}"))
+                    self._fail(FunctionError(f"{self._named}: the function {reason}"))
                 if self._failure is not None and len(samples) + len(stuck) >= len(requests):
                     break
         if self._failure is not None:
@@ -232,21 +234,30 @@ class Conversations:
             reward = self._function(conversation)
             sample = conversation.sample()
             if reward is not None:
-                sample.reward = _number(reward)
+                sample.reward = self._number(reward)
                 sample.metadata["own_reward"] = True
             if not sample.loss_mask.any():
-                raise FunctionError("rollout.function: the function asked for no reply; expected at least one")
+                raise FunctionError(f"{self._named}: the function asked for no reply; expected at least one")
+            conversation.since = None
+            on_sample(sample)
         except _Ended:
             return conversation.sample()
-        except Exception as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
+        except BaseException as error:  # of `on_sample` or an engine, or what `custom.load` made of the function's own
             self._fail(error)
             return conversation.sample()
         finally:
-            del self._open[number]
-        on_sample(sample)
+            self._open.pop(number, None)
         return sample
 
-    def _fail(self, error: Exception) -> None:
+    def _number(self, reward: object) -> float:
+        """Return a function's reward. Raises FunctionError."""
+        try:
+            return number(reward)
+        except ValueError:
+            returned = f"the function returned {shown(reward)}"
+            raise FunctionError(f"{self._named}: {returned}; expected None or a finite number") from None
+
+    def _fail(self, error: BaseException) -> None:
         """Keep the first failure, and abort what engines decode for the other conversations."""
         with self._lock:
             self._failure = self._failure or error
@@ -273,15 +284,3 @@ class Conversations:
         finally:
             del self.running[request.id]
         raise _Ended
-
-
-def _number(value: Any) -> float:
-    """Return a function's reward. Raises FunctionError."""
-    try:
-        reward = float(value)
-    except Exception:  # an object's own __float__ can raise any error
-        reward = math.nan
-    if not math.isfinite(reward):
-        returned = f"the function returned {shown(value)}"
-        raise FunctionError(f"rollout.function: {returned}; expected None or a finite number")
-    return reward

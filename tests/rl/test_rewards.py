@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megatron_rlspec import cli
 from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.metrics import Recorder
 from megatron_rlspec.report import records as report_records
@@ -171,7 +172,18 @@ def test_numbers_of_other_libraries_are_rewards():
 
 
 def test_an_error_without_a_text_has_one_line():
-    assert reward_worker.one_line(Unreadable()) == "Unreadable: its text cannot be read"
+    assert reward_worker.one_line(Unreadable()) == "Unreadable: (Unreadable, whose str() raised RuntimeError)"
+
+
+def test_escape_codes_of_a_reward_reach_no_terminal(tmp_path, capsys):
+    text = "\x1b]0;title\x07\x1b[2J"
+    Recorder(tmp_path).event(
+        "reward", f"step 0: 1 of 4 rewards failed; {reward_worker.one_line(ValueError(text))}{text}"
+    )
+    cli.run(lambda: (_ for _ in ()).throw(ConfigError(text)))
+    printed = capsys.readouterr().err + (tmp_path / "events.jsonl").read_text()
+    assert "\x1b" not in printed and "\\u001b" not in printed and "\x07" not in printed
+    assert printed.count("x1b]0;title") == 5  # stderr has two and the refusal one, events.jsonl two
 
 
 def test_failed_rewards_enter_no_mean_and_are_marked_in_the_record(tmp_path):

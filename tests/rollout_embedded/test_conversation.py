@@ -131,6 +131,11 @@ def test_no_token_past_the_limit(model):
         (lambda conversation: conversation.append("A"), "the function asked for no reply"),
         (lambda conversation: 10**400, "returned 1000.*; expected None or a finite number"),
         (lambda conversation: Silent(), r"returned \(Silent, whose repr\(\) raised RuntimeError\)"),
+        (
+            lambda conversation: (conversation.reply(), "0.5")[1],
+            "m:f .*: the function returned '0.5'; expected None or a",
+        ),
+        (lambda conversation: raising(KeyboardInterrupt()), "m:f: KeyboardInterrupt "),
         (lambda conversation: sys.exit(0), "m:f: it would end the process with exit code 0 "),
         (lambda conversation: os._exit(0), "m:f: it would end the process with exit code 0 "),
         (lambda conversation: raising(Silent("x")), r"m:f: Silent: \(Silent, whose str\(\) raised RuntimeError\)"),
@@ -141,6 +146,17 @@ def test_a_wrong_function_ends_the_rollout_in_one_line(model, monkeypatch, funct
     monkeypatch.setitem(__import__("sys").modules, "m", type("m", (), {"f": staticmethod(function)}))
     with pytest.raises(ConfigError, match=expected):
         drawn(model, custom.load("rollout.function", "m:f"))
+
+
+def test_a_failure_where_a_sample_is_taken_ends_the_rollout(model):
+    """It must not leave a thread dead and the rollout waiting."""
+
+    def taken(sample):
+        raise EngineError("full disk")
+
+    engine = oracle.engine_of(*model, K3)
+    with pytest.raises(EngineError, match="full disk"):
+        Conversations(three_turns, EnginePool([engine]), Letters()).draw(oracle.requests(PROMPTS), LONG, taken)
 
 
 @pytest.mark.parametrize("patient", [True, False], ids=["waits", "asks for replies for ever"])
