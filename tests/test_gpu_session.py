@@ -69,7 +69,7 @@ def test_estimates_stand_beside_the_figures_of_the_default_plan_only(gpu):
     assert beside(figure(), estimated=False)["verdict"] == ""
     own = beside(figure(what="policy alone: peak", value=15.0, estimate=[10, 20, "static"]), estimated=False)
     assert (own["estimate"], own["verdict"]) == ("10 to 20", "as estimated")
-    none_differ = "with and without: tensors that differ, deterministic algorithms"
+    none_differ = "with and without: tensors that differ, train.deterministic"
     equal = figure(part="identity", what=none_differ, value=0)
     assert beside(equal, estimated=True)["verdict"] == "as estimated"
     assert beside(equal | {"value": 3}, estimated=True)["verdict"] == "3 in place of 0"
@@ -278,7 +278,7 @@ def test_all_parts_on_a_cpu(gpu, tmp_path):
     assert found["push: CUDA IPC"]["state"] == "inside slime only"
     assert values["moves: KV cache: bytes"] > 0 and values["moves: a move, kv"] > 0
     assert "cache of 0 sample" in found["moves: a move, recompute"]["note"]
-    modes = ("", ", deterministic algorithms")
+    modes = ("", ", train.deterministic")
     pairs = ("twice without a drafter", "with and without")
     assert all(values[f"identity: {pair}: tensors that differ{mode}"] == 0 for pair in pairs for mode in modes)
     assert values["catchup: a round with drafts"] > 0 and "catchup: catching up" in values

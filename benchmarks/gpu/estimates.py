@@ -40,8 +40,8 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("fit", "share of the memory for weights and KV cache"): Estimate(0.8, 0.9, "SGLang's own default is about 0.83"),
     ("fit", "capturing graphs"): Estimate(20, 90, "0.05 s a graph with 8 layers on an H100"),
     ("fit", "memory of graphs"): Estimate(2.9, 8, "2.9 GB with 8 layers on an H100"),
-    ("push", "http"): Estimate(0.43, 0.78, "40 to 60 pageable copies a bucket, one Python HTTP server"),
-    ("push", "files"): Estimate(1.3, 2.6, "one writer, then pageable copies"),
+    ("push", "http"): Estimate(0.6, 1.5, "one Python process receives over loopback; then one pinned copy"),
+    ("push", "files"): Estimate(3, 8, "2 to 5 s for 15.6 GB: one writer, then one pinned copy"),
     ("push", "group over gloo"): Estimate(0.8, 2, "a copy to the host, gloo's sockets, a copy back"),
     ("draws", "peaked, argmax: a round"): Estimate(0.2, 0.3, "measured on an H100: 0.24 ms"),
     ("draws", "peaked, ours at T = 1: a round"): Estimate(2.5, 3.2, "measured on an H100: 2.83 ms"),
@@ -70,8 +70,8 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("catchup", "catching up"): Estimate(
         300, 1500, "512,000 tokens of one layer; the bookkeeping took 1 s on a CPU core"
     ),
-    ("identity", "with and without: tensors that differ, deterministic algorithms"): Estimate(0, 0, "by construction"),
-    ("identity", "twice without a drafter: tensors that differ, deterministic algorithms"): Estimate(0, 0, _ATOMICS),
+    ("identity", "with and without: tensors that differ, train.deterministic"): Estimate(0, 0, "by construction"),
+    ("identity", "twice without a drafter: tensors that differ, train.deterministic"): Estimate(0, 0, _ATOMICS),
     ("attention", "forward, one sequence of 9,216: peak"): Estimate(0.12, 0.25, _LINEAR),
     ("attention", "backward, one sequence of 9,216: peak"): Estimate(0.17, 0.42, "measured on an H100: 0.42 GiB"),
     ("attention", "forward, one sequence of 32,768: peak"): Estimate(0.4, 0.9, _LINEAR),

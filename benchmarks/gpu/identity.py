@@ -22,7 +22,7 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.weights.fingerprint import fingerprint
 
 STEPS = 3
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms need it before CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, before `train.deterministic` is set
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -30,10 +30,9 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     layers, count, length = plan.identity
     note = f"{layers} layers, {count} samples of {length:,} tokens, {STEPS} steps"
     for deterministic in (False, True):
-        mode = ", deterministic algorithms" if deterministic else ""
-        torch.use_deterministic_algorithms(deterministic)  # under warn_only flash attention would stay as it is
+        mode = ", train.deterministic" if deterministic else ""
         with figures.attempt(f"policies{mode}"):
-            alone, again, beside = (_train(plan, drafter) for drafter in (False, False, True))
+            alone, again, beside = (_train(plan, drafter, deterministic) for drafter in (False, False, True))
             figures.say(f"a step without a drafter{mode}", alone[1], "ms", note)
             figures.say(f"twice without a drafter: tensors that differ{mode}", _differ(alone, again), "", note)
             figures.say(f"with and without: tensors that differ{mode}", _differ(alone, beside), "", note)
@@ -43,14 +42,14 @@ def _differ(first: tuple[list[int], float], second: tuple[list[int], float]) -> 
     return sum(a != b for a, b in zip(first[0], second[0], strict=True))
 
 
-def _train(plan: Plan, drafter: bool) -> tuple[list[int], float]:
+def _train(plan: Plan, drafter: bool, deterministic: bool) -> tuple[list[int], float]:
     """Return fingerprints of the policy's parameters and of its optimizer's tensors, and ms of the last step."""
     gc.collect()  # the trainer before this one
     layers, count, length = plan.identity
     settings: dict[str, Any] = {
         "model": {"dtype": plan.dtype, "max_length": length},
         "drafter": {"depth": plan.train_depth, "train": drafter},
-        "train": {"tokens_per_micro_batch": count * length},
+        "train": {"tokens_per_micro_batch": count * length, "deterministic": deterministic},
         "rollout": {"max_new_tokens": length // 2},
     }
     shape = shape_of(plan, layers)
