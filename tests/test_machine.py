@@ -1,8 +1,6 @@
 """What `rlspec doctor` reports about a GPU machine: decisions from invented facts, and the facts of this machine."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -174,32 +172,3 @@ def test_a_lack_that_does_not_stop_leaves_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda names, path: [])
     assert doctor.main(["--gpu"]) == 0
     assert "GPU machine: a line" in capsys.readouterr().out
-
-
-STUB = """
-int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
-int cuInit(unsigned flags) { __builtin_trap(); }
-"""
-READ = "from megatron_rlspec import machine as m; print(m.visible_gpus(), m._driver_cuda(), m._shared_bytes() >> 20)"
-# In namespaces of its own: a /dev with two GPUs, and 64 MiB of shared memory.
-INSIDE = """
-mount -t tmpfs none "$1" && mkdir "$1/dev" && mount -t tmpfs none "$1/dev" && touch "$1"/dev/nvidia0 "$1"/dev/nvidia1 \\
-"$1"/dev/nvidiactl "$1"/dev/nvidia-uvm && mkdir "$1/dev/shm" && mount -t tmpfs -o size=64m none "$1/dev/shm" && \\
-mount --rbind "$1/dev" /dev && exec "$2" -c "$3"
-"""
-
-
-def test_a_machine_with_a_driver_two_gpus_and_little_shared_memory(tmp_path):
-    """The driver is asked without being initialised: it would end the process."""
-    tools = [shutil.which(name) for name in ("cc", "unshare", "mount")]
-    if not all(tools) or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("needs a C compiler and namespaces of its own")
-    (tmp_path / "stub.c").write_text(STUB)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "stub.c"], check=True)
-    (tmp_path / "root").mkdir()
-    command = ["unshare", "-rm", "sh", "-c", INSIDE, "sh", str(tmp_path / "root"), sys.executable, READ]
-    own = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(command, env=own, capture_output=True, text=True)
-    assert done.stdout.strip() == "2 (12, 8) 64", done.stderr
-    facts = replace(COMPLETE, gpus=2, driver_cuda=(12, 8), shared_bytes=64 << 20)
-    assert {lack.name for lack in machine.lacks(facts)} == {"gpu-driver", "gpu-shared-memory"}
