@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from host_reads import HostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rlspec.rollout.sglang.cpu import stand_ins
 from megatron_rlspec.rollout.sglang.scratch import Folder
 from megatron_rlspec.rollout.sglang.server import kv_file
 
@@ -109,6 +111,65 @@ def test_each_rank_reads_its_heads_into_other_slots(tmp_path, source, ranks):
             ):
                 assert torch.equal(to[here], sent[SLOTS[2:]])
                 assert torch.equal(to[others], old[i][others])
+
+
+@pytest.mark.slow  # imports SGLang
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_pages_of_sglang_s_own_pools_travel(tmp_path, page, monkeypatch):
+    """FlashAttention 3 and FlashInfer read these pools at several page sizes. Other layouts are refused."""
+    stand_ins.install()
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as Pool
+
+    def pools(seed):
+        torch.manual_seed(seed)
+        found = [Pool(128, page, torch.bfloat16, 2, 8, layers, "cpu", False) for layers in (3, 1)]
+        for pool in found:
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer.copy_(torch.randn(buffer.shape))
+        return found
+
+    def columns(pool, slots):
+        return [
+            torch.stack([part(layer)[slots] for part in (pool.get_key_buffer, pool.get_value_buffer)])
+            for layer in range(pool.layer_num)
+        ]
+
+    source, target = pools(0), pools(1)
+    layout = kv_file.layout_of(source, [2, 2], 0, 1, True)
+    pages = torch.arange(128 + page).view(-1, page)
+    there, here = (torch.cat([pages[i] for i in which]) for which in ((1, -1), (-2, 0)))
+    header = kv_file.Header("a", list(range(len(there) + 1)), 0, len(there), "3", layout)
+    with folder_of(str(tmp_path / "x")) as folder:
+        kv_file.write(folder, "x.0", header, source, there)
+        _, found = kv_file.read(folder, "x", layout)
+    kv_file.scatter(found, target, here)
+    for mine, theirs in zip(target, source, strict=True):
+        assert all(map(torch.equal, columns(mine, here), columns(theirs, there)))
+    if page > 1:
+        with envs.SGLANG_USE_HND_KVCACHE.override(True), pytest.raises(ValueError, match="only plain keys and values"):
+            kv_file.layout_of(pools(2), [2, 2], 0, 1, True)
+
+
+def test_a_gpu_s_cache_crosses_to_the_host_once_a_head(tmp_path):
+    with HostReads() as reads:
+        source, target = of_rank(1, 2), of_rank(1, 2, [MHATokenToKVPool(n, seed=2, head_num=HEADS) for n in (3, 1)])
+        for pool in (*source, *target):
+            reads.put(pool.k_buffer, pool.v_buffer)
+        slots, here = SLOTS.to("cuda"), torch.tensor([1, 20, 2]).to("cuda")
+        reads.found.clear()
+        with folder_of(str(tmp_path / "x")) as folder:
+            kv_file.write(folder, "x.1", HEADER, source, slots)
+        assert sorted(reads.found.values()) == [1, 4], reads.found  # all fingerprints together; four heads
+        reads.found.clear()
+        written_by(str(tmp_path / "x"), 1)
+        reads.found.clear()
+        with folder_of(str(tmp_path / "x")) as folder:
+            _, columns = kv_file.read(folder, "x", LAYOUT)
+        kv_file.scatter(columns, target, here)
+        assert list(reads.found.values()) == [2 * 2 * (3 + 1)]  # keys and values of each layer of a head
+    for mine, theirs in zip(target, source, strict=True):
+        assert torch.equal(mine.k_buffer[0][[1, 20, 2]], theirs.k_buffer[0][SLOTS[2:]])
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -55,7 +55,7 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
         found = original(worker, payloads)
         bucket = found.get("flattened_tensor") if isinstance(found, dict) else None
         if bucket is not None and device.type == "cuda" and bucket.device.type == "cpu":
-            found["flattened_tensor"] = _landing(bucket.numel(), pinned=True).copy_(bucket).to(device)
+            found["flattened_tensor"] = landing(bucket.numel(), pinned=True).copy_(bucket).to(device)
         return found
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -67,8 +67,8 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     return {"flattened_tensor": bytes_of(path, size, pinned=device.type == "cuda").to(device), "metadata": metadata}
 
 
-def _landing(size: int, pinned: bool) -> torch.Tensor:
-    """Return so many bytes of memory. The next call gives the same ones."""
+def landing(size: int, pinned: bool) -> torch.Tensor:
+    """Return so many bytes of this process's memory for copies. The next call gives the same ones."""
     global _memory
     landed = _memory
     if size > landed.numel():
@@ -81,7 +81,7 @@ def _landing(size: int, pinned: bool) -> torch.Tensor:
 
 def bytes_of(path: str, size: int, pinned: bool = False) -> torch.Tensor:
     """Read the file. Raises RuntimeError."""
-    landed = _landing(size, pinned)
+    landed = landing(size, pinned)
     view = landed.numpy().data
     at = 0
     try:

@@ -3,9 +3,11 @@
 Every tensor-parallel rank writes its own heads into a file of its own, NAME.RANK, in its engine's folder. A reading
 rank takes its heads from the files that have them, so source and target may have different tensor-parallel sizes.
 Layout: the size of the header (8 bytes), its CRC-32 (4 bytes), both little-endian, the header as MessagePack, then
-the columns, ordered model -> head -> layer -> keys, values -> column, so that a head is one piece, whose CRC-32 the
-header has. A column is one slot of the KV cache. Nothing is unpickled, and no byte is used before header, size and
-checksum are checked.
+the columns, ordered model -> head -> layer -> keys, values -> column, so that a head is one piece, whose
+fingerprint the header has. A column is one slot of the KV cache. Nothing is unpickled, and no byte is used before
+header, size and checksum are checked.
+
+A head is gathered and summed where the cache is, and crosses between host and device through pinned memory.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.rollout.sglang.scratch import Folder
+from megatron_rlspec.rollout.sglang.server import bucket_file
+from megatron_rlspec.weights.fingerprint import fingerprint, unread
+from megatron_rlspec.weights.fingerprint import read as values_of
 
 _PREFIX = struct.Struct("<QI")
+_MARK = struct.Struct("<Q")
 HEADER_BYTES = 4096  # of a header, at most, beside its tokens
 TOKEN_BYTES = 9  # of a token in it, at most
 
@@ -96,7 +102,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens   all its tokens that the columns below `last` depend on: `last` of them, one more if they are pairs
     version  of the weights that computed the columns
-    marks    CRC-32 of each head, in the order of `Layout.heads`
+    marks    fingerprint of each head, 8 bytes little-endian, in the order of `Layout.heads`
     """
 
     id: str
@@ -105,7 +111,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last: int
     version: str
     layout: Layout
-    marks: tuple[int, ...] = ()
+    marks: bytes = b""
 
     @property
     def place(self) -> tuple[list[int], int, int]:
@@ -132,21 +138,23 @@ def layout_of(pools: Sequence[Any], totals: Sequence[int], rank: int, ranks: int
     return Layout(str(pools[0].store_dtype).removeprefix("torch."), ranks, pairs, tuple(models))
 
 
-def _parts(columns: Tensor, pools: Sequence[Any], count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return every buffer [slots, heads, size] of a rank with its part [heads, count, size] of the bytes `columns`."""
-    at = 0
+def _heads(pools: Sequence[Any], count: int) -> Iterator[tuple[Any, int, int]]:
+    """Yield (pool, head, bytes of `count` columns), in the order of `Layout.heads`."""
     for pool in pools:
-        keys = count * pool.k_buffer[0][0, 0].nbytes
-        row = keys + count * pool.v_buffer[0][0, 0].nbytes
-        size = pool.head_num * pool.layer_num * row
-        block = columns[at : at + size].view(pool.head_num, pool.layer_num, row)
-        for layer in range(pool.layer_num):
-            for buffer, part in (
-                (pool.k_buffer[layer], block[:, layer, :keys]),
-                (pool.v_buffer[layer], block[:, layer, keys:]),
-            ):
-                yield buffer, part.view(buffer.dtype).view(pool.head_num, count, buffer.shape[2])
-        at += size
+        row = pool.k_buffer[0][0, 0].nbytes + pool.v_buffer[0][0, 0].nbytes
+        for head in range(pool.head_num):
+            yield pool, head, pool.layer_num * row * count
+
+
+def _parts(piece: Tensor, pool: Any, head: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every buffer [slots, size] of a head with its part [count, size] of the head's bytes."""
+    at = 0
+    for layer in range(pool.layer_num):
+        for whole in (pool.k_buffer[layer], pool.v_buffer[layer]):
+            buffer = whole[:, head]
+            size = count * buffer[0].nbytes
+            yield buffer, piece[at : at + size].view(buffer.dtype).view(count, buffer.shape[1])
+            at += size
 
 
 def _pieces(columns: Tensor, layout: Layout, count: int) -> Iterator[Tensor]:
@@ -158,24 +166,48 @@ def _pieces(columns: Tensor, layout: Layout, count: int) -> Iterator[Tensor]:
         at += size
 
 
+def _gather(pools: Sequence[Any], slots: Tensor) -> Iterator[tuple[Tensor, int | Tensor]]:
+    """Yield each head's columns in host memory, until the next one, and their `unread` fingerprint.
+
+    Raises ValueError if the device has no room for one head.
+    """
+    try:
+        for pool, head, size in _heads(pools, len(slots)):
+            piece = torch.empty(size, dtype=torch.uint8, device=slots.device)
+            for buffer, part in _parts(piece, pool, head, len(slots)):
+                part.copy_(buffer.index_select(0, slots))
+            yield bucket_file.landing(size, pinned=True).copy_(piece) if slots.is_cuda else piece, unread(piece)
+    except torch.OutOfMemoryError:
+        raise ValueError("the GPU has no room to gather the columns of one head") from None
+
+
 def write(folder: Folder, name: str, header: Header, pools: Sequence[Any], slots: Tensor) -> int:
-    """Write the columns in these slots to the file `name`, which appears whole; return their size. Raises OSError."""
-    data = torch.empty(header.layout.column_bytes() * len(slots), dtype=torch.uint8)
-    for buffer, part in _parts(data, pools, len(slots)):
-        part.copy_(buffer[slots].transpose(0, 1))
-    marks = tuple(zlib.crc32(piece.numpy().data) for piece in _pieces(data, header.layout, len(slots)))
-    head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
+    """Write the columns in these slots to the file `name`, which appears whole; return their size.
+
+    Raises OSError, and ValueError without room on the device.
+    """
+    heads = len(list(header.layout.heads()))
     unfinished = f"{name}.part"
     file = folder.create(unfinished)
     try:
         with file:
+            file.seek(_PREFIX.size + len(_encoded(header, [0] * heads)))
+            marks = []
+            for piece, mark in _gather(pools, slots):
+                file.write(piece.numpy().data)
+                marks.append(mark)
+            head = _encoded(header, values_of(marks))
+            file.seek(0)
             file.write(_PREFIX.pack(len(head), zlib.crc32(head)) + head)
-            file.write(data.numpy().data)
         folder.rename(unfinished, name)
-    except OSError:
+    except (OSError, ValueError):
         folder.remove(unfinished)
         raise
-    return len(data)
+    return header.layout.column_bytes() * len(slots)
+
+
+def _encoded(header: Header, marks: Sequence[int]) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(header, marks=b"".join(map(_MARK.pack, marks))))
 
 
 def read(folder: Folder, name: str, expected: Layout) -> tuple[Header, Tensor]:
@@ -250,13 +282,18 @@ def _read_head(folder: Folder, path: str, header: Header, model: int, head: int,
             read = file.readinto(piece.numpy().data)  # type: ignore[attr-defined]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    if read != len(piece) or index >= len(header.marks) or zlib.crc32(piece.numpy().data) != header.marks[index]:
+    mark = header.marks[index * _MARK.size : (index + 1) * _MARK.size]
+    if read != len(piece) or _MARK.pack(fingerprint(piece)) != mark:
         raise ValueError(f"{path}: the checksum of head {head} does not fit")
 
 
 def scatter(columns: Tensor, pools: Sequence[Any], slots: Tensor) -> None:
-    """Write the last len(slots) of a rank's columns into these slots."""
-    row = sum(pool.layer_num * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes) for pool in pools)
-    count = len(columns) // row
-    for buffer, part in _parts(columns, pools, count):
-        buffer[slots] = part[:, count - len(slots) :].transpose(0, 1).to(buffer.device)
+    """Write the last len(slots) of a rank's columns into these slots. A GPU gets one layer of a head at a time."""
+    count = len(columns) // sum(size for *_, size in _heads(pools, 1))
+    at = 0
+    for pool, head, size in _heads(pools, count):
+        piece = columns[at : at + size]
+        piece = bucket_file.landing(size, pinned=True).copy_(piece) if slots.is_cuda else piece
+        for buffer, part in _parts(piece, pool, head, count):
+            buffer.index_copy_(0, slots, part[count - len(slots) :].to(slots.device))
+        at += size
