@@ -1,5 +1,6 @@
 """Every option has an effect, or is refused: what each needs is declared beside it."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import megatron_rlspec
-from megatron_rlspec import training
+from megatron_rlspec import cli, training
 from megatron_rlspec.config import Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.base import Needs
 from megatron_rlspec.config.effects import option
@@ -114,3 +115,15 @@ def test_a_replay_that_follows_recorded_rollouts_refuses_what_draws_them(overrid
 def test_a_command_line_holds_no_option_of_another_command(command, name):
     with pytest.raises(ConfigError, match=f"{name} has no effect on rlspec {command}"):
         training.parse(command, [f"--{name}", another(name)])
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "convert", "compare", "report", "watch", "doctor", "profile"])
+def test_every_option_of_a_command_is_read(command):
+    """By its name, in the module of the command. What an option needs beside it names options that exist."""
+    module = importlib.import_module(cli.COMMANDS[command][0].partition(":")[0])
+    parser = module.parser()
+    text = Path(module.__file__).read_text()
+    own = [action.dest for action in parser._actions if not {"--help", "--help-all"} & {*action.option_strings}]
+    assert [dest for dest in own if not re.search(rf"\b(args|options)\.{dest}\b|\"{dest}\"", text)] == []
+    known = {name for action in parser._actions for name in (*action.option_strings, action.dest)}
+    assert {name for _, others, names in parser._rules for name in f"{others} {names}".split()} <= known

@@ -27,6 +27,7 @@ In the file an option `section.key` stands as `key` in the table `[section]`:
 Everything is checked before anything starts: names, types and bounds of all options, then the model directory
 (config.json, names and shapes of the tensors, tokenizer files), the first 20,000 rows of the data, the cost table, and
 whether the reward can be imported and called. A mistake is told in one line, with exit code 2.
+So is an option that has no effect beside the others, unless the command line switches off what the file sets up.
 
 The last column has the names that Megatron, slime, verl and SGLang give to an option. They are not accepted, but the
 message says which option is meant:
