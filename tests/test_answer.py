@@ -243,7 +243,7 @@ def test_the_trainer_measures_what_an_engine_accepts():
     """The drafter's argmax is often the policy's token: the engine's accept lengths, and a forward over its texts."""
     hf_config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=40)
     tensors = tiny_mimo.agreeing(tiny_mimo.weights(hf_config, std=0.3), 40)
-    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256)
+    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts="argmax")
     asked = [Request(f"r{i:02d}", Prompt(i, np.arange(3, 9 + i % 3)), seed=i) for i in range(24)]
     expected = {}
     texts = set()
