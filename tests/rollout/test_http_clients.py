@@ -214,9 +214,20 @@ def test_a_client_that_leaves_a_silent_update_does_not_stop_samples(server: Serv
     with running(server, "a") as found:
         server.begin(version=10)
     assert found == alone
-    server.engine._begin(11, "all")  # waits for the end of another client's update
-    server.engine._in_update("weights/abandon")
-    server.engine._update = ""
+
+
+def test_an_update_ends_with_its_owners_connection(server: Server) -> None:
+    """Its owner's process ended. The next one waits for what it left, and sends all."""
+    before = server.text()
+    first, second = (SGLangEngine.of(server.process, timeout=60) for _ in range(2))
+    first._begin(20, "all")
+    first._in_update("weights/bucket", data=save({NORM: WEIGHTS[NORM] * 3}))
+    assert "a weight update is open" in server.told("weights/begin?scope=all&version=21", 409)
+    assert first._owner is not None
+    first._owner.close()
+    second.update_weights(21, WEIGHTS.items())
+    assert "to version 20 ended unfinished: its client closed the connection" in server.process.log.read_text()
+    assert server.text() == before and server.engine.progress().version == 21
 
 
 def test_an_unfinished_bucket_holds_nothing(server: Server) -> None:

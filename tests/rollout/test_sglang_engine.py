@@ -407,7 +407,7 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in pushed.items()}
     assert all(s.policy_versions == ((7, 0, len(s.response)),) for s in engine.generate(requests(3), SAMPLINGS["T=1"]))
     body = {"requests": [_body(requests(1, "known")[0], Sampling(max_new_tokens=150, ignore_eos=True))]}
-    lines = list(engine._stream("generate", body | {"progress": True}))
+    lines = list(engine._stream("generate", json=body | {"progress": True}))
     # What is known of a sample if its engine is lost.
     assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())

@@ -195,11 +195,14 @@ class Engine(SGLangEngine):
     def __init__(self, number, shapes, marks, way):
         super().__init__(f"http://engine-{number}", transport=way)
         self.answers = {
-            "weights/begin": {"session": "0"},
             "control/shapes": {"shapes": shapes},
             "control/fingerprints": {"fingerprints": marks},
         }
         self.received = 0
+
+    def _begin(self, version, scope):
+        clock.sleep(REQUEST)
+        self._update = "0"
 
     def _post(self, path, **options):
         clock.sleep(REQUEST)

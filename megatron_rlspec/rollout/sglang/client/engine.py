@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
@@ -89,6 +89,7 @@ class SGLangEngine:
         self._broken = ""
         self._held: dict[str, Any] | None = None
         self._update = ""  # the token of the open weight update
+        self._owner: Generator[dict[str, Any], None, None] | None = None  # its answer, open as long
 
     @classmethod
     def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
@@ -126,7 +127,7 @@ class SGLangEngine:
         samples: dict[str, Sample] = {}
         begun: dict[str, dict[str, Any]] = {}
         try:
-            for line in self._stream("generate", body):
+            for line in self._stream("generate", json=body):
                 if "error" in line:
                     place = f"request {line['id']}" if "id" in line else "generate"
                     raise EngineError(f"{self.url}: {place}: {line['error']}")
@@ -200,14 +201,18 @@ class SGLangEngine:
             raise
         finally:
             self._update = ""
+            if self._owner is not None:
+                self._owner.close()
+                self._owner = None
 
     def _begin(self, version: int, scope: Scope) -> None:
         """Open an update. An update that a lost client left open ends by itself, which this waits for."""
-        asked = {"scope": scope, "version": str(version)}
+        asked = {"scope": scope, "version": str(version), "hold": "true"}
         until = time.monotonic() + _OTHERS_UPDATE
         while True:
             try:
-                found = self._post("weights/begin", params=asked)
+                self._owner = self._stream("weights/begin", params=asked)
+                found = next(self._owner, {})
                 break
             except RefusedError as error:
                 if "a weight update is open" not in str(error) or time.monotonic() > until:
@@ -452,8 +457,8 @@ class SGLangEngine:
         begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
         return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self._send(path, json=body, stream=True) as answer:
+    def _stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
+        with self._send(path, stream=True, **arguments) as answer:
             try:
                 for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
                     if text:

@@ -281,10 +281,14 @@ COMMANDS: dict[str, type[Strict]] = {
 
 
 class BeginQuery(Strict):
-    """Which tensors an update has, and the version of the weights after it."""
+    """Which tensors an update has, and the version of the weights after it.
+
+    `hold`: the answer stays open as long as the update, which ends unfinished if its client closes the connection.
+    """
 
     scope: Scope
     version: Version
+    hold: Literal["true", "false"] = "false"
 
 
 class SessionQuery(Strict):

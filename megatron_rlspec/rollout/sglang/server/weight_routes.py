@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     InitWeightsUpdateGroupReqInput,
@@ -42,6 +43,7 @@ _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 _KEPT = 1 << 30  # bytes of shared memory that stay between pushes
 logger = logging.getLogger(__name__)
+_LOOKED_AT = 0.2  # seconds between two looks at whether an owner is still connected
 _PROBE_SECONDS = 5.0  # for a trainer's store to answer before a scheduler may wait for it
 
 
@@ -99,7 +101,7 @@ async def between_updates(asleep: bool) -> AsyncIterator[None]:
         weights.asleep = not asleep
 
 
-async def begin(request: Request) -> JSONResponse:
+async def begin(request: Request) -> Response:
     """Open an update, and return the token that its other requests name. Running samples are taken off the batch."""
     query = _query(request, schemas.BeginQuery)
     await read_nothing(request)
@@ -116,7 +118,27 @@ async def begin(request: Request) -> JSONResponse:
             await _close(update, "its client left before it began")
             raise Refusal(409, "the client closed the connection, so the update was withdrawn")
         _watchers[update.token] = asyncio.create_task(_watch(update))
+        if query.hold == "true":
+            return StreamingResponse(_hold(request, update), media_type="application/x-ndjson")
         return JSONResponse({"session": update.token})
+
+
+async def _hold(request: Request, update: Update) -> AsyncIterator[bytes]:
+    """Answer with the token, and end the update if its client closes the connection before."""
+    try:
+        yield json.dumps({"session": update.token}).encode() + b"\n"
+        while weights.update is update and not await request.is_disconnected():
+            await asyncio.sleep(_LOOKED_AT)
+    finally:
+        if weights.update is update:  # in a task of its own: this one may be cancelled
+            _watchers[f"{update.token}.left"] = asyncio.create_task(_leave(update))
+
+
+async def _leave(update: Update) -> None:
+    async with _lock:
+        if weights.update is update:
+            await _close(update, "its client closed the connection")
+    _watchers.pop(f"{update.token}.left", None)
 
 
 _watchers: dict[str, asyncio.Task[None]] = {}
