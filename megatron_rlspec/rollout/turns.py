@@ -88,10 +88,18 @@ class Turns:
 
         def tensors(scope: Scope) -> Iterator[Named]:
             for name, tensor in source(scope):
-                self._copy[name] = tensor.detach().to("cpu", copy=True)
+                self._keep(name, tensor.detach())
                 yield name, tensor
 
         return tensors
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy into the memory of the push before, pinned beside a GPU: new pages take longer than the bytes."""
+        held = self._copy.get(name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+            self._copy[name] = held
+        held.copy_(tensor)
 
     def _push(self, names: Collection[str]) -> None:
         """Give engines that have woken the copy. Raises EngineError."""

@@ -166,6 +166,21 @@ def test_the_rollout_ends_on_the_first_fleet_when_the_second_is_lost(tmp_path: P
     assert run.turns.choose(planned, load, Lengths(), 10).way == "stay"  # the planner of sizes is not even asked
 
 
+def test_every_push_is_copied_into_the_same_memory():
+    """A model's worth of new pages takes longer than its bytes, at every step."""
+    turns = Turns(SimpleNamespace(), {}, {}, [], SimpleNamespace(), SimpleNamespace(), None)
+
+    def pushed(*tensors):
+        sent = list(turns.copied(1, lambda scope: iter(tensors), None)("all"))
+        assert all(ours[1] is theirs[1] for ours, theirs in zip(sent, tensors, strict=True))
+        return turns._copy["w"]
+
+    first = pushed(("w", torch.ones(3)), ("d", torch.ones(2)))
+    again = pushed(("w", torch.full((3,), 2.0)))
+    assert again is first and again.tolist() == [2.0] * 3 and turns._copy["d"].tolist() == [1.0] * 2
+    assert pushed(("w", torch.ones(4, dtype=torch.bfloat16))).shape == (4,)
+
+
 def test_a_fleet_that_is_not_whole_or_has_no_room_does_not_give_way(tmp_path: Path) -> None:
     run = Run(tmp_path)
     asked = []
