@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import regroup_rank
 import retile_rank
+import torch.distributed as dist
 from train_ranks import on_ranks
+
+from megatron_rlspec.rollout.embedded.parallel import Groups
 
 
 @pytest.mark.parametrize(("gather", "kind"), [(False, "untied"), (False, "tied"), (False, "eagle3"), (True, "untied")])
@@ -107,3 +110,14 @@ def test_a_rank_killed_in_the_middle_of_a_change_ends_the_rollout(tmp_path, phas
     assert found["error"].startswith("embedded engine: a rank of the fleet ended or cannot be reached")
     assert 0 < len(found["ended"]) < len(wanted) and sorted(found["seen"]) == sorted(found["ended"])
     assert found["seen"] == {id: wanted[id] for id in found["ended"]}
+
+
+def test_all_ranks_of_a_new_group_meet_before_some_of_them_trade(monkeypatch):
+    """NCCL's first message in a group waits for all of its ranks, and `trade` has nothing for some of them."""
+    calls = []
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda blocks: (blocks[0], blocks))
+    monkeypatch.setattr(dist, "barrier", calls.append)
+    groups = Groups()
+    assert groups.of(2) is groups.of(2) and calls == [[0, 1]]

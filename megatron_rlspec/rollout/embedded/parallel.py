@@ -74,5 +74,6 @@ class Groups:
                 raise ValueError(f"tensor parallel size {size} does not divide a job of {self.world} ranks")
             blocks = [list(range(first, first + size)) for first in range(0, self.world, size)]
             own, _ = dist.new_subgroups_by_enumeration(blocks)
+            dist.barrier(own)  # `trade` leaves out ranks, and NCCL's first message in a group waits for all of them
             self._made[size] = TensorParallel(own)
         return self._made[size]
