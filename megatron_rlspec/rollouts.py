@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_rlspec import custom, data, files
+from megatron_rlspec import custom, data, files, texts
 from megatron_rlspec.checkpoints import Drawn
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import EngineError, RolloutEngine
@@ -55,6 +55,7 @@ from megatron_rlspec.weights.model_config import DRAFTER
 from megatron_rlspec.weights.names import name_table
 from megatron_rlspec.weights.push import Pusher, Source
 
+SHOWN = 40  # characters of a text's begin, and of its end, in an event
 Failures = list[str]  # one line per sample without a reward
 
 
@@ -610,6 +611,21 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "truncated": float(np.mean([s.status == "truncated" for s in samples])),
         **reward_by_length(samples),
     }
+
+
+def without_advantage(samples: Sequence[Sample]) -> str:
+    """Say that no group of a step has an advantage. The example is the first of its samples whose reward is known."""
+    one = next(sample for sample in samples if not rewards.failed(sample))
+    return (
+        "no group has an advantage, as if all its samples were equally good, so the policy learns nothing. An example: "
+        f"prompt {_ends(one.prompt.text)}, response {_ends(one.text)}, label {_ends(one.prompt.label)}, "
+        f"reward {one.reward:g}"
+    )
+
+
+def _ends(text: str) -> str:
+    """Return begin and end of a text, quoted."""
+    return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")
 
 
 def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:

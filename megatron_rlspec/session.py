@@ -33,7 +33,13 @@ from megatron_rlspec.rl import grpo, rewards
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.embedded.fleet import Follower
 from megatron_rlspec.rollout.open import member
-from megatron_rlspec.rollouts import RolloutCancelledError, Rollouts, StartingRollouts, rollout_metrics
+from megatron_rlspec.rollouts import (
+    RolloutCancelledError,
+    Rollouts,
+    StartingRollouts,
+    rollout_metrics,
+    without_advantage,
+)
 from megatron_rlspec.sinks import open_sinks
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
 from megatron_rlspec.train import model, moments, runtime
@@ -392,6 +398,9 @@ class Session:
         for group in groups:
             samples += group.samples
             advantages += self._advantages(group)
+        if self.main and not (self.done or self.replays or any(advantages)) and isinstance(self.data, data.Prompts):
+            if rewards.known(samples):  # otherwise another event says that all failed
+                self.recorder.event("reward", f"step 0: {without_advantage(samples)}")
         if self.online is not None:
             self.online.add(groups)
         if self.words is not None and not depth:

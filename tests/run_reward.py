@@ -15,5 +15,9 @@ def fails_on_some(prompt: str, response: str, label: str, metadata: dict) -> flo
     return len(response) % 3 / 2
 
 
+def same(prompt: str, response: str, label: str, metadata: dict) -> float:
+    return 0.0
+
+
 def wrong(sample) -> float:
     return 1.0

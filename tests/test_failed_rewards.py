@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from short_run import run
 
 from megatron_rlspec.metrics import read_records
+from megatron_rlspec.rollouts import without_advantage
+from megatron_rlspec.types import Prompt, Sample
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
 
@@ -21,7 +24,7 @@ def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
     assert all(0 < count < 16 for count in counts)
     steps = [line for line in output.splitlines() if line.startswith("step ")]
     assert [f"failed rewards {count}" in line for line, count in zip(steps, counts, strict=True)] == [True] * 3
-    told = [message for message in events(tmp_path) if message.startswith("step ")]
+    told = [message for message in events(tmp_path) if message.startswith("step ") and "rewards failed" in message]
     assert [m.split(";")[0] for m in told] == [f"step {i}: {n} of 16 rewards failed" for i, n in enumerate(counts)]
     assert all("ValueError: length" in message for message in told)
 
@@ -56,3 +59,22 @@ def test_a_reward_with_another_signature_is_refused_before_anything_starts(start
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "reward.kind=run_reward:wrong: " in line and "wrong(sample)" in line and "expected wrong(prompt: str" in line
     assert not (tmp_path / "run").exists()
+
+
+def test_an_example_of_a_reward_that_never_differs_is_short_and_escaped():
+    tokens = np.arange(3)
+    prompt = Prompt(0, tokens[:2], label="\x1b[2J", text="p" * 500 + "= ?")
+    samples = [Sample(f"s{i}", prompt, tokens, np.ones(3), np.zeros(3), text="five\n") for i in range(2)]
+    samples[0].metadata["reward_error"] = "broken"
+    samples[1].reward = 0.25
+    told = without_advantage(samples)
+    assert "label '\\x1b[2J', reward 0.25" in told and "= ?'" in told and r"response 'five\n'" in told
+    assert "\x1b" not in told and "\n" not in told and len(told) < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "events_expected"), [("same", 1), ("by_length", 0)])
+def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_expected):
+    run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
+    told = [message for message in events(tmp_path) if "no group has an advantage" in message]
+    assert len(told) == events_expected and all(m.startswith("step 0: ") and ", reward 0" in m for m in told)
