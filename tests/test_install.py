@@ -234,6 +234,41 @@ def test_slimes_image_gets_exactly_what_it_lacks(version, wheel, tmp_path):
     assert not set(planned) & set(added)
 
 
+# What the images install, by their public definitions: SGLang's release; slime's requirements.txt at 624b824a8, and
+# what its Dockerfile names beside SGLang's image. Megatron-LM's checkout asks for torch, numpy and packaging only.
+_SLIME = """sglang==0.5.15.post1 numpy==1.26.4 scipy==1.17.1 nvidia-modelopt[torch]>=0.37.0 accelerate anthropic blake3
+blobfile datasets httpx[http2] mcp[cli] numba omegaconf openai pillow pylatexenc pyyaml qwen_vl_utils ray[default]
+safetensors sglang-router>=0.3.0 tensorboard transformers wandb"""
+DEFINITIONS = {"slime": _SLIME.split(), "sglang": ["sglang==0.5.23"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_an_image_and_its_list_hold_all_that_the_package_asks_for(name, wheel, tmp_path):
+    """The image's packages are resolved from its public definition, without the image."""
+    command = [
+        interpreter("3.12"),
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--quiet",
+        "--no-warn-conflicts",
+    ]
+    command += ["--only-binary", ":all:", "--report", str(tmp_path / "image.json")]
+    done = subprocess.run([*command, *DEFINITIONS[name]], capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-2000:]
+    resolved = json.loads((tmp_path / "image.json").read_text())["install"]
+    image = {canonicalize_name(one["metadata"]["name"]): Held(one["metadata"]["version"]) for one in resolved}
+    listed = {pin: Held(next(iter(found.specifier)).version) for pin, found in pins(f"{name}-image.txt").items()}
+    assert not image.keys() & listed.keys(), "the list would replace what the image has"
+    environment = make_environment(interpreter("3.12"), tmp_path / "venv", image | listed)
+    planned = would_install(environment, [str(wheel)], tmp_path / "r.json", index=False)
+    assert planned.keys() == {canonicalize_name(PROJECT["name"])}
+
+
 def test_every_lock_meets_the_packages_requirements():
     bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
     extras = PROJECT["optional-dependencies"]

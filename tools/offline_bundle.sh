@@ -4,7 +4,7 @@
 #   bash tools/offline_bundle.sh [--arch 90] [--add REQUIREMENT]... FILE.tar.xz
 #     --arch   GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
 #     --add    one more distribution, as colorama==0.4.6, without its dependencies
-#   PYTHON    an interpreter with pip; any version. RLSPEC_WHEELS: a folder that keeps the downloaded wheels
+#   PYTHON   an interpreter with pip; any version
 # It downloads about 430 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU with Triton's
 # attention does not need it:
 #   sglang         image and video models, its tests, its Rust extensions (a Python implementation takes their place)
@@ -37,7 +37,7 @@ done
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-wheels=${RLSPEC_WHEELS:-$work/wheels}
+wheels=$work/wheels
 root=$work/rlspec-offline
 site=$root/site
 mkdir -p "$wheels" "$site"
@@ -47,7 +47,6 @@ platforms=(--platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platfo
 for glibc in {5..39}; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
   --dest "$wheels" -r "$here/requirements/offline-bundle.txt" "${added[@]}" || fail "pip cannot download what is listed above"
-rm -f "$wheels"/megatron_rlspec-*
 mkdir "$work/source"
 for name in pyproject.toml setup.py README.md LICENSE megatron_rlspec patches examples; do
   cp -r "$here/$name" "$work/source/"
