@@ -5,11 +5,13 @@ Token i of a sample is a function of its seed and of i, so a lost, doubled or fo
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -180,13 +182,15 @@ class Clock:
     def __init__(self, engines: Sequence[Engine], tokens: int = 5) -> None:
         self.engines = engines
         self.tokens = tokens
+        self.ticks = 0
         for engine in engines:
             engine.limit = tokens
 
     def tick(self, ended: threading.Event) -> None:
-        """Wait until all engines have begun and all their samples wait, or the end; then go on."""
-        while not (all((e.tokens or e.dead) and e.waits() for e in self.engines) or ended.is_set()):
+        """Wait until the engines have begun and all their samples wait, or the end; then go on."""
+        while not (any(e.tokens for e in self.engines) and all(e.waits() for e in self.engines) or ended.is_set()):
             time.sleep(0.0005)
+        self.ticks += 1
         for engine in self.engines:
             engine.limit += self.tokens
 
@@ -359,8 +363,7 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
     """Draw 12 samples of one prompt, which one engine gets, and return what balanced the engines."""
     cost = LearntCost(Roofline.of_layers(12, ridge_tokens=1))  # every sample costs as much as the first
     found: list[Balancer] = []
-    engine = engines[0]  # it gets the samples
-    clock = Clock([engine], tokens=20)
+    clock = Clock(engines, tokens=20)
 
     class Ticking(Balancer):
         def _run(self) -> None:
@@ -381,7 +384,17 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
     pool = EnginePool(engines)
     pool.balance = balance
     asked = [Request(f"r-{i:03d}.", Prompt(0, np.array([1, 2, 3])), i) for i in range(12)]
-    with mock.patch.multiple("megatron_rlspec.rollout.balancer", PERIOD=0.01, SHARE=1.0):  # the engines wait for looks
+    reads = itertools.count()
+
+    def virtual() -> float:
+        """A round takes 1 ms, and a move a few microseconds."""
+        return clock.ticks * clock.tokens * 1e-3 + next(reads) * 1e-6
+
+    with ExitStack() as patched:  # the engines wait for looks, so looks need not wait for rounds
+        for module in ("balancer", "moves"):
+            virtual_time = SimpleNamespace(perf_counter=virtual)
+            patched.enter_context(mock.patch(f"megatron_rlspec.rollout.{module}.time", virtual_time))
+        patched.enter_context(mock.patch("megatron_rlspec.rollout.balancer.PERIOD", 0.01))
         samples = pool.generate(asked, SAMPLING)
     for request, sample in zip(asked, samples, strict=True):
         assert sample.response.tolist() == [token(request.seed, i) for i in range(length(request.seed))]
@@ -394,7 +407,8 @@ def test_what_a_broken_move_may_have_written_is_given_up() -> None:
     withdrawn: list[tuple[str, Sequence[str] | None]] = []
 
     def detach(*_: object, **__: object) -> list[Cargo]:
-        engines[0].limit = math.inf  # what was asked to leave runs to its end
+        for engine in engines:
+            engine.limit = math.inf  # what was asked to leave runs to its end
         raise EngineError("no answer")
 
     for engine in engines:
