@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine without a network lacks into one archive of about 30 MB: SGLang, its kernel library, megatron-core,
+# Packs what a GPU machine without a network lacks into one archive of about 40 MB: SGLang, its kernel library, megatron-core,
 # this package with benchmarks/, and their dependencies (requirements/offline-bundle.txt has the versions and what must be there).
 #   bash tools/offline_bundle.sh [--arch 90] [--add REQUIREMENT]... FILE.tar.xz
 #     --arch   GPU architecture of the kernel library: 90 (H100, H200) or 100 (B200)
 #     --add    one more distribution, as colorama==0.4.6, without its dependencies
 #   PYTHON   an interpreter with pip; any version
-# It downloads about 430 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU with Triton's
+# It downloads about 450 MB. docs/install.md says how the archive is used. Left out, because it is large and one GPU with Triton's
 # attention does not need it:
 #   sglang         image and video models, its tests, its Rust extensions (a Python implementation takes their place)
 #   sglang-kernel  FlashAttention 3 (1.1 GB unpacked), libraries of other architectures
