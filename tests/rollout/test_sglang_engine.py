@@ -866,8 +866,7 @@ def wrong(path: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
         part.view(n, -1, 2, header.last - header.first, 16) for n, part in zip(heads, parts, strict=True)
     )
     change({"target": target, "drafter": drafter})
-    marks = tuple(zlib.crc32(head.numpy().tobytes()) for head in (*target, *drafter))
-    head = msgspec.msgpack.encode(msgspec.structs.replace(header, marks=marks))
+    head = kv_file._encoded(header, [fingerprint(head.flatten().view(torch.uint8)) for head in (*target, *drafter)])
     prefix = len(head).to_bytes(8, "little") + zlib.crc32(head).to_bytes(4, "little")
     Path(path).write_bytes(prefix + head + columns.numpy().tobytes())
 
