@@ -17,7 +17,7 @@ class SftConfig(Section):
     held_out: Count = Field(
         0,
         description="keep the answers to so many prompts of sft.path out of training; every sft.eval_every steps the "
-        "trainer measures the drafter's accept length on them at sft.eval_drafts, without an engine",
+        "trainer measures the accept length of argmax drafts on them at sft.eval_drafts, without an engine",
     )
     eval_drafts: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Needs("sft.held_out")] = Field(
         (1, 3, 5), description="drafts per round at which the accept length on held-out answers is measured"

@@ -183,7 +183,8 @@ class Roofline:
         verify = self.target_ms(work.verified, work.context, token_ms)
         step = share * self.target_ms(work.step, work.context, token_ms) + self.pass_ms
         drafting = work.drafts * (share * verify + self.pass_ms) + work.passes * step
-        return self.host_ms + self.sample_ms * work.verified + verify + drafting
+        found: np.ndarray = self.host_ms + self.sample_ms * work.verified + verify + drafting
+        return found
 
     def grid(self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Compute ms of a round, `[configs, *broadcast(batch, context)]`."""

@@ -220,8 +220,9 @@ class Trainer:
     def accept_lengths(self, batches: Sequence[PackedBatch], steps: Sequence[int]) -> dict[int, float]:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
-        The texts are the policy's own, and the drafter's likeliest token is the draft, as in an engine: what a text
-        accepts follows from it. `batches` have a depth of max(steps), for a repeated layer. No engine takes part.
+        The texts are the policy's own. Drafts are the likeliest tokens, as under spec.drafts=argmax, so what a text
+        accepts follows from it. Coupled drafts need the noise that a text was sampled with, and accept more above
+        temperature 0. `batches` have a depth of max(steps), for a repeated layer. No engine takes part.
         """
         depth = max(steps)
         self.policy.eval()

@@ -187,7 +187,7 @@ class Fleet:
         """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
         ranks = self.member.ranks.size
         groups: dict[int, Drawn] = {}
-        # By id: the given order depends on earlier lengths, which a resumed run has not seen.
+        # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
         most = max(1, -(-len(self._new) // ranks))
