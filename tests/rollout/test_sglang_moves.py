@@ -93,6 +93,11 @@ class Fuzz(Moving):
     version = 0
     pushed = 0
 
+    def run(self) -> None:
+        """Act all the time: these engines go on by themselves, without `Moving`'s clock."""
+        while not self.ended.wait(0.02):
+            self.turn()
+
     def act(self, move: Move) -> None:
         wrong = self.chance.random() < 0.1
         self.engines[move.target]._node = "this machine"  # type: ignore[attr-defined]
