@@ -104,7 +104,7 @@ def test_a_wrong_result_is_refused_in_one_line(result, expected):
         [1.0],
         None,
     ],
-    ids=["dict", "generator", "huge", "complex", "words", "gradient", "infinite", "one", "none"],
+    ids=["dict", "generator", "huge", "complex", "words", "gradient", "infinite", "large", "one", "none"],
 )
 def test_wrong_advantages_are_refused_in_one_line(result):
     samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]
