@@ -152,19 +152,6 @@ class VocabParallelHead:
             dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
         return best
 
-    def top_k(self, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and ids `[C, k]` of the largest scores, largest first. Raises ValueError if k exceeds V."""
-        if k > self.total:
-            raise ValueError(f"k={k}, but the vocabulary has {self.total} tokens")
-        values, ids = scores.topk(min(k, self.width), dim=-1)
-        ids = ids + self.start
-        if self.group is None:
-            return values, ids
-        missing = (0, k - ids.shape[1])
-        values = self._gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
-        values, order = values.topk(k, dim=-1)
-        return values, self._gather(torch.nn.functional.pad(ids, missing)).gather(1, order)
-
     def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
@@ -176,12 +163,6 @@ class VocabParallelHead:
         value = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
         value = value.expand(ids.shape).reshape(mine.shape)
         return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
-
-    def set_at(self, x: torch.Tensor, ids: torch.Tensor, value: float) -> torch.Tensor:
-        """Write `value` into `x [C, width]`, in place, at the `ids [C, k]` that this rank holds."""
-        local, mine = self._local(ids)
-        chosen = torch.zeros_like(x).scatter_add_(1, local, mine.to(x.dtype))
-        return x.masked_fill_(chosen != 0, value)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""

@@ -11,27 +11,19 @@ logits is float32 (float64 for float64 inputs). All distributions are softmax(lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
-from megatron_rlspec.mtp.head import DraftHead, VocabParallelHead, accumulate_in, lowest
+from megatron_rlspec.mtp.head import DraftHead, VocabParallelHead, accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
 Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
 KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
 Metrics = dict[str, torch.Tensor]
-
-
-class TeacherTopK(NamedTuple):
-    """The k likeliest tokens of a distribution, and the log-probability `log_rest [N]` of all others together."""
-
-    ids: torch.Tensor  # [N, k]
-    logprobs: torch.Tensor  # [N, k]
-    log_rest: torch.Tensor  # [N]
 
 
 def drafter_loss(
@@ -43,7 +35,6 @@ def drafter_loss(
     *,
     teacher_hidden: torch.Tensor | None = None,
     teacher_index: torch.Tensor | None = None,
-    teacher_top_k: TeacherTopK | None = None,
     groups: torch.Tensor | None = None,
     num_groups: int = 1,
     temperature: float = 1.0,
@@ -66,8 +57,6 @@ def drafter_loss(
 
     teacher_hidden [M, H]  the policy's hidden states; the teacher of row i is row `teacher_index[i]` of them, row i if
                            omitted. Rows of several depths in one call share each teacher chunk
-    teacher_top_k          instead of `teacher_hidden`, `[N, k]`: the loss between distributions over k tokens and one
-                           outcome for all others. It is a lower bound of the full loss; `overlap` is an upper bound
     groups [N] int64       the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
     vocab_size             tokens without padding; rows of `weight` beyond it are ignored
     words [S]              the ids that drafts are chosen from; the student's softmax is over them only. Rows whose
@@ -94,39 +83,13 @@ def drafter_loss(
         vocab_size=vocab_size,
         words=words,
     )
-    if teacher_hidden is not None and teacher_top_k is not None:
-        raise ValueError("give teacher_hidden or teacher_top_k, not both")
     if teacher_hidden is not None:
         student.learn_from(teacher_hidden)
-    elif teacher_top_k is not None:
-        student.learn_top_k(teacher_top_k)
     elif kind == "ce":
         student.learn_labels()
     else:
-        raise ValueError(f"kind={kind!r} needs teacher_hidden or teacher_top_k; only 'ce' learns from labels alone")
+        raise ValueError(f"kind={kind!r} needs teacher_hidden; only 'ce' learns from labels alone")
     return student.finish()
-
-
-def top_k_teacher(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    k: int,
-    temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    *,
-    chunk: int | None = None,
-    vocab_size: int | None = None,
-) -> TeacherTopK:
-    """Return the k likeliest tokens of each row of `hidden [N, H]`, without gradient."""
-    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size)
-    parts = []
-    for rows in hidden.detach().split(chunk or head.chunk):
-        scores = head.scores(rows)
-        lse = head.log_sum_exp(scores)[:, None]
-        values, ids = head.top_k(scores, k)
-        rest = head.log_sum_exp(head.set_at(scores, ids, lowest(scores.dtype)))
-        parts.append((ids, values - lse, rest - lse[:, 0]))
-    return TeacherTopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class Student:
@@ -206,16 +169,6 @@ class Student:
         for first in range(0, len(self._rows), self._chunk):
             self._learn(slice(first, first + self._chunk))
 
-    def learn_top_k(self, teacher: TeacherTopK) -> None:
-        """Learn all rows from top-k distributions `[M, k]`, indexed like teacher rows."""
-        if self._reduced is not None:
-            raise ValueError("a draft vocabulary needs the teacher's whole distribution, not its top k")
-        self._taught = True
-        for first in range(0, len(self._rows), self._chunk):
-            part = slice(first, first + self._chunk)
-            rows = to_device(self._teacher[part], self._rows.device)
-            self._learn(part, top=TeacherTopK(*(x.index_select(0, rows) for x in teacher)))
-
     @torch.no_grad()
     def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
         """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
@@ -271,7 +224,7 @@ class Student:
         return dict.fromkeys(names, zeros)
 
     @torch.no_grad()
-    def _learn(self, part: slice, logp: torch.Tensor | None = None, top: TeacherTopK | None = None) -> None:
+    def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
         full = self._head
         head = self._reduced or full
@@ -298,9 +251,6 @@ class Student:
             sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
         elif callable(self._kind):
             raise ValueError("a function as drafter loss needs the teacher's whole distribution")
-        elif top is not None:
-            sums["overlap"], divergence, grad = _cut_divergence(self._kind, logq, top, head)
-            sums["argmax_prob"] = (top.logprobs.exp() * (top.ids == best[:, None])).sum(-1).to(ce.dtype)
         if self._kind == "ce":
             grad = head.add_at(logq.exp_(), labels, -1)
             if self._reduced is not None:
@@ -423,24 +373,3 @@ def _own_divergence(
     # Convert the gradient with respect to log-probabilities into that with respect to logits.
     grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
     return overlap, loss.detach(), head.share(grad)
-
-
-def _cut_divergence(
-    kind: Kind, logq: torch.Tensor, top: TeacherTopK, head: VocabParallelHead
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same as `_divergence`, between distributions over k tokens and one outcome for all other tokens.
-
-    The gradient of that outcome is divided over its tokens in proportion to q.
-    """
-    floor = lowest(logq.dtype)
-    rest = head.set_at(logq.clone(), top.ids, floor)
-    logq_rest = head.log_sum_exp(rest)[:, None]
-    cut_logq = torch.cat([head.sum(head.pick(logq, top.ids)), logq_rest], 1)
-    cut_logp = torch.cat([top.logprobs, top.log_rest[:, None]], 1).to(logq.dtype)
-    # With a probability of 0 for the other tokens KL(q ‖ p) would be infinite. The least normal number replaces the 0.
-    least = torch.tensor(torch.finfo(logq.dtype).tiny).log().item()
-    cut_logp = torch.maximum(cut_logp, cut_logq.clamp_max(least))
-    overlap, loss, cut_grad = _divergence(kind, cut_logq, cut_logp, lambda x: x)
-    # The proportions within the other tokens are computed from logarithms, because q itself may underflow.
-    grad = rest.sub_(logq_rest).exp_().mul_(cut_grad[:, -1:])
-    return overlap, loss, head.add_at(grad, top.ids, cut_grad[:, :-1] - head.pick(grad, top.ids))

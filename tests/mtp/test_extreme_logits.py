@@ -5,7 +5,7 @@ import torch
 from mtp_ranks import Ranks, group_of
 
 from megatron_rlspec.mtp.logprobs import policy_logprobs
-from megatron_rlspec.mtp.loss import KINDS, drafter_loss, top_k_teacher
+from megatron_rlspec.mtp.loss import KINDS, drafter_loss
 
 N, H, V = 12, 6, 20
 FORBIDDEN = 3  # the token whose logit is minus infinity
@@ -94,34 +94,3 @@ def test_policy_and_entropy_with_a_logit_of_minus_infinity():
         others = head.grad if len(head) < V else torch.cat([head.grad[:FORBIDDEN], head.grad[FORBIDDEN + 1 :]])
         found.append((logprobs.detach(), entropy.detach(), leaf.grad, others))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "tv"])
-def test_a_cut_teacher_with_a_logit_of_minus_infinity(kind):
-    hidden, weight, labels = inputs(0.5)
-    weight[FORBIDDEN, 0] = -torch.inf
-    for k in (4, V):
-        leaf = hidden.clone().requires_grad_()
-        top = top_k_teacher(hidden.roll(1, 0), weight, k)
-        total, metrics = drafter_loss(leaf, weight, labels, torch.ones(N), kind, teacher_top_k=top)
-        total.backward()
-        assert all(bool(x.isfinite().all()) for x in (total, leaf.grad, *metrics.values()))
-
-
-def test_the_rest_keeps_its_gradient_when_the_students_probability_of_it_underflows():
-    """The student gives e^-200 to all but the teacher's likeliest token; in float32 that is 0."""
-    hidden, weight, labels = inputs(0.0)
-    weight[0, 0] = 200.0  # the student's; the teacher's rows have 0 there
-    teacher = hidden.clone()
-    teacher[:, 0] = 0
-    top = top_k_teacher(teacher, weight, 1)
-    top = top._replace(ids=torch.zeros_like(top.ids))
-    leaf = hidden.clone().requires_grad_()
-    drafter_loss(leaf, weight, labels, torch.ones(N), "forward_kl", teacher_top_k=top)[0].backward()
-
-    exact = hidden.double().requires_grad_()
-    logq = (exact @ weight.double().t()).log_softmax(-1)
-    cut = torch.stack([logq[:, 0], logq[:, 1:].logsumexp(-1)], 1)
-    logp = torch.stack([top.logprobs[:, 0], top.log_rest], 1).double()
-    (logp.exp() * (logp - cut)).sum().backward()
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)

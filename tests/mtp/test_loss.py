@@ -1,7 +1,5 @@
 """Every loss against a float64 one that is written for clarity: whole logits, autograd, no chunks, no ranks."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,7 @@ from mtp_ranks import group_of
 
 from megatron_rlspec.mtp.head import VocabParallelHead
 from megatron_rlspec.mtp.logprobs import policy_logprobs
-from megatron_rlspec.mtp.loss import KINDS, Student, TeacherTopK, drafter_loss, top_k_teacher
+from megatron_rlspec.mtp.loss import KINDS, Student, drafter_loss
 
 N, H, V = 23, 8, 31
 
@@ -160,7 +158,7 @@ def test_cross_entropy_needs_no_teacher():
     assert_close(case.hidden.grad, gradient)
     assert metrics.keys() == {"tokens", "loss", "ce", "match"}
     assert_close(metrics["match"], sums["match"].sum())
-    with pytest.raises(ValueError, match="needs teacher_hidden or teacher_top_k"):
+    with pytest.raises(ValueError, match="needs teacher_hidden"):
         drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, "tv")
 
 
@@ -264,70 +262,12 @@ def test_lower_precision_stays_near(kind, dtype, tolerance):
 def test_confident_distributions_stay_finite():
     case = Case(dtype=torch.float32)
     sharp = [(x.detach() * 300).requires_grad_() for x in (case.hidden, case.teacher)]
-    top = top_k_teacher(sharp[1], case.weight, 4)
-    no_rest = top._replace(log_rest=torch.full((N,), -torch.inf))
-    teachers = ({"teacher_hidden": sharp[1]}, {"teacher_top_k": top}, {"teacher_top_k": no_rest})
-    for kind, teacher in itertools.product(KINDS, teachers):
+    for kind in KINDS:
         sharp[0].grad = None
-        total, metrics = drafter_loss(sharp[0], case.weight, case.labels, case.token_weight, kind, **teacher)
+        arguments = (sharp[0], case.weight, case.labels, case.token_weight, kind)
+        total, metrics = drafter_loss(*arguments, teacher_hidden=sharp[1])
         total.backward()
         assert total.isfinite() and sharp[0].grad.isfinite().all() and all(x.isfinite() for x in metrics.values())
-
-
-# --- teachers cut to their top k -----------------------------------------------------------------------------------
-
-
-def oracle_cut(case, kind, k, temperature):
-    """k tokens as outcomes of their own and the rest as one, from whole distributions."""
-    hidden = case.hidden.detach().requires_grad_()
-    q = log_distribution(hidden, case.weight.detach(), temperature).exp()
-    p = log_distribution(case.teacher.detach(), case.weight.detach(), temperature)[case.index].exp()
-    ids = p.topk(k, -1).indices
-    kept = torch.zeros_like(p).scatter(1, ids, 1).bool()
-    cut = [torch.cat([x.gather(1, ids), x.masked_fill(kept, 0).sum(-1, keepdim=True)], 1).log() for x in (q, p)]
-    rows = oracle(kind, *cut, case.labels) if kind != "ce" else oracle("ce", q.log(), p.log(), case.labels)
-    total = (case.token_weight * rows).sum()
-    return total.detach(), torch.autograd.grad(total, hidden)[0]
-
-
-@pytest.mark.parametrize("k", [1, 4, V - 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_top_k_loss_is_the_oracles(kind, k):
-    case = Case()
-    top = top_k_teacher(case.teacher, case.weight, k, 0.7, chunk=5)
-    total, metrics = drafter_loss(
-        case.hidden,
-        case.weight,
-        case.labels,
-        case.token_weight,
-        kind,
-        teacher_top_k=top,
-        teacher_index=case.index,
-        temperature=0.7,
-        chunk=4,
-    )
-    expected, gradient = oracle_cut(case, kind, k, 0.7)
-    assert_close(total, expected, 1e-9)
-    total.backward()
-    assert_close(case.hidden.grad, gradient, 1e-9)
-    full, _, sums = oracle_loss(case, kind, 0.7)
-    if k == V - 1:  # one token is the rest: nothing is lost
-        assert_close(total, full, 1e-9)
-        assert_close(metrics["overlap"], sums["overlap"].sum(), 1e-9)
-    elif kind != "ce":
-        assert total < full and metrics["overlap"] > sums["overlap"].sum()
-
-
-def test_top_k_teacher_keeps_the_likeliest_and_the_rest_of_the_mass():
-    case = Case()
-    logp = log_distribution(case.teacher, case.weight, 1.0)
-    top = top_k_teacher(case.teacher, case.weight, 3)
-    values, ids = logp.topk(3, -1)
-    assert torch.equal(top.ids, ids)
-    assert_close(top.logprobs, values)
-    assert_close(top.log_rest.exp() + values.exp().sum(-1), torch.ones(N))
-    with pytest.raises(ValueError, match="k=32, but the vocabulary has 31 tokens"):
-        top_k_teacher(case.teacher, case.weight, V + 1)
 
 
 # --- the policy's log-probabilities --------------------------------------------------------------------------------
@@ -416,23 +356,20 @@ def test_student_learns_within_the_policys_own_pass(kind, monkeypatch):
 # --- the vocabulary over two ranks ---------------------------------------------------------------------------------
 
 
-def sharded_in_worker(rank, kind, k, vocab_size, chunk):
+def sharded_in_worker(rank, kind, vocab_size, chunk):
     case, group = Case(vocabulary=vocab_size), group_of(2)
     padded = -(-vocab_size // 2) + 1  # rows per rank; the last ids are padding, as Megatron pads
     weight = torch.full((2 * padded, H), 50.0, dtype=torch.float64)
     weight[:vocab_size] = case.weight.detach()
     shard = weight[rank * padded : (rank + 1) * padded].clone().requires_grad_()
     head = {"tp_group": group, "vocab_size": vocab_size, "chunk": chunk}
-    teacher = {"teacher_hidden": case.teacher}
-    if k:
-        teacher = {"teacher_top_k": top_k_teacher(case.teacher, shard, k, 0.7, **head)}
     total, metrics = drafter_loss(
         case.hidden,
         shard,
         case.labels,
         case.token_weight,
         kind,
-        **teacher,
+        teacher_hidden=case.teacher,
         teacher_index=case.index,
         groups=case.groups,
         num_groups=3,
@@ -448,20 +385,17 @@ def sharded_in_worker(rank, kind, k, vocab_size, chunk):
 
 
 @pytest.mark.parametrize("vocab_size", [31, 6])
-@pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_equal_one(ranks, kind, k, vocab_size):
+def test_two_ranks_equal_one(ranks, kind, vocab_size):
     case = Case(vocabulary=vocab_size)
-    results = ranks.run(sharded_in_worker, kind, k, vocab_size, 7)
+    results = ranks.run(sharded_in_worker, kind, vocab_size, 7)
     expected, gradient, sums = oracle_loss(case, kind, 0.7)
-    if k:
-        expected, gradient = oracle_cut(case, kind, k, 0.7)
     logprobs, entropy = policy_logprobs(case.hidden, case.weight, case.labels, 0.7, with_entropy=True)
     (logprobs.square().sum() + entropy.square().sum()).backward()
     for total, drafter_gradient, metrics, sharded_logprobs, hidden_gradient, _ in results:
         assert_close(total, expected, 1e-9)
         assert_close(drafter_gradient, gradient, 1e-9)
-        for name in ("tokens", "ce", "match") if k else sums:
+        for name in sums:
             assert_close(metrics[name], sums[name])
         assert_close(sharded_logprobs, logprobs)
         assert_close(hidden_gradient, case.hidden.grad)
@@ -490,9 +424,6 @@ def test_bad_input_is_named():
         drafter_loss(*arguments, "jsd")
     with pytest.raises(ValueError, match="temperature=0, expected above 0"):
         drafter_loss(*arguments, temperature=0)
-    with pytest.raises(ValueError, match="not both"):
-        top = TeacherTopK(torch.zeros(N, 1), torch.zeros(N, 1), torch.zeros(N))
-        drafter_loss(*arguments, "tv", teacher_hidden=case.teacher, teacher_top_k=top)
     with pytest.raises(ValueError, match="outside the vocabulary of 31: -100 to"):
         drafter_loss(case.hidden, case.weight, case.labels.index_fill(0, torch.arange(N), -100), torch.ones(N))
     with pytest.raises(ValueError, match="vocab_size=32"):
