@@ -88,17 +88,6 @@ def pooled(histograms: Iterable[Sequence[int]]) -> np.ndarray:
     return total
 
 
-def beta_interval(successes: float, failures: float, mass: float = 0.95) -> tuple[float, float]:
-    """Return the central credible interval of Beta(successes, failures), integrated on a grid of the logit."""
-    logit = np.linspace(-16 / min(successes, 1.0), 16 / min(failures, 1.0), 8001)  # a rate near 0 has a long tail
-    log_p = -np.logaddexp(0, -logit)
-    log_q = -np.logaddexp(0, logit)
-    density = successes * log_p + failures * log_q
-    cdf = np.cumsum(np.exp(density - density.max()))
-    low, high = np.interp([(1 - mass) / 2, (1 + mass) / 2], cdf / cdf[-1], np.exp(log_p))
-    return float(low), float(high)
-
-
 def histogram_of(num_steps: int, accepted: Sequence[int]) -> list[int]:
     """Return how many requests accepted 0, 1, … drafts in a round that drafted `num_steps`. Raises ValueError."""
     histogram = [accepted.count(i) for i in range(num_steps + 1)]
@@ -192,14 +181,6 @@ class Acceptance:
             reach *= rate
             self.rates.append(rate)
             self.totals.append(self.totals[-1] + reach)
-
-    def intervals(self, mass: float = 0.95) -> list[tuple[float, float]]:
-        """Return the credible interval of each rate, given the posterior mean of the depth above it."""
-        bounds = []
-        for rate, draws in zip(self.rates, self.draws, strict=True):
-            weight = draws + self.prior_strength
-            bounds.append(beta_interval(max(rate * weight, 1e-3), max((1 - rate) * weight, 1e-3), mass))
-        return bounds
 
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
         """Replace all observations by predicted rates, which weigh `draws` drafts per depth. Raises ValueError."""

@@ -7,12 +7,7 @@ import torch
 
 from megatron_rlspec.mtp import predict
 from megatron_rlspec.mtp.loss import Student
-from megatron_rlspec.mtp.predict import (
-    accept_probabilities,
-    deepen,
-    of_rows,
-    target_probabilities,
-)
+from megatron_rlspec.mtp.predict import deepen, of_rows
 from megatron_rlspec.speculation.forecast import Calibration, Forecast, Prediction
 from megatron_rlspec.types import RoundStats, SpecConfig
 
@@ -54,6 +49,56 @@ def test_the_mean_over_positions_is_biased_and_the_walk_is_not():
     naive = 1 + torch.cumprod(accept, dim=1).sum(dim=1).mean().item()
     assert naive == pytest.approx(2.41, abs=0.02)
     assert walk(accept, reach, mask, [3]).tokens_per_round(3) == pytest.approx(truth, abs=0.02)
+
+
+def target_probabilities(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
+) -> torch.Tensor:
+    """Return the distribution that an engine samples from, `[N, V]`: softmax, cut to top-k and top-p, renormalised.
+
+    Temperature 0 is greedy. A token stays if the likelier ones have a total probability of at most `top_p`, as in
+    SGLang.
+    """
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    p = (logits / temperature).softmax(-1)
+    if top_p >= 1 and top_k < 0:
+        return p
+    ordered, tokens = p.sort(dim=-1, descending=True, stable=True)
+    drop = ordered.cumsum(-1) - ordered > top_p
+    if top_k > 0:
+        drop[..., top_k:] = True
+    ordered = ordered.masked_fill(drop, 0.0)
+    return torch.zeros_like(p).scatter_(-1, tokens, ordered / ordered.sum(-1, keepdim=True))
+
+
+def accept_probabilities(
+    target: torch.Tensor,
+    draft_logits: torch.Tensor,
+    tokens: torch.Tensor,
+    verifier: str = "position_keyed",
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (accept, reach), both `[N]`, for rows of one depth.
+
+    target        the engine's distribution of the predicted token, `[N, V]` (`target_probabilities`)
+    draft_logits  the drafter's, `[N, V]`; under rejection the draft is drawn from their softmax at `temperature`,
+                  otherwise it is their argmax
+    tokens        the token that the text holds at this place, `[N]`
+
+    `accept` is the probability that a draft of this depth is accepted, over all tokens that the target could sample.
+    `reach` is the same given the token that the target did sample. It decides whether the round continues with the next
+    depth. Both have the same mean; `accept` varies less. Raises ValueError for an unknown verifier.
+    """
+    if verifier in ("position_keyed", "target_only"):
+        best = draft_logits.argmax(-1)
+        return target.gather(-1, best[:, None])[:, 0], (best == tokens).to(target.dtype)
+    if verifier != "rejection":
+        raise ValueError(f"verifier={verifier!r}; known: position_keyed, target_only, rejection")
+    q = target_probabilities(draft_logits, temperature)
+    p_token, q_token = (x.gather(-1, tokens[:, None])[:, 0] for x in (target, q))
+    reach = (q_token / p_token.clamp_min(torch.finfo(p_token.dtype).tiny)).clamp(max=1.0)
+    return torch.minimum(target, q).sum(-1), reach
 
 
 class Toy:

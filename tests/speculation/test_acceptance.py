@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.acceptance import Acceptance, beta_interval, delivered, expected_tokens, histogram_of
+from megatron_rlspec.speculation.acceptance import Acceptance, delivered, expected_tokens, histogram_of
 from megatron_rlspec.types import OFF, SpecConfig
 
 TRUTH = [0.8, 0.6, 0.5, 0.3]
@@ -93,28 +93,6 @@ def test_an_untried_depth_moves_with_the_depth_above_it():
 def test_the_prior_before_any_data():
     acceptance = Acceptance(3, prior_rate=0.6, prior_ratio=0.5)
     assert acceptance.rates == pytest.approx([0.6, 0.3, 0.15])
-    low, high = acceptance.intervals()[0]
-    assert low < 0.25 and high > 0.9
-
-
-def test_intervals_cover_and_narrow():
-    rng = np.random.default_rng(4)
-    acceptance, widths = flat(), []
-    for _ in range(3):
-        for _ in range(30):
-            acceptance.observe(4, draw(rng, TRUTH, 4, 10))
-        intervals = acceptance.intervals()
-        widths.append([high - low for low, high in intervals])
-        assert all(low <= rate <= high for (low, high), rate in zip(intervals, acceptance.rates, strict=True))
-    assert sum(low <= truth <= high for (low, high), truth in zip(intervals, TRUTH, strict=True)) >= 3
-    assert all(a > b for a, b in zip(widths[0], widths[2], strict=True))
-    assert widths[2][3] > widths[2][0]  # deeper depths are reached less often
-
-
-@pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (0.5, 3.0), (40.0, 2.0), (0.01, 4.0), (900.0, 1100.0)])
-def test_beta_interval_against_samples(a, b):
-    samples = np.random.default_rng(5).beta(a, b, 400_000)
-    assert beta_interval(a, b) == pytest.approx(np.quantile(samples, [0.025, 0.975]), abs=4e-3)
 
 
 def test_a_prediction_replaces_learned_state():
