@@ -161,7 +161,8 @@ def load(option: str, name: str) -> Callable[..., Any]:
     except BaseException as error:  # the module's own code can raise any error
         raise ConfigError(f"{option}={name}: cannot be imported: {described(error)}") from None
     if not callable(found) or inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{option}={name}: expected a function of one argument, found {type(found).__name__}")
+        what = "an async function" if callable(found) else type(found).__name__
+        raise ConfigError(f"{option}={name}: expected a function of one argument, found {what}")
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:
@@ -315,6 +316,7 @@ def numbers(option: str, result: Any, count: int) -> np.ndarray:
         found = np.asarray(result)
     except BaseException:  # a tensor with a gradient, or an object with __array__ of its own
         found = np.asarray(None)
-    if found.dtype.kind not in "fiub" or found.shape != (count,) or not (np.abs(found) <= MOST).all():
+    plain = found.astype(np.float64) if found.dtype.kind in "fiub" else np.asarray(None, np.float64)  # NaN
+    if plain.shape != (count,) or not (np.abs(plain) <= MOST).all():
         raise FunctionError(f"{option}: the function returned {shown(result)}; expected {count} finite numbers")
-    return found.astype(np.float64)
+    return plain

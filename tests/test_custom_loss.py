@@ -61,6 +61,7 @@ def test_advantages_by_rank(example):
         ("math:no_such_function", "cannot be imported: AttributeError"),
         ("math:pi", "expected a function of one argument, found float"),
         ("os.path:split_nothing", "AttributeError"),
+        ("asyncio:sleep", "expected a function of one argument, found an async function"),
         ("shutil:copyfile", "missing a required argument: 'dst'; expected a function of one argument"),
     ],
 )
@@ -101,10 +102,11 @@ def test_a_wrong_result_is_refused_in_one_line(result, expected):
         torch.ones(2, requires_grad=True),
         [0.0, math.inf],
         [0.0, 1e300],
+        np.array([0, math.inf], np.float16),
         [1.0],
         None,
     ],
-    ids=["dict", "generator", "huge", "complex", "words", "gradient", "infinite", "large", "one", "none"],
+    ids=["dict", "generator", "huge", "complex", "words", "gradient", "infinite", "large", "half", "one", "none"],
 )
 def test_wrong_advantages_are_refused_in_one_line(result):
     samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]

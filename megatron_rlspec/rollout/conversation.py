@@ -12,9 +12,11 @@ position in the sample, so under the position-keyed verifier the text depends on
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rl.reward_worker import number
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.texts import shown
-from megatron_rlspec.types import Request, Sample, Sampling, Status
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,10 +42,10 @@ class _Ended(Unwound):
 
 
 class Conversation:
-    """One sample while it is drawn.
+    """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
 
-    prompt     the task, with `label` and `metadata`
-    sampling   temperature, top_p and top_k of the run; `max_new_tokens` bounds all tokens after the prompt
+    prompt     the task, with `label` and `metadata`; read-only
+    sampling   temperature, top_p and top_k of the run; `max_new_tokens` bounds all tokens after the prompt; read-only
     tokenizer  of the model
     text       everything after the prompt
     finished   whether the last reply ended with the model's end-of-sequence token or a stop token
@@ -57,8 +59,8 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         draw: Callable[[Request, Sampling], Sample],
     ) -> None:
-        self.prompt = locked_prompt(request.prompt)
-        self.sampling = sampling
+        self._prompt = locked_prompt(request.prompt)
+        self._sampling = sampling
         self.tokenizer = tokenizer
         self.finished = False
         self._request = request
@@ -71,7 +73,21 @@ class Conversation:
         self._spans: list[tuple[int, int, int]] = []
         self._accepted: list[int] = []
         self._drafted: list[tuple[int, int]] = []
+        self._turn = threading.Lock()  # a reply goes on, or text is appended
         self.since: float | None = time.monotonic()  # when the function went on; None while an engine replies
+
+    @property
+    def prompt(self) -> Prompt:
+        return self._prompt
+
+    @property
+    def sampling(self) -> Sampling:
+        return self._sampling
+
+    @property
+    def replying(self) -> bool:
+        """Whether a thread waits for a reply."""
+        return self._turn.locked()
 
     @property
     def remaining(self) -> int:
@@ -87,22 +103,23 @@ class Conversation:
         The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, after `max_new_tokens`, or
         where nothing remains.
         """
-        most = self.remaining if max_new_tokens is None else min(max_new_tokens, self.remaining)
-        if most < 1:
-            self.finished = False
-            self._status = "truncated"
-            return ""
-        so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
-        turn = Request(
-            f"{self._request.id}-t{self._turns:04d}", replace(self._request.prompt, tokens=so_far), self._request.seed
-        )
-        self.since = None
-        drawn = self._draw(turn, replace(self.sampling, max_new_tokens=most, stop_token_ids=tuple(stop_token_ids)))
-        self.since = time.monotonic()
-        self._turns += 1
-        self._add(drawn)
-        self._status = drawn.status
-        self.finished = drawn.status == "finished"
+        most = self.remaining if max_new_tokens is None else min(operator.index(max_new_tokens), self.remaining)
+        stops = tuple(operator.index(token) for token in stop_token_ids)
+        with self._alone():
+            if most < 1:
+                self.finished = False
+                self._status = "truncated"
+                return ""
+            so_far = np.concatenate([np.asarray(self.prompt.tokens, np.int64), np.asarray(self._tokens, np.int64)])
+            name = f"{self._request.id}-t{self._turns:04d}"
+            turn = Request(name, replace(self._request.prompt, tokens=so_far), self._request.seed)
+            self.since = None
+            drawn = self._draw(turn, replace(self.sampling, max_new_tokens=most, stop_token_ids=stops))
+            self.since = time.monotonic()
+            self._turns += 1
+            self._add(drawn)
+            self._status = drawn.status
+            self.finished = drawn.status == "finished"
         if drawn.status == "aborted":
             raise _Ended
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
@@ -112,11 +129,23 @@ class Conversation:
 
         Special tokens in it, such as those of a chat template, are recognised.
         """
-        text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.remaining]
-        self._tokens += ids
-        self._trained += [False] * len(ids)
-        self._logprobs += [0.0] * len(ids)
+        if not isinstance(text, str):  # a tokenizer takes a list for several texts
+            raise TypeError(f"append: expected text, found {type(text).__name__}")
+        with self._alone():
+            text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.remaining]
+            self._tokens += ids
+            self._trained += [False] * len(ids)
+            self._logprobs += [0.0] * len(ids)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError("a reply to this conversation goes on in another thread; expected one turn at a time")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _add(self, drawn: Sample) -> None:
         start = len(self._tokens)
@@ -171,6 +200,7 @@ class Conversations:
         self._seconds = seconds
         self._open: dict[int, Conversation] = {}
         self._failure: BaseException | None = None
+        self._until = 0.0  # after a failure: when conversations that do not end are left behind
         self._lock = threading.Lock()
 
     def draw(
@@ -211,7 +241,9 @@ class Conversations:
                 if stuck and self._failure is None:
                     reason = f"did not go on for {self._seconds:g} s (rollout.function_seconds)"
                     self._fail(FunctionError(f"{self._named}: the function {reason}"))
-                if self._failure is not None and len(samples) + len(stuck) >= len(requests):
+                if self._failure is not None and (
+                    len(samples) + len(stuck) >= len(requests) or time.monotonic() > self._until
+                ):
                     break
         if self._failure is not None:
             raise self._failure
@@ -232,6 +264,8 @@ class Conversations:
             if self._failure is not None:
                 raise _Ended
             reward = self._function(conversation)
+            if conversation.replying:
+                raise FunctionError(f"{self._named}: the function returned while a thread of it waits for a reply")
             sample = conversation.sample()
             if reward is not None:
                 sample.reward = self._number(reward)
@@ -260,7 +294,9 @@ class Conversations:
     def _fail(self, error: BaseException) -> None:
         """Keep the first failure, and abort what engines decode for the other conversations."""
         with self._lock:
-            self._failure = self._failure or error
+            if self._failure is None:
+                self._until = time.monotonic() + self._seconds
+                self._failure = error
         for engine in self._engines.engines:
             try:
                 engine.abort(list(self.running))

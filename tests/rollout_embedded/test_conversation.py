@@ -1,8 +1,10 @@
 """Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
 
+import contextlib
 import os
 import sys
 import threading
+from dataclasses import replace
 
 import embedded_oracle as oracle
 import numpy as np
@@ -140,6 +142,11 @@ def test_no_token_past_the_limit(model):
         (lambda conversation: os._exit(0), "m:f: it would end the process with exit code 0 "),
         (lambda conversation: raising(Silent("x")), r"m:f: Silent: \(Silent, whose str\(\) raised RuntimeError\)"),
         (lambda conversation: conversation.prompt.tokens.fill(5), "m:f: ValueError: .*read-only"),
+        (lambda conversation: setattr(conversation, "prompt", None), "m:f: AttributeError: .*'prompt'"),
+        (lambda conversation: setattr(conversation, "sampling", Sampling(5.0)), "m:f: AttributeError: .*'sampling'"),
+        (lambda conversation: conversation.append(["A", "B"]), "m:f: TypeError: append: expected text, found list"),
+        (lambda conversation: conversation.reply(stop_token_ids="AB"), "m:f: TypeError: 'str' object cannot be"),
+        (lambda conversation: conversation.reply(max_new_tokens=2.5), "m:f: TypeError: 'float' object cannot be"),
     ],
 )
 def test_a_wrong_function_ends_the_rollout_in_one_line(model, monkeypatch, function, expected):
@@ -179,6 +186,62 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
             conversations.draw(oracle.requests(PROMPTS), LONG)
     finally:
         release.set()
+
+
+def test_a_function_that_catches_the_end_of_its_conversation_does_not_keep_the_rollout(model):
+    """Its thread stays behind, and the first failure ends the rollout after `seconds`."""
+    release, began = threading.Event(), threading.Event()
+
+    def catches_all(conversation):
+        if conversation.prompt.id == 0:
+            began.wait()
+            raise ValueError("the first failure")
+        while not release.is_set():
+            with contextlib.suppress(BaseException):
+                conversation.reply(max_new_tokens=1)
+                began.set()
+                release.wait(0.01)
+
+    engine = oracle.engine_of(*model, K3)
+    conversations = Conversations(catches_all, EnginePool([engine]), Letters(), seconds=0.5)
+    try:
+        with pytest.raises(ValueError, match="the first failure"):
+            conversations.draw(oracle.requests(PROMPTS), replace(LONG, max_new_tokens=200))
+    finally:
+        release.set()
+
+
+def test_a_conversation_takes_one_turn_at_a_time(model):
+    """A reply beside another one would be of a text that its sample does not have."""
+    said, begun, seen = [], threading.Event(), threading.Event()
+
+    class Waiting:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def generate(self, requests, sampling):
+            begun.set()
+            seen.wait()
+            return self.engine.generate(requests, sampling)
+
+        def abort(self, request_ids):
+            pass
+
+    def two_threads(conversation):
+        threading.Thread(target=conversation.reply, kwargs={"max_new_tokens": 3}, daemon=True).start()
+        begun.wait()
+        for turn in (conversation.reply, lambda: conversation.append("AB")):
+            with pytest.raises(RuntimeError, match="goes on in another thread"):
+                turn()
+            said.append(turn)
+
+    engine = Waiting(oracle.engine_of(*model, K3))
+    try:
+        with pytest.raises(ConfigError, match="returned while a thread of it waits for a reply"):
+            Conversations(two_threads, EnginePool([engine]), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
+    finally:
+        seen.set()
+    assert len(said) == 2
 
 
 def test_a_long_text_is_cut_before_it_is_tokenised(model):
