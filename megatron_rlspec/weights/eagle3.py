@@ -104,13 +104,9 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
                 f"{directory}: lacks d2t, the token ids of the draft_vocab_size={size} words of drafts"
             )
     else:
-        words = _words(directory, headers["d2t"].file, config)
+        words = _words(directory, headers["d2t"], config)
     if "t2d" in headers:
-        drafted = _map(directory / headers["t2d"].file, "t2d")
-        if drafted.shape != (config.vocab_size,) or drafted.dtype != np.bool_:
-            raise ModelConfigError(
-                f"{directory}: t2d is {drafted.dtype} {list(drafted.shape)}, expected bool, [{config.vocab_size}]"
-            )
+        drafted = _map(directory, headers["t2d"], "t2d", ("BOOL",), config.vocab_size)
         expected = np.zeros(config.vocab_size, bool)
         expected[words] = True
         if (wrong := np.flatnonzero(drafted != expected)).size:
@@ -118,23 +114,22 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
             raise ModelConfigError(f"{directory}: t2d says that token {wrong[0]} is {said}, and d2t does not")
 
 
-def _words(directory: Path, file: str, config: Eagle3) -> np.ndarray:
-    size = config.draft_vocab_size
-    offsets = _map(directory / file, "d2t")
-    if offsets.shape != (size,) or offsets.dtype.kind != "i":
-        raise ModelConfigError(
-            f"{directory}: d2t is {offsets.dtype} {list(offsets.shape)}, expected whole numbers, [{size}]"
-        )
-    words = words_of(offsets)
-    if words[0] < 0 or words[-1] >= config.vocab_size or (np.diff(words) <= 0).any():
+def _words(directory: Path, header: Header, config: Eagle3) -> np.ndarray:
+    words = words_of(_map(directory, header, "d2t", ("I64", "I32", "I16", "I8"), config.draft_vocab_size))
+    if (words < 0).any() or (words >= config.vocab_size).any() or (np.diff(words) <= 0).any():
         raise ModelConfigError(
             f"{directory}: d2t[i] + i must ascend within 0 to {config.vocab_size - 1}, the token ids of the target"
         )
     return words
 
 
-def _map(file: Path, name: str) -> np.ndarray:
-    with safe_open(file, framework="np") as opened:
+def _map(directory: Path, header: Header, name: str, types: tuple[str, ...], size: int) -> np.ndarray:
+    """Return a map. numpy has not every type that a file can have, so the header is looked at first."""
+    if header.dtype not in types or header.shape != (size,):
+        raise ModelConfigError(
+            f"{directory}: {name} is {header.dtype} {list(header.shape)}, expected {' or '.join(types)}, [{size}]"
+        )
+    with safe_open(directory / header.file, framework="np") as opened:
         found: np.ndarray = opened.get_tensor(name)
     return found
 
