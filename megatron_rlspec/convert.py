@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from megatron_rlspec import arguments, files
+from megatron_rlspec.texts import printable
 from megatron_rlspec.weights.convert import Conversion, convert, plan, weight_files
 from megatron_rlspec.weights.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.weights.families import names_where
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fresh = " with a fresh drafter" if work.fresh_drafter else ""
             print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
     except ValueError as error:  # CheckpointError and FileError among them
-        print(f"rlspec convert: {error}", file=sys.stderr)
+        print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(compare_logits(work.target if work.source.is_file() else work.source, work.target))
         except ValueError as error:
-            print(f"rlspec convert: {error}", file=sys.stderr)
+            print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
             return 1
     return 0
 

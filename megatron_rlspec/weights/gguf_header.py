@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron_rlspec.texts import shown
 from megatron_rlspec.weights.tensor_file import CheckpointError
 
 VERSIONS = (2, 3)
@@ -142,4 +143,5 @@ class _Reader:
             raise self.wrong(f"{what} leads beyond its end")
 
     def wrong(self, what: str) -> CheckpointError:
+        what = shown(what, str)  # it can quote the file
         return CheckpointError(f"{self.path}: truncated or not GGUF ({what})")

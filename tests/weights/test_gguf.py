@@ -278,6 +278,15 @@ def test_a_header_with_random_bytes_is_one_line_or_read(small, seed, tmp_path):
         assert str(path) in str(error) and "\n" not in str(error)
 
 
+def test_what_a_file_holds_drives_no_terminal(small, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small, keys=[("add_uint32", "llama.\x1b[2J", 1)])
+    assert r"llama.\x1b[2J is 1; this key is not read" in refused(path, capsys)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"output_norm.weight\x01", b"output_norm.w\x1b[2J\x00\x09"))
+    told = refused(path, capsys)
+    assert r"w\x1b[2J\x00 has 9 dimensions" in told
+
+
 def test_a_type_that_is_not_dequantised_is_refused(tmp_path, capsys, monkeypatch):
     config, tensors = model("LlamaForCausalLM", tmp_path / "names")
     write(tmp_path / "m.gguf", config, tensors)
