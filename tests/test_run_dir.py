@@ -60,8 +60,9 @@ def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("result", ["hf", "hf_drafter"])
-def test_what_became_of_the_directory_meanwhile_counts(tmp_path, result):
-    (tmp_path / result).mkdir()
+@pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("nothing")], ids=["directory", "link"])
+def test_what_became_of_the_directory_meanwhile_counts(tmp_path, result, what):
+    what(tmp_path / result)
     with pytest.raises(ConfigError, match=f"holds {result}/"), claimed(tmp_path, True):
         pass
 

@@ -28,7 +28,7 @@ class RolloutConfig(Section):
         description="module:function(conversation) that draws a sample in several turns, with a tool or an "
         "environment between them; empty: one reply to each prompt",
     )
-    function_seconds: Seconds = Field(
+    function_seconds: Annotated[Seconds, Needs("rollout.function")] = Field(
         600.0, description="time limit of that function between two replies; past it the run ends"
     )
     prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(32, description="prompts of one RL step")

@@ -50,9 +50,9 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
 
 def taken_by(run_dir: Path, resume: bool) -> str:
     """Return why no run can start in `run_dir`, or with `resume` continue there; "" if it can."""
-    if (run_dir / "hf").exists():
+    if os.path.lexists(run_dir / "hf"):  # also a link to nothing, which the result could not replace
         return "holds hf/, the result of a finished run; expected another directory, or move hf/ away to go on"
-    if (run_dir / "hf_drafter").exists():
+    if os.path.lexists(run_dir / "hf_drafter"):
         return "holds hf_drafter/, the result of a finished run; expected another directory, or move it away to go on"
     checkpoints = run_dir / "checkpoints"
     if checkpoints.exists() and not checkpoints.is_dir():
