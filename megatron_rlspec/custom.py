@@ -154,7 +154,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        with _inside():
+        with inside():
             found = getattr(importlib.import_module(module), function)
     except OURS:
         raise
@@ -177,7 +177,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     @functools.wraps(found)
     def told(rows: Any, /) -> Any:
         try:
-            with _inside():
+            with inside():
                 return found(rows)
         except OURS:
             raise
@@ -221,7 +221,7 @@ def _exit_unless_inside(status: int) -> NoReturn:
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
+def inside() -> Iterator[None]:
     """Mark the block as code of the user's."""
     os._exit = _exit_unless_inside
     _calls.process = os.getpid()
@@ -236,7 +236,8 @@ def described(error: BaseException) -> str:
     """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
     if isinstance(error, SystemExit | ProcessExit):
         return f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
-    return one_line(error)
+    with inside():
+        return one_line(error)
 
 
 def locked(samples: Sequence[Sample]) -> list[Sample]:
