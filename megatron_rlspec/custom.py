@@ -261,9 +261,9 @@ def locked_prompt(prompt: Prompt) -> Prompt:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+    copy = array.copy()  # the flag of a view could be set again, and the view written through
+    copy.flags.writeable = False
+    return copy
 
 
 def check(config: Config) -> None:

@@ -146,11 +146,14 @@ def test_a_function_cannot_change_what_it_is_given():
         for array in (group.samples[1].tokens, group.samples[1].prompt.tokens):
             with pytest.raises(ValueError, match="read-only"):
                 array[:] = 9
+            array.setflags(write=True)
+            array[:] = 9  # its own copy
         return [1.0, 2.0]
 
     rewards = [0.0, 1.0]
     assert grpo.own_advantages(own, samples, rewards, [True, True], AlgorithmConfig()).tolist() == [1.0, 2.0]
     assert samples[0].reward == 0.0 and not samples[0].metadata and rewards == [0.0, 1.0]
+    assert samples[1].tokens.tolist() == [1, 2] and samples[1].prompt.tokens.tolist() == [1]
 
 
 @pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)"])

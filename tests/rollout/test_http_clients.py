@@ -72,7 +72,7 @@ class Server:
         return socket.create_connection((host, int(port)), 60)
 
     def send(self, path: str, body: bytes, announced: int = 0) -> socket.socket:
-        """Send a request, whose answer nobody reads; announce more than its body to leave it unfinished."""
+        """Send a request and do not read its answer. A larger announced size leaves the request unfinished."""
         connection = self.connect()
         head = f"POST /rlspec/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
         connection.sendall(f"{head}Content-Length: {announced or len(body)}\r\n\r\n".encode() + body)
@@ -288,7 +288,7 @@ def test_reservations_leave_room_and_end(server: Server) -> None:
     assert "refused" not in offered(server, "most", server.free() - 600)
     thread.join()
     assert found == alone
-    while server.free() < total:  # given up, though nobody withdrew it
+    while server.free() < total:  # the engine gives the reservation up by itself
         time.sleep(0.1)
 
 
