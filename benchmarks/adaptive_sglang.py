@@ -44,7 +44,8 @@ import requests
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
 
-from megatron_rlspec.rollout import profile
+from megatron_rlspec.commands import profile
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
@@ -53,7 +54,6 @@ from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import write_hf
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule uses 7
 FIXED = {"off": OFF} | {f"k{k}": SpecConfig(k) for k in (0, 1, 2, 3, 5)}

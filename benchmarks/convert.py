@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from synthetic import conditions, model
 
-from megatron_rlspec.weights.checkpoint import read_hf, write_hf
-from megatron_rlspec.weights.convert import convert, plan
+from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.models.hf_files import read_hf, write_hf
 
 
 def conversion(gigabytes: float, room: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.loss import drafter_loss
+from megatron_rlspec.losses.drafter import drafter_loss
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch, Prompt, Sample

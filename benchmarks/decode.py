@@ -29,8 +29,8 @@ import torch
 from bigram_model import checkpoint
 from synthetic import conditions
 
+from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf, write_hf
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 4, "hidden": 64},

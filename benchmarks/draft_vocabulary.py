@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo
@@ -27,7 +28,6 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf
 
 SMOLLM2 = {
     "architectures": ["MiMoForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

@@ -19,13 +19,13 @@ import torch
 from rich.progress import track
 from scipy import stats
 
-from megatron_rlspec import data
 from megatron_rlspec.config import Config
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.tasks import data
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf
 
 VARIANTS = {
     "depth 1, ce": {"depth": 1},

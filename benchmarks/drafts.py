@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rlspec import data
-from megatron_rlspec.compare import draw, estimate, rounds_of
+from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of
+from megatron_rlspec.commands.compare import draw, estimate, rounds_of
 from megatron_rlspec.config import Config
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
+from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Drafts, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.drafter_files import read_model, weights_of
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ from functools import cache
 
 import numpy as np
 
-from megatron_rlspec.sim.cluster import Cluster, Policies, Workload, draw
-from megatron_rlspec.sim.hardware import Model, hardware_table
-from megatron_rlspec.sim.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.extensions.migration.plans.pace import Pace
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Policies, Workload, draw
+from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.roofline import HARDWARE, Roofline
-from megatron_rlspec.tail.pace import Pace
 from megatron_rlspec.types import OFF, SpecConfig
 
 # PAT, figures 3, 4, 10 and 12: LLaMA3.1-8B in bf16 on eight A40.

@@ -38,10 +38,10 @@ import torch
 import torch.distributed as dist
 from synthetic import conditions, model
 
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.weights.checkpoint import write_hf
-from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.push import Pusher
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.sync.push import Pusher
 
 AIM = 0.6  # of the limit
 

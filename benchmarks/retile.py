@@ -58,21 +58,21 @@ import torch
 import torch.distributed as dist
 from synthetic import conditions
 
-from megatron_rlspec.ranks import Ranks
+from megatron_rlspec.commands.sweep import Bench, tokens_of_a_point
+from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
-from megatron_rlspec.rollout.embedded import retile
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.led import LedEngine
-from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Groups, Solo
 from megatron_rlspec.rollout.embedded.rounds import RoundRunner
-from megatron_rlspec.rollout.sweep import Bench, tokens_of_a_point
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling
-from megatron_rlspec.weights.checkpoint import read_hf
 
 AIMS = {"gather": 2.0, "reload": 5.0, "prefill": 4.0}
 RESTARTS = 3  # each way

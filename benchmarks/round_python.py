@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from synthetic import conditions
 
+from megatron_rlspec.extensions.migration.sglang import kv_moves
 from megatron_rlspec.rollout.sglang.cpu import stand_ins
-from megatron_rlspec.rollout.sglang.server import control, decisions, kv_moves
-from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap, Pass
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions
+from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap, Pass
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 

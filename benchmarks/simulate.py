@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py [--quick] [--engine sglang] [--json FILE] [--record FILE]
 
-The simulator is calibrated on one profile (`rollout/sweep.py`, as `rlspec profile` measures it) and on one rollout: the
+The simulator is calibrated on one profile (`commands/sweep.py`, as in `rlspec profile`) and on one rollout: the
 accepted drafts of its samples. Then it predicts other rollouts: batches, lengths, prompts, drafters, schedules, queues,
 one and two engines, with and without moves.
 
@@ -49,10 +49,10 @@ from timed_rollouts import (
     sglang_lab,
 )
 
-from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.sim.rollout import MoveCost
-from megatron_rlspec.sim.rollout import rollout as simulated
-from megatron_rlspec.sim.samples import AcceptanceModel
+from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
+from megatron_rlspec.extensions.simulator.rollout import MoveCost
+from megatron_rlspec.extensions.simulator.rollout import rollout as simulated
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Move, RoundStats, SpecConfig, SpecSchedule

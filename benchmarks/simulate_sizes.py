@@ -30,20 +30,20 @@ import torch.distributed as dist
 from bigram_model import VOCAB, checkpoint
 from synthetic import conditions
 
-from megatron_rlspec.ranks import Ranks
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.tp_planner import Change, SwitchCosts, TPPlanner, deal
+from megatron_rlspec.extensions.simulator.engine import Durations, SimEngine, SimSample
+from megatron_rlspec.extensions.simulator.rollout import Resizing
+from megatron_rlspec.extensions.simulator.rollout import rollout as simulated
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, rounds_of
+from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.fleet import Fleet, Follower
-from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
-from megatron_rlspec.sim.engine import Durations, SimEngine, SimSample
-from megatron_rlspec.sim.rollout import Resizing
-from megatron_rlspec.sim.rollout import rollout as simulated
-from megatron_rlspec.sim.samples import AcceptanceModel, rounds_of
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.cost_rows import PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.tp_planner import Change, SwitchCosts, TPPlanner, deal
 from megatron_rlspec.types import OFF, Load, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 LAYERS, HIDDEN = 6, 512

@@ -35,14 +35,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rlspec import compare, data, files
+from megatron_rlspec import files
+from megatron_rlspec.commands import compare
 from megatron_rlspec.config import Config, load_replay
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.session import Session
-from megatron_rlspec.trajectory import Trajectory
+from megatron_rlspec.run.session import Session
+from megatron_rlspec.run.trajectory import Trajectory
+from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Sampling
-from megatron_rlspec.weights import tensor_file
-from megatron_rlspec.weights.checkpoint import read_hf
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples/quickstart"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rlspec.rollout.sglang.client.engine import _longer
-from megatron_rlspec.rollout.sglang.server.progress import Progress
+from megatron_rlspec.rollout.sglang.http.progress import Progress
 
 CHUNK = 64
 SAMPLES = 3

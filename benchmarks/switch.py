@@ -34,10 +34,10 @@ from adaptive_sglang import PROMPT, SHARPNESS, rollout, share_a_key
 from bigram_model import checkpoint, worse_drafter
 from synthetic import conditions
 
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import write_hf
 
 DRAFTING = SpecConfig(3)
 TURN = 8  # rounds of drafting between two rests

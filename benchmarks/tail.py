@@ -36,8 +36,11 @@ import psutil
 from bigram_model import VOCAB, checkpoint
 from synthetic import conditions
 
-from megatron_rlspec.rollout.balancer import Balancer
-from megatron_rlspec.rollout.moves import Moved, Mover, Owner
+from megatron_rlspec.extensions.migration.balancer import Balancer
+from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -45,10 +48,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport
 from megatron_rlspec.types import Move, Prompt, Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import write_hf
 
 K = SpecConfig(2)
 AIMS = {"skewed": 1.25, "badly/static": 1.15, "badly/in_flight": 1.03, "well/static": 0.98}

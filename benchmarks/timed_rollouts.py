@@ -28,22 +28,22 @@ import numpy as np
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
 
-from megatron_rlspec.rollout import sweep as sweeping
+from megatron_rlspec.commands import sweep as sweeping
+from megatron_rlspec.commands.sweep import Bench, Sweep
+from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, Mover
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.extensions.simulator.samples import rounds_of
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.embedded import engine as embedded
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.move import Arrivals, Cargo, Mover
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.rollout.sglang.client import engine as client
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sweep import Bench, Sweep
-from megatron_rlspec.sim.samples import rounds_of
 from megatron_rlspec.speculation.cost_rows import Provenance
 from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.tail.lengths import Lengths
-from megatron_rlspec.tail.rebalance import Rebalancer, Transport
 from megatron_rlspec.types import OFF, Load, Move, Prompt, Request, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import write_hf
 
 LAYERS, HIDDEN = 3, 128
 K1, K3 = SpecConfig(1), SpecConfig(3)

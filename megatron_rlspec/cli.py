@@ -12,34 +12,47 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from megatron_rlspec import __version__, memory, texts
-from megatron_rlspec.interruption import Interrupted
+from megatron_rlspec import __version__, texts
+from megatron_rlspec.host import memory
+from megatron_rlspec.host.interruption import Interrupted
 
 COMMANDS = {
-    "train": ("megatron_rlspec.training:train", "GRPO with a co-trained drafter (start it under torchrun)"),
-    "sft": ("megatron_rlspec.training:sft", "supervised warm start of policy and drafter (under torchrun)"),
-    "answer": ("megatron_rlspec.training:answer", "let a model write answers, for the warm start of a drafter"),
-    "replay": ("megatron_rlspec.training:replay", "train a drafter again along a recorded run (under torchrun)"),
+    "train": ("megatron_rlspec.commands.training:train", "GRPO with a co-trained drafter (start it under torchrun)"),
+    "sft": ("megatron_rlspec.commands.training:sft", "supervised warm start of policy and drafter (under torchrun)"),
+    "answer": (
+        "megatron_rlspec.commands.training:answer",
+        "let a model write answers, for the warm start of a drafter",
+    ),
+    "replay": (
+        "megatron_rlspec.commands.training:replay",
+        "train a drafter again along a recorded run (under torchrun)",
+    ),
     "serve": (
-        "megatron_rlspec.rollout.sglang.server.foreground:main",
+        "megatron_rlspec.rollout.sglang.http.foreground:main",
         "one SGLang engine: lossless drafts, weight pushes, adaptive",
     ),
     "profile": (
-        "megatron_rlspec.rollout.profile:main",
+        "megatron_rlspec.commands.profile:main",
         "measure how long an engine's decode rounds take: a cost table",
     ),
-    "plan": ("megatron_rlspec.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
-    "simulate": ("megatron_rlspec.simulate:main", "what a rollout would take on a cluster, under several policies"),
-    "convert": ("megatron_rlspec.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
-    "compare": ("megatron_rlspec.compare:main", "accept lengths of several drafters on one policy, paired"),
-    "report": ("megatron_rlspec.report:main", "one HTML page of a run, or of several side by side"),
-    "watch": ("megatron_rlspec.watch:main", "the progress of a run that goes on elsewhere, from its directory"),
+    "plan": ("megatron_rlspec.commands.plan:main", "how many drafts at which batch; engines, TP and caps of a cluster"),
+    "simulate": (
+        "megatron_rlspec.commands.simulate:main",
+        "what a rollout would take on a cluster, under several policies",
+    ),
+    "convert": ("megatron_rlspec.commands.convert:main", "Hugging Face <-> Megatron checkpoints, MTP layer included"),
+    "compare": ("megatron_rlspec.commands.compare:main", "accept lengths of several drafters on one policy, paired"),
+    "report": ("megatron_rlspec.commands.report:main", "one HTML page of a run, or of several side by side"),
+    "watch": (
+        "megatron_rlspec.commands.watch:main",
+        "the progress of a run that goes on elsewhere, from its directory",
+    ),
     "slime": (
         "megatron_rlspec.integrations.slime.launch:main",
         "run a slime command line with a drafter that is trained",
     ),
-    "doctor": ("megatron_rlspec.doctor:main", "known defects of what is installed; what a GPU machine lacks"),
-    "completion": ("megatron_rlspec.completion:main", "completion of commands and options by the Tab key"),
+    "doctor": ("megatron_rlspec.commands.doctor:main", "known defects of what is installed; what a GPU machine lacks"),
+    "completion": ("megatron_rlspec.commands.completion:main", "completion of commands and options by the Tab key"),
 }
 # What `rlspec --help` shows of them: the commands of a first day, each with an example.
 FIRST = {
@@ -56,19 +69,19 @@ FIRST = {
 # are not imported for this: an error of a module can only occur after its import.
 ERRORS = {
     "megatron_rlspec.config:ConfigError": 2,
-    "megatron_rlspec.data:DataError": 2,
-    "megatron_rlspec.weights.checkpoint:CheckpointError": 2,
+    "megatron_rlspec.tasks.data:DataError": 2,
+    "megatron_rlspec.models.hf_files:CheckpointError": 2,
     "megatron_rlspec.speculation.cost_table:CostTableError": 2,
-    "megatron_rlspec.rollout.sglang.server.serve:ServeError": 2,
-    "megatron_rlspec.integrations.patches:PatchError": 2,
-    "megatron_rlspec.metrics:RecordError": 2,
+    "megatron_rlspec.rollout.sglang.http.serve:ServeError": 2,
+    "megatron_rlspec.compat.patches:PatchError": 2,
+    "megatron_rlspec.records.metrics:RecordError": 2,
     "megatron_rlspec.files:FileError": 2,
-    "megatron_rlspec.rollout.sweep:SweepError": 1,
+    "megatron_rlspec.commands.sweep:SweepError": 1,
     "megatron_rlspec.engine:EngineError": 1,
-    "megatron_rlspec.weights.push:PushError": 1,
-    "megatron_rlspec.weights.contract:HealthError": 1,
+    "megatron_rlspec.sync.push:PushError": 1,
+    "megatron_rlspec.sync.contract:HealthError": 1,
     "megatron_rlspec.train.checkpoint:SaveError": 1,
-    "megatron_rlspec.session:RunStopped": 1,
+    "megatron_rlspec.run.session:RunStopped": 1,
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from megatron_rlspec.config import AlgorithmConfig, Config, ConfigError
-from megatron_rlspec.interruption import Interrupted
+from megatron_rlspec.host.interruption import Interrupted
 from megatron_rlspec.texts import one_line, shown
 
 if TYPE_CHECKING:

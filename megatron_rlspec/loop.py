@@ -6,8 +6,8 @@ Every rank runs these lines. `Session` (session.py) implements the steps; only r
 from __future__ import annotations
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.interruption import Interruption
-from megatron_rlspec.session import Session
+from megatron_rlspec.host.interruption import Interruption
+from megatron_rlspec.run.session import Session
 
 
 def train(config: Config, interruption: Interruption | None = None) -> None:

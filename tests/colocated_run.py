@@ -10,7 +10,7 @@ from megatron_rlspec import cli
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.placement import Layout
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.session import Session
+from megatron_rlspec.run.session import Session
 from megatron_rlspec.train.step import Trainer
 
 

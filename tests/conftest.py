@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import short_run
@@ -14,24 +15,24 @@ TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
 LONGEST = (
     "rollout/test_sglang_engine.py",
-    "test_run.py",
+    "run/test_run.py",
     "malformed/test_http.py",
-    "test_checkpoints.py",
+    "run/test_checkpoints.py",
     "rollout_embedded/test_lossless_statistical.py",
     "parity/test_eagle3_engine.py",
-    "test_trajectory.py",
-    "train/test_online.py",
+    "run/test_trajectory.py",
+    "extensions/drafter_schedules/test_online.py",
     "rollout_embedded/test_lossless_equality.py",
-    "test_killed.py",
-    "test_interrupted.py",
+    "run/test_killed.py",
+    "run/test_interrupted.py",
     "rollout/test_engine_ends.py",
     "train/test_resume.py",
-    "test_lost_engines.py",
+    "run/test_lost_engines.py",
     "parity/test_draft_logits.py",
     # the slow tier
     "rollout/test_sglang_overlap.py",
     "train/test_parallel_equality.py",
-    "test_parallel_run.py",
+    "run/test_parallel_run.py",
 )
 
 
@@ -42,6 +43,16 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(kept)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Two worker processes over gloo."""
+    from mtp_ranks import Ranks  # here, because it imports torch
+
+    workers = Ranks(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")

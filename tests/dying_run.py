@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 from megatron_rlspec import cli
-from megatron_rlspec.metrics import read_records
-from megatron_rlspec.rollout.embedded import retile
+from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.records.metrics import read_records
 
 exchange = retile.exchange
 moved = []

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec import ports
+from megatron_rlspec.host import ports
 
 PRELOADED = ["megatron_rlspec.loop", "megatron_rlspec.rollout.embedded.engine"]
 

@@ -4,7 +4,7 @@ import os
 import signal
 
 from megatron_rlspec import cli
-from megatron_rlspec.weights import tensor_file
+from megatron_rlspec.models import tensor_file
 
 save = tensor_file.save
 

@@ -12,8 +12,8 @@ import forked
 import psutil
 from short_run import TESTS, words
 
-from megatron_rlspec import ports
-from megatron_rlspec.metrics import read_records
+from megatron_rlspec.host import ports
+from megatron_rlspec.records.metrics import read_records
 
 
 class Job:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.config import RewardConfig, load
-from megatron_rlspec.data import read_prompts
-from megatron_rlspec.rl.rewards import Scorer
+from megatron_rlspec.tasks.data import read_prompts
+from megatron_rlspec.tasks.rewards import Scorer
 from megatron_rlspec.types import Prompt, Sample
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"

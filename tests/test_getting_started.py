@@ -12,7 +12,7 @@ from docs_pages import blocks
 from safetensors.torch import load_file
 
 from megatron_rlspec.config import load
-from megatron_rlspec.weights.checkpoint import write_hf
+from megatron_rlspec.models.hf_files import write_hf
 
 PAGE = "getting-started.md"
 # What a tiny model on a CPU needs in place of the page's numbers.

@@ -185,7 +185,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_examples(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in here if "__pycache__" not in path.parts}
     there = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     there = {re.sub(r"^megatron_rlspec-[^/]*\.data/data/share/megatron_rlspec/", "", name) for name in there}
-    assert there == here and {"megatron_rlspec/report/page.html.j2", "examples/quickstart.sh"} <= there
+    assert there == here and {"megatron_rlspec/commands/report/page.html.j2", "examples/quickstart.sh"} <= there
 
 
 @pytest.mark.parametrize("name", ["slime", "sglang"])

@@ -11,8 +11,8 @@ import short_run
 import torch
 import transformers
 
-from megatron_rlspec.weights.checkpoint import check, read_hf
-from megatron_rlspec.weights.names import name_table
+from megatron_rlspec.models.hf_files import check, read_hf
+from megatron_rlspec.models.names import name_table
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 SIZES = ("--task", "slips", "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.fleet import Fleet
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 
 ENGINES: tuple[type[RolloutEngine], ...] = (SGLangEngine, EmbeddedEngine, Fleet)  # checked by mypy, not by running it

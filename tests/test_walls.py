@@ -17,7 +17,21 @@ ALLOWED = {
     "megatron": ("train/", "integrations/"),
     "slime": ("integrations/",),
 }
-DECISIONS = ("speculation/", "tail/", "sim/")
+DECISIONS = ("speculation/", "extensions/migration/plans/", "extensions/simulator/", "extensions/trees/")
+PENDING = {  # files of the core that still import an extension; the list only shrinks
+    "integrations/slime/batch.py",
+    "integrations/slime/drafter.py",
+    "rollout/embedded/rounds.py",
+    "rollout/open.py",
+    "rollout/pool.py",
+    "rollout/sglang/http/routes.py",
+    "rollout/sglang/scheduler/control.py",
+    "rollout/sglang/scheduler/controller.py",
+    "run/rollouts.py",
+    "run/session.py",
+    "speculation/acceptance.py",
+    "train/runtime.py",
+}
 BELOW = ("types", "files", "arguments")  # standard library only, for every room
 
 
@@ -49,12 +63,19 @@ def forbidden(path: Path) -> list[str]:
         wrong += {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"megatron_rlspec", "numpy"}
         decisions = tuple(folder.replace("/", ".") for folder in DECISIONS)
         wrong += [name for name in inner if name not in BELOW and not f"{name}.".startswith(decisions)]
-    for below, above in (("rollout/", "train"), ("weights/", "train"), ("train/", "rollout")):
+    for below, above in (
+        ("rollout/", "train"),
+        ("sync/", "train"),
+        ("models/", "train"),
+        ("checkpoint/", "train"),
+        ("train/", "rollout"),
+    ):
         if room.startswith(below):
             wrong += [name for name in inner if name.startswith(above)]
-    above = {"loop", "cli", "training", "completion", "session", "rollouts"}
-    if room.removesuffix(".py") not in above and not room.startswith("integrations/"):
-        wrong += inner & above
+    if not room.startswith(("cli.py", "loop.py", "run/", "commands/", "integrations/", "extensions/")):
+        wrong += [name for name in inner if f"{name}.".startswith(("loop.", "cli.", "run.", "commands."))]
+    if not room.startswith(("extensions/", "commands/", "cli.py")) and room not in PENDING:
+        wrong += [name for name in inner if name.startswith("extensions")]
     return [f"{room} imports {name}" for name in wrong]
 
 
@@ -75,7 +96,7 @@ def arrows(node_of) -> dict[str, dict[str, str]]:
             for name in names:
                 here = node_of(path)
                 there = node_of(known.get(name, path))
-                if here != there:
+                if here != there and not (file_of(path) in PENDING and ".extensions." in name):
                     found.setdefault(here, {})[there] = f"{path.relative_to(PACKAGE)} imports {name}"
     return found
 

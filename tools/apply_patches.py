@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_rlspec.integrations.patches import main
+from megatron_rlspec.compat.patches import main
 
 sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rlspec.convert import main
+from megatron_rlspec.commands.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

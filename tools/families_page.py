@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rlspec.rollout.sglang.server.versions import EAGLE3_TARGETS
-from megatron_rlspec.weights.families import FAMILIES, Family
-from megatron_rlspec.weights.model_config import SCHEMAS
+from megatron_rlspec.models.config import SCHEMAS
+from megatron_rlspec.models.families import FAMILIES, Family
+from megatron_rlspec.rollout.sglang.scheduler.versions import EAGLE3_TARGETS
 
 PAGE = Path(__file__).parent.parent / "docs/families.md"
 HEAD = """\
 # Model families, and what was shown for each
 
-`python tools/families_page.py` writes this page from the records in `megatron_rlspec/weights/families.py`.
-`tests/weights/test_families_page.py` compares it with them, and the records with the cases of the tests that are named
+`python tools/families_page.py` writes this page from the records in `megatron_rlspec/models/families.py`.
+`tests/models/test_families_page.py` compares it with them, and the records with the cases of the tests that are named
 here. Nothing of it has run on a GPU ([what is open there](gpu.md)).
 """
 DRAFTERS = """\
@@ -29,7 +29,7 @@ Each command that refuses a model names the column, and the architectures with "
 FOOT = """\
 Limits of the table:
 
-- Of Llama only unscaled rotary embeddings are trained. `weights/model_config.py` refuses what else changes a model's
+- Of Llama only unscaled rotary embeddings are trained. `models/config.py` refuses what else changes a model's
   function.
 - Qwen3-MoE and DeepSeek-V3 are not trained. The logits of DeepSeek-V3's policy and drafter were compared with
   Transformers' in megatron-core's own classes.
@@ -57,7 +57,7 @@ FACTS = {
     "converted": Fact(
         lambda name, record: True,
         "Hugging Face tensors to Megatron's and back, bit for bit, under either naming of Megatron",
-        "`tests/weights/test_families.py`",
+        "`tests/models/test_families.py`",
     ),
     "trained": Fact(
         lambda name, record: name in SCHEMAS,
@@ -89,7 +89,7 @@ FACTS = {
     "checked": Fact(
         lambda name, record: bool(record.transformers),
         "`rlspec convert --check` compares a converted checkpoint's logits with Transformers'",
-        "`tests/weights/test_families_page.py`",
+        "`tests/models/test_families_page.py`",
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rlspec.metric_names import METRICS, Metric
+from megatron_rlspec.records.metric_names import METRICS, Metric
 
 PAGE = Path(__file__).parent.parent / "docs/metrics.md"
 HEAD = """\
@@ -17,7 +17,7 @@ configuration such as `k3`, `k3t2n8` (a tree) or `off`. A key that does not appl
 
 Where to begin when a run goes wrong: [troubleshooting](troubleshooting.md).
 
-`python tools/metrics_page.py` writes this page from `megatron_rlspec/metric_names.toml`.
+`python tools/metrics_page.py` writes this page from `megatron_rlspec/records/metric_names.toml`.
 """
 SECTIONS = {
     "rollout": "What was drawn",

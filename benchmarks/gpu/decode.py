@@ -12,7 +12,7 @@ from adaptive_sglang import ratio, share_a_key, shares, tokens_per_round
 from gpu import serving
 from gpu.figures import Figures
 from gpu.plan import Plan
-from megatron_rlspec.rollout import profile
+from megatron_rlspec.commands import profile
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable

@@ -69,7 +69,7 @@ def _nucleus(logits: torch.Tensor) -> float:
 
 def _ours(plan: Plan, logits: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """Return calls of what the engine's verifier calls after a round."""
-    from megatron_rlspec.rollout.sglang.server import verifier, versions
+    from megatron_rlspec.rollout.sglang.scheduler import verifier, versions
 
     requests, nodes = plan.draws
     device = logits.device

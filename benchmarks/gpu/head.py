@@ -11,9 +11,9 @@ import torch
 
 from gpu.figures import Figures, forget_peak, median, peak_gib
 from gpu.plan import Plan
-from megatron_rlspec.mtp.head import VocabParallelHead
-from megatron_rlspec.mtp.logprobs import policy_logprobs
-from megatron_rlspec.mtp.loss import Student, drafter_loss
+from megatron_rlspec.losses.drafter import Student, drafter_loss
+from megatron_rlspec.losses.head import VocabParallelHead
+from megatron_rlspec.losses.logprobs import policy_logprobs
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:

@@ -16,10 +16,10 @@ import torch
 from gpu.figures import Figures, timed
 from gpu.plan import Plan
 from gpu.train import packed, shape_of
-from megatron_rlspec import environment
 from megatron_rlspec.config import Config
+from megatron_rlspec.host import environment
+from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.weights.fingerprint import fingerprint
 
 STEPS = 3
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, before `train.deterministic` is set

@@ -10,7 +10,7 @@ from bigram_model import checkpoint
 
 from gpu.figures import Figures
 from gpu.plan import Plan
-from megatron_rlspec.weights.checkpoint import write_hf
+from megatron_rlspec.models.hf_files import write_hf
 
 SHARPNESS = 16.0
 

@@ -13,7 +13,7 @@ from gpu import serving
 from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.engine import EngineError, Note
-from megatron_rlspec.rollout.moves import Moved, Mover, Owner, discard
+from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner, discard
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch

@@ -15,9 +15,10 @@ import torch
 
 from gpu.figures import Figures, forget_peak, peak_gib, timed
 from gpu.plan import Plan
-from megatron_rlspec import environment, files
+from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.predict import walk
+from megatron_rlspec.host import environment
+from megatron_rlspec.losses.predict import walk
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch, Prompt, Sample

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_rlspec.weights.checkpoint import write_hf
+from megatron_rlspec.models.hf_files import write_hf
 
 
 def describe(args: argparse.Namespace, vocabulary: int, eos: int, pad: int) -> dict:

@@ -24,13 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rlspec import compare, data, files
 from megatron_rlspec import config as configuration
-from megatron_rlspec.metrics import read_records
+from megatron_rlspec import files
+from megatron_rlspec.commands import compare
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records.metrics import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf
 
 CONSOLE = Console()
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper bound": "upper"}  # -> part of the run

@@ -20,8 +20,9 @@ import time
 import urllib.error
 import urllib.request
 
-from megatron_rlspec.ports import ENGINES, free_port
-from megatron_rlspec.rollout.sglang.server import serve, versions
+from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 CHAT = "Ask one question about a garden."
 

@@ -22,12 +22,14 @@ import numpy as np
 import torch
 from scipy import stats
 
-from megatron_rlspec import compare, data, files
+from megatron_rlspec import files
+from megatron_rlspec.commands import compare
 from megatron_rlspec.config import Config
-from megatron_rlspec.metrics import read_records
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records.metrics import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.tasks import data
 from megatron_rlspec.types import OFF, Prompt, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import read_hf
 
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control"}  # name -> part of the run
 BATCHES = (1, 8, 32)

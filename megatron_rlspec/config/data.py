@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec import environments
+from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config.base import Name, Section, Text
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron_rlspec.custom import FunctionError, Unwound, inside, locked_prompt, named
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.rl.reward_worker import number
 from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.tasks.reward_worker import number
 from megatron_rlspec.texts import shown
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, Status
 

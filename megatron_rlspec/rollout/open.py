@@ -12,13 +12,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec import files
+from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of, words
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.ranks import Ranks
-from megatron_rlspec.rollout.embedded import link
+from megatron_rlspec.extensions.migration.embedded import link
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans import rebalance
+from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.extensions.migration.turns import Turns, calls
+from megatron_rlspec.extensions.trees.tree import TreeBudget
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.models.config import DRAFTER, check_drafter_config
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.fleet import Fleet
-from megatron_rlspec.rollout.embedded.member import Member
 from megatron_rlspec.rollout.embedded.parallel import Groups
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import Layout, token_bytes
@@ -26,21 +32,15 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http, Transport
-from megatron_rlspec.rollout.turns import Turns, calls
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.tree import TreeBudget
-from megatron_rlspec.tail import rebalance
-from megatron_rlspec.tail.tp_planner import SwitchCosts, TPPlanner
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.sync.health import Health
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.drafter_files import read_model, weights_of, words
-from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.health import Health
-from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config
 
 _NAME = "engine-"
 LANE = "lane"  # the engine of tail.lane

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.rank_memory import kept
+from megatron_rlspec.host.rank_memory import kept
 from megatron_rlspec.speculation import graphs
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
-from megatron_rlspec.rollout.moves import Owner, Returned, Stay
+from megatron_rlspec.extensions.migration.moves import Owner, Returned, Stay
 from megatron_rlspec.types import Partial, Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 if TYPE_CHECKING:

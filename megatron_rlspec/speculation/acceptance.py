@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.speculation.tree import grow
+from megatron_rlspec.extensions.trees.tree import grow
 from megatron_rlspec.types import SpecConfig
 
 RATIO_STRENGTH = 4.0  # times `prior_strength`: the weight of a ratio's prior, of which few drafts are seen at batch 1

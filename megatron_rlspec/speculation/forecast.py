@@ -1,6 +1,6 @@
 """Forecast the acceptance of the next rollout: the trainer's prediction, calibrated by the rollouts before.
 
-`mtp/predict.py` makes the prediction from the logits of a training step. Shapes: D depths, K step counts.
+`losses/predict.py` makes the prediction from the logits of a training step. Shapes: D depths, K step counts.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rlspec.checkpoint.convert import HfSource
+from megatron_rlspec.checkpoint.torch_dist import TorchDistReader
 from megatron_rlspec.config import load
+from megatron_rlspec.models.families import record_of
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.models.names import name_table
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.drafter import MTPDrafter
 from megatron_rlspec.train.model import Policy, describe, rotary_base, transformer_config
-from megatron_rlspec.weights.checkpoint import read_hf
-from megatron_rlspec.weights.convert import HfSource
-from megatron_rlspec.weights.families import record_of
-from megatron_rlspec.weights.names import name_table
-from megatron_rlspec.weights.torch_dist import TorchDistReader
 
 _TOKENS = 64
 

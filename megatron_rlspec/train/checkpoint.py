@@ -24,11 +24,11 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_rlspec import files
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.models.tensor_file import TensorFile
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
-from megatron_rlspec.weights import tensor_file
-from megatron_rlspec.weights.checkpoint import CheckpointError, read_json
-from megatron_rlspec.weights.tensor_file import TensorFile
 
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.families import record_of
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.attention import Chain, PackedSequences
 from megatron_rlspec.train.layers import RMSNorm
 from megatron_rlspec.train.model import at_positions, rotary_base, taps_of
-from megatron_rlspec.weights.families import record_of
-from megatron_rlspec.weights.model_config import DRAFTER
 
 
 class Drafter(MegatronModule):

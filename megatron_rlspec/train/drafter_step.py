@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
-from megatron_rlspec.mtp.head import all_finite
-from megatron_rlspec.mtp.loss import Kind, Student
-from megatron_rlspec.mtp.predict import Verifier, deepen, of_rows, walk
+from megatron_rlspec.losses.drafter import Kind, Student
+from megatron_rlspec.losses.head import all_finite
+from megatron_rlspec.losses.predict import Verifier, deepen, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
@@ -34,7 +34,7 @@ class DrafterObjective:
     """The drafter's loss, and the acceptance that its training forward predicts.
 
     depth            D, unrolled drafter steps
-    loss             of one row: one of `mtp/loss.py`, or the user's function
+    loss             of one row: one of `losses/drafter.py`, or the user's function
     depth_decay      depth d has weight depth_decay ** (d - 1)
     predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
     verifier         of the engines
@@ -157,7 +157,7 @@ class DrafterStep:
         return self.learner.step()
 
     def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
-        """Sum predicted acceptance over the positions of this micro-batch where a round may start (`mtp/predict.py`).
+        """Sum predicted acceptance over the positions of this micro-batch where a round may start.
 
         Only the first rank of a context-parallel group counts them.
         """

@@ -22,12 +22,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config, ConfigError
-from megatron_rlspec.rank_memory import kept
+from megatron_rlspec.host.rank_memory import kept
+from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.train import runtime, shards
 from megatron_rlspec.train.activations import Activations, of_micro_batch
 from megatron_rlspec.train.drafter import build_drafter
 from megatron_rlspec.train.model import DTYPES, Policy, transformer_config
-from megatron_rlspec.weights.names import NameTable
 
 _META = torch.device("meta")
 _GIB = 1 << 30

@@ -1,7 +1,8 @@
 """The policy: Megatron's `GPTModel`, built from a Hugging Face config, which returns hidden states instead of logits.
 
-The output head and the loss run outside of it, in chunks over the trained positions (`mtp/loss.py`), so the logits of a
-whole batch are never in memory. The drafter reads the same hidden states, detached. There is no MTP inside the model.
+The output head and the loss run outside of it, in chunks over the trained positions (`losses/drafter.py`), so the
+logits of a whole batch are never in memory. The drafter reads the same hidden states, detached. There is no MTP inside
+the model.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.models.config import DRAFTER, check_config, check_drafter_config
+from megatron_rlspec.models.families import record_of
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
-from megatron_rlspec.weights.families import record_of
-from megatron_rlspec.weights.model_config import DRAFTER, check_config, check_drafter_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
+from megatron_rlspec.models.names import NameTable
+from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.shards import global_names
-from megatron_rlspec.weights.names import NameTable
-from megatron_rlspec.weights.tensor_file import CheckpointError, TensorFile
 
 FILE = Path("optimizer", "drafter.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")

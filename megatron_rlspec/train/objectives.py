@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_rlspec import custom
 from megatron_rlspec.config import AlgorithmConfig
-from megatron_rlspec.mtp.logprobs import Observer, policy_logprobs
+from megatron_rlspec.losses.grpo import policy_loss
+from megatron_rlspec.losses.logprobs import Observer, policy_logprobs
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.rl.grpo import policy_loss
 from megatron_rlspec.types import PackedBatch
 
 Sums = dict[str, Tensor]
@@ -68,7 +68,7 @@ def sft(
 def grpo(
     layer: OutputLayer, batch: PackedBatch, hidden: Tensor, algorithm: AlgorithmConfig, observe: Observer | None
 ) -> tuple[Tensor, Sums]:
-    """Compute the loss of `rl/grpo.py` on the distribution that the engines sample from."""
+    """Compute the loss of `losses/grpo.py` on the distribution that the engines sample from."""
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
     if algorithm.old_logprobs == "recompute":
         # Each rollout serves one optimizer step only. So the current policy is the one that generated it, and these

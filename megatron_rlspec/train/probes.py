@@ -28,7 +28,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rlspec.config import ParallelConfig
-from megatron_rlspec.ports import JOBS, free_port
+from megatron_rlspec.host.ports import JOBS, free_port
 from megatron_rlspec.train import runtime
 
 VOCABULARY = 32

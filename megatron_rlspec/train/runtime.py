@@ -39,9 +39,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_rlspec import loopback, ranks
 from megatron_rlspec.config import ParallelConfig
-from megatron_rlspec.ports import JOBS, free_port
+from megatron_rlspec.host import loopback, ranks
+from megatron_rlspec.host.ports import JOBS, free_port
 from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNorm, SwiGLU
 

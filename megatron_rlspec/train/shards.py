@@ -13,11 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.hf_files import CheckpointError
+from megatron_rlspec.models.names import NameTable, canonical, name_table
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
-from megatron_rlspec.weights.checkpoint import CheckpointError
-from megatron_rlspec.weights.model_config import DRAFTER
-from megatron_rlspec.weights.names import NameTable, canonical, name_table
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")

@@ -26,8 +26,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron_rlspec.config import Config
-from megatron_rlspec.mtp.head import VocabParallelHead, all_finite
-from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.losses.drafter import Student
+from megatron_rlspec.losses.head import VocabParallelHead, all_finite
+from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint, experts, moments, runtime, shards
@@ -46,7 +47,6 @@ from megatron_rlspec.train.model import Policy, describe, rotary_base, taps_of, 
 from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, means, reduce_sums
 from megatron_rlspec.train.optimizer import AdamW, Learner
 from megatron_rlspec.types import PackedBatch, Scope
-from megatron_rlspec.weights.model_config import DRAFTER
 
 DRIFT_ROWS = 512  # tokens of a micro-batch whose distributions `Trainer.drift` compares
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_rlspec.rollout.sglang.server import serve
+from megatron_rlspec.rollout.sglang.http import serve
 
 MODEL, PORT = sys.argv[1:3]
 serve._install_stand_ins()

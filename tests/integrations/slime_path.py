@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rlspec.integrations import patches
-from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.compat import patches
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -61,7 +61,7 @@ def write_model(folder):
 
     The decoder is nearly a cycle through the vocabulary, so that there is something to predict; the drafter is random.
     """
-    from megatron_rlspec.weights.checkpoint import write_hf
+    from megatron_rlspec.models.hf_files import write_hf
 
     sys.path.insert(0, str(ROOT / "examples/quickstart"))
     import make_model

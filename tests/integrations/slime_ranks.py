@@ -18,8 +18,8 @@ from megatron.core import parallel_state as ps
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.integrations.slime import cpu as slime_cpu
+from megatron_rlspec.sync.contract import HealthError
 from megatron_rlspec.train import runtime
-from megatron_rlspec.weights.contract import HealthError
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")

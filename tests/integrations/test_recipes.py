@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rlspec.commands import profile
 from megatron_rlspec.integrations.slime import launch as slime
-from megatron_rlspec.rollout import profile
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(set((ROOT / "examples/slime").glob("*.sh")) - {ROOT / "examples/slime/recipe.sh"})

@@ -200,6 +200,6 @@ def test_drafter_resumes_from_slimes_checkpoint(cp):
 
 @pytest.mark.parametrize("name", ["slime-mask-shift", "slime-dead-accept-rate", "slime-qwen3-next-swap"])
 def test_doctor_finds_slimes_defects(name):
-    command = [PYTHON, "-W", "ignore", "-m", "megatron_rlspec.doctor", name, "--json", "-"]
+    command = [PYTHON, "-W", "ignore", "-m", "megatron_rlspec.commands.doctor", name, "--json", "-"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert '"state": "present"' in done.stdout, done.stdout + done.stderr

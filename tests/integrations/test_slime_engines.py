@@ -11,8 +11,8 @@ import tiny_mimo
 from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
-from megatron_rlspec.ports import ENGINES, free_port
 
 STALE = "model.mtp_layers.0.input_proj.weight"
 

@@ -205,7 +205,7 @@ TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
 
 def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
     """The rule is read back as SGLang's scheduler process reads it, and decides as it decides there."""
-    from megatron_rlspec.rollout.sglang.server.decisions import Decider
+    from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     steps = [0, 1, 3]
@@ -225,7 +225,7 @@ def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
 
 def test_without_a_table_engines_keep_num_steps_at_first():
     """The plugin is active, for the contract after pushes. The first rollout uses `num_steps`."""
-    from megatron_rlspec.rollout.sglang.server.decisions import Decider
+    from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rlspec.weights.checkpoint import read_hf
-from megatron_rlspec.weights.fingerprint import fingerprint
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.sync.fingerprint import fingerprint
 
 HERE = Path(__file__).parent
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import recorded_recipes
 
+from megatron_rlspec.compat import patches
 from megatron_rlspec.config import ConfigError, DrafterConfig
-from megatron_rlspec.integrations import patches
 from megatron_rlspec.integrations.slime import launch
 
 HERE = Path(__file__).parent

@@ -169,8 +169,8 @@ def model_files() -> dict[str, bytes]:
 
     import tiny_mimo
 
-    from megatron_rlspec.data import load_tokenizer
-    from megatron_rlspec.weights.checkpoint import write_hf
+    from megatron_rlspec.models.hf_files import write_hf
+    from megatron_rlspec.tasks.data import load_tokenizer
 
     with TemporaryDirectory() as scratch:
         root = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 from harness import Case, check, ids, model_files, write_model
 
-from megatron_rlspec import data
 from megatron_rlspec.config import DataConfig, load
-from megatron_rlspec.data import Order
+from megatron_rlspec.tasks import data
+from megatron_rlspec.tasks.data import Order
 
 TRAIN = "train --model.path model --model.max_length 64 --rollout.max_new_tokens 32 --data.path "
 SFT = "sft --model.path model --model.max_length 64 --rollout.max_new_tokens 32 --sft.path "

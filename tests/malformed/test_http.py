@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
-from megatron_rlspec.rollout.sglang.server import schemas
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import Prompt, Request, Sampling
-from megatron_rlspec.weights.fingerprint import fingerprint
 
 VOCABULARY = 160
 CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=VOCABULARY)

@@ -10,7 +10,7 @@ import pytest
 from harness import Case, check, ids, model_files, write_model
 from safetensors.numpy import load, save
 
-from megatron_rlspec.weights.model_directory import check_model
+from megatron_rlspec.models.directory import check_model
 
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32"
 ROWS = '{"prompt": "a1", "label": "1"}\n'

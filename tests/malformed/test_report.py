@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Case, check, ids
 
-from megatron_rlspec import report
+from megatron_rlspec.commands import report
 
 STEPS = "".join(json.dumps({"step": step, "rollout/reward": 0.5, "policy/loss": 0.1}) + "\n" for step in range(3))
 SAMPLE = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 1.0, "accepted": [0, 2]}

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rlspec.mtp.logprobs import policy_logprobs
-from megatron_rlspec.mtp.loss import drafter_loss
+from megatron_rlspec.losses.drafter import drafter_loss
+from megatron_rlspec.losses.logprobs import policy_logprobs
 from megatron_rlspec.packing.pack import pack, partition, unpack
 from megatron_rlspec.types import Prompt, Sample
 

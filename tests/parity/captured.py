@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rlspec.ports import ENGINES, free_port
+from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rlspec.rollout.sglang.server import serve
+from megatron_rlspec.rollout.sglang.http import serve
 
 count = itertools.count()
 

@@ -24,9 +24,9 @@ from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.open import StartingEngines
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.push import Pusher
 
 TARGETS = {
     "LlamaForCausalLM": {},

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from host_reads import HostReads
 
-from megatron_rlspec.rollout.sglang.server import serve
+from megatron_rlspec.rollout.sglang.http import serve
 
 
 class Audit:
@@ -107,7 +107,7 @@ def install(audit: Audit) -> None:
     from sglang.srt.layers import sampler
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
-    from megatron_rlspec.rollout.sglang.server import control, controller, token_filter, verifier, versions
+    from megatron_rlspec.rollout.sglang.scheduler import control, controller, token_filter, verifier, versions
 
     streams()
     token_filter.CUT = 16  # of 160 words, so that a nucleus may be wider

@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_rlspec.rollout.sglang.server import serve, versions
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 if __name__ == "__main__":
     model, port, steps = sys.argv[1:]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megatron_calls import Call, calls_within, show
 
-from megatron_rlspec import contracts
-from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.compat import contracts
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 RECORD = Path(__file__).with_name("sglang_signatures.json")
 ROOM = Path(versions.__file__).parents[1]
@@ -28,7 +28,7 @@ SOURCES = [file for file in sorted(ROOM.rglob("*.py")) if file.name not in ("pro
 def calls(version: str) -> list[Call]:
     """Return the calls common to all versions, and those of this version's adapter, inherited ones included."""
     found = [call for file in SOURCES for call in calls_within(ast.parse(file.read_text()), file, "sglang.")]
-    here = ROOM / "server" / "versions.py"
+    here = ROOM / "scheduler" / "versions.py"
     classes = {node.name: node for node in ast.parse(here.read_text()).body if isinstance(node, ast.ClassDef)}
     methods: dict[str, ast.AST] = {}
     for base in reversed(versions.KNOWN[version].__mro__[:-1]):

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rlspec.rollout.sglang.server import limits
+from megatron_rlspec.rollout.sglang import limits
 
 limits.BODY_SILENT = 1.0
 limits.BODY_SECONDS = 2.0
@@ -13,7 +13,7 @@ limits.SOURCE_SILENT = 1.0
 limits.FETCHES = 2
 limits.FETCHES_WAITING = 1
 
-from megatron_rlspec.rollout.sglang.server import serve  # noqa: E402
+from megatron_rlspec.rollout.sglang.http import serve  # noqa: E402
 
 if __name__ == "__main__":
     serve.main(sys.argv[1:])

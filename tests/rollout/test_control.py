@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.rollout.sglang.server import control, decisions, plugin, served_weights, versions
+from megatron_rlspec.rollout.sglang.http import plugin
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions, served_weights, versions
 from megatron_rlspec.rollout.sglang.settings import VARIABLE, Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule

@@ -7,9 +7,9 @@ import pytest
 import torch
 from python_work import PythonWork
 
-from megatron_rlspec.rollout.sglang.server import prefix_tree
-from megatron_rlspec.rollout.sglang.server.decisions import DecodeRound
-from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
+from megatron_rlspec.rollout.sglang.scheduler import prefix_tree
+from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
+from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.types import OFF, SpecConfig
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.rollout.sglang.server.drafter_push import load_twice
+from megatron_rlspec.rollout.sglang.scheduler.drafter_push import load_twice
 
 
 class Model(torch.nn.Module):

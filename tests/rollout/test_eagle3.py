@@ -13,11 +13,12 @@ from test_pushed_families import checkpoint, config_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatron_rlspec import doctor
+from megatron_rlspec.commands import doctor
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.data import DataError
-from megatron_rlspec.inputs import check_inputs
-from megatron_rlspec.rollout.sglang.server import control, serve, versions
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.scheduler import control, versions
+from megatron_rlspec.run.inputs import check_inputs
+from megatron_rlspec.tasks.data import DataError
 
 TARGETS = versions.EAGLE3_TARGETS
 DRAFTER = tiny_eagle3.drafter_config()

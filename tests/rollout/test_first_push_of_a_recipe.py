@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rlspec.config import load
-from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors
+from megatron_rlspec.rollout.sglang.bucket import ServedTensors
 from megatron_rlspec.train import dry_run, shards
 
 RECIPE = Path(__file__).parents[2] / "examples/torchrun/glm-4.5-air.toml"

@@ -8,7 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_rlspec.rollout.sglang.server import decisions, serve
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import Provenance

@@ -13,7 +13,7 @@ import pytest
 import test_sglang_engine as same
 import tiny_mimo
 
-from megatron_rlspec.ports import ENGINES, free_port
+from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.cpu import emulation

@@ -10,8 +10,8 @@ from docs_pages import DOCS, blocks
 from pydantic import BaseModel
 from safetensors.torch import save_file
 
+from megatron_rlspec.rollout.sglang import limits, schemas
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.server import limits, schemas
 
 PAGE = "http-api.md"
 TABLE = DOCS.parent / "examples/cost_tables/h100-simulated.json"

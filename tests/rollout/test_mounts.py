@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from train_ranks import on_ranks
 
-from megatron_rlspec.rollout.sglang.server import mounts
-from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors
-from megatron_rlspec.rollout.sglang.server.schemas import Refusal
+from megatron_rlspec.rollout.sglang.bucket import ServedTensors
+from megatron_rlspec.rollout.sglang.scheduler import mounts
+from megatron_rlspec.rollout.sglang.schemas import Refusal
 
 CLONE_NEWNS = 0x00020000
 
@@ -46,8 +46,8 @@ def test_another_file_system_is_not_the_same_shared_memory(monkeypatch):
 def test_http_and_files_are_refused_then(sglang_models, monkeypatch):
     import asyncio
 
-    from megatron_rlspec.rollout.sglang.server import weight_routes
-    from megatron_rlspec.rollout.sglang.server.update import Weights
+    from megatron_rlspec.rollout.sglang.http import weight_routes
+    from megatron_rlspec.rollout.sglang.http.update import Weights
 
     monkeypatch.setattr(
         weight_routes, "_held", [ServedTensors({}, frozenset(), 1, "", "rank 1 of this engine is apart")]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rlspec.rollout.operators import packed as room
-from megatron_rlspec.rollout.operators.packed import PackedWeights
+from megatron_rlspec.rollout.embedded import packed as room
+from megatron_rlspec.rollout.embedded.packed import PackedWeights
 
 TOLERANCE = {torch.float64: 0.0, torch.float32: 1e-4, torch.bfloat16: 0.25}
 

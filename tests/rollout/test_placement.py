@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatron_rlspec.config import Config, ConfigError, load
+from megatron_rlspec.extensions.migration.turns import calls
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.open import StartingEngines, engine_arguments, rebalancer
 from megatron_rlspec.rollout.placement import GIB, Layout, Need, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.rollout.turns import calls
-from megatron_rlspec.session import Session
+from megatron_rlspec.run.session import Session
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_rlspec.rollout.sglang.client import engine
-from megatron_rlspec.rollout.sglang.server.progress import Progress, logprobs
+from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
 
 CHUNK = 64
 

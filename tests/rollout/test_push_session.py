@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from megatron_rlspec.rollout.sglang.server.push_session import PushSession
+from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession
 
 
 class Manager:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from weight_oracles import random_
 
-from megatron_rlspec.weights.bucket import buckets
-from megatron_rlspec.weights.families import FAMILIES, names_where
-from megatron_rlspec.weights.fingerprint import compare
-from megatron_rlspec.weights.names import name_table
+from megatron_rlspec.models.families import FAMILIES, names_where
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.sync.bucket import buckets
+from megatron_rlspec.sync.fingerprint import compare
 
 PUSHED = names_where(lambda record: record.pushed)
 BASE = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 from python_work import PythonWork
 
-from megatron_rlspec.rollout.sglang.server import control, decisions, kv_moves
-from megatron_rlspec.rollout.sglang.server.drafter_gap import DrafterGap
+from megatron_rlspec.extensions.migration.sglang import kv_moves
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions
+from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig

@@ -9,9 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from megatron_rlspec.rollout.sglang.server import control, schemas
-from megatron_rlspec.rollout.sglang.server.bucket import ServedTensors, read_entries
-from megatron_rlspec.rollout.sglang.server.schemas import Refusal, check_batch, parse, parse_query
+from megatron_rlspec.rollout.sglang import schemas
+from megatron_rlspec.rollout.sglang.bucket import ServedTensors, read_entries
+from megatron_rlspec.rollout.sglang.scheduler import control
+from megatron_rlspec.rollout.sglang.schemas import Refusal, check_batch, parse, parse_query
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

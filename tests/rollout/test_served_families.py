@@ -17,14 +17,14 @@ import transformers
 from test_pushed_families import checkpoint, config_of
 from torch import Tensor
 
+from megatron_rlspec.models.families import FAMILIES, names_where
+from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.checkpoint import write_hf
-from megatron_rlspec.weights.families import FAMILIES, names_where
-from megatron_rlspec.weights.fingerprint import fingerprint
-from megatron_rlspec.weights.names import name_table
-from megatron_rlspec.weights.push import Pusher
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.

@@ -9,9 +9,9 @@ from host_reads import HostReads
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.server.served_weights import Deliveries, TensorPart, joined, marks_of
-from megatron_rlspec.weights.fingerprint import compare, fingerprint
-from megatron_rlspec.weights.push import Pusher
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import Deliveries, TensorPart, joined, marks_of
+from megatron_rlspec.sync.fingerprint import compare, fingerprint
+from megatron_rlspec.sync.push import Pusher
 
 
 def held(full: torch.Tensor, dim: int, rank: int, size: int) -> TensorPart:

@@ -27,8 +27,9 @@ import requests as http
 import tiny_mimo
 import torch
 
-from megatron_rlspec import environment
 from megatron_rlspec.engine import Cargo, EngineError, Grant, Note, Origin, RouteError
+from megatron_rlspec.extensions.migration.sglang import kv_file
+from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
 from megatron_rlspec.integrations.slime.speculation import Speculation
 from megatron_rlspec.rollout.conversation import Conversation, Conversations
@@ -36,16 +37,15 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine, _body
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.server import kv_file
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.sync.detectors import HealthSettings
+from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import OFF, Partial, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.contract import HealthError
-from megatron_rlspec.weights.detectors import HealthSettings
-from megatron_rlspec.weights.fingerprint import fingerprint
 
 CONFIG = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
 WEIGHTS = tiny_mimo.weights(CONFIG)
@@ -760,7 +760,7 @@ def test_launch_refusals_are_one_line(checkpoint: Path, tmp_path: Path, engines:
 
 
 def test_engine_has_the_nccl_setting_that_train_ranks_take(engines: dict[str, SGLangEngine]) -> None:
-    """The value is SGLang's own choice. A rank with another value is refused (`tests/test_environment.py`)."""
+    """The value is SGLang's own choice. A rank with another value is refused (`tests/host/test_environment.py`)."""
     engine = engines["plain"]
     assert engine.describe()["nccl_cumem_enable"] == environment.RANKS["NCCL_CUMEM_ENABLE"]
     assert environment.disagreement(engine.describe()["nccl_cumem_enable"], {}) == ""
@@ -793,9 +793,9 @@ import sys
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
-assert "megatron_rlspec.rollout.sglang.server.plugin" in sys.modules, "entry point not found"
+assert "megatron_rlspec.rollout.sglang.http.plugin" in sys.modules, "entry point not found"
 assert not HookRegistry._hooks and not HookRegistry._patched, HookRegistry._hooks
-assert "megatron_rlspec.rollout.sglang.server.verifier" not in sys.modules
+assert "megatron_rlspec.rollout.sglang.scheduler.verifier" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.operators.packed import LEAST
+from megatron_rlspec.rollout.embedded.packed import LEAST
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 READERS = {

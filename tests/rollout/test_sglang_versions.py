@@ -9,8 +9,8 @@ import sglang_calls
 from megatron_calls import binds, parse, show
 from sglang_calls import calls, recorded_names
 
-from megatron_rlspec import contracts
-from megatron_rlspec.rollout.sglang.server import versions
+from megatron_rlspec.compat import contracts
+from megatron_rlspec.rollout.sglang.scheduler import versions
 
 RECORD = json.loads(sglang_calls.RECORD.read_text())
 VERSIONS = sorted(versions.KNOWN)

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rlspec.rollout.sglang.server import token_filter, verifier
+from megatron_rlspec.rollout.sglang.scheduler import token_filter, verifier
 
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B

@@ -7,8 +7,8 @@ from tiny_mimo import config, weights, write
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import Files, GroupBroadcast, Http
-from megatron_rlspec.weights import push
-from megatron_rlspec.weights.push import Pusher
+from megatron_rlspec.sync import push
+from megatron_rlspec.sync.push import Pusher
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_rlspec.rollout.sglang.server import limits
-from megatron_rlspec.rollout.sglang.server.schemas import Refusal
-from megatron_rlspec.rollout.sglang.server.update import Weights
+from megatron_rlspec.rollout.sglang import limits
+from megatron_rlspec.rollout.sglang.http.update import Weights
+from megatron_rlspec.rollout.sglang.schemas import Refusal
 
 
 class Clock:

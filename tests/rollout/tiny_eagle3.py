@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rlspec.weights.model_config import MAPS, PREFIX
+from megatron_rlspec.models.config import MAPS, PREFIX
 
 VOCAB = 160
 WORDS = 120

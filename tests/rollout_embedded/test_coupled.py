@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rlspec.mtp.loss import Student
+from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig

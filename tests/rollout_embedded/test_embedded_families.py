@@ -5,9 +5,9 @@ import torch
 from test_pushed_families import checkpoint, config_of
 from test_served_families import agrees_with_transformers, drawn
 
+from megatron_rlspec.models.families import names_where
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-from megatron_rlspec.weights.families import names_where
 
 EMBEDDED = {name: config_of(name, eos_token_id=2) for name in names_where(lambda record: record.embedded)}
 EMBEDDED["MiMoForCausalLM of a Llama"] = config_of("MiMoForCausalLM", attention_bias=False, eos_token_id=2)

@@ -9,8 +9,8 @@ import pytest
 from test_lossless_equality import plain, wanted
 from train_ranks import on_ranks
 
+from megatron_rlspec.sync.fingerprint import fingerprint
 from megatron_rlspec.types import Sampling, SpecConfig
-from megatron_rlspec.weights.fingerprint import fingerprint
 
 SIZE = 2
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lossless_tools import Target
 
-from megatron_rlspec.speculation.tree import TreeBudget
+from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from lossless_tools import Enumeration, Target, total_variation
 
+from megatron_rlspec.extensions.trees.tree import TreeBudget
 from megatron_rlspec.rollout.embedded import verify
-from megatron_rlspec.speculation.tree import TreeBudget
 from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 torch.set_num_threads(1)

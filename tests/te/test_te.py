@@ -12,8 +12,8 @@ import te_signatures
 TESTS = Path(__file__).parent.parent
 ISOLATION = "test_policy_is_the_same_with_and_without_drafter"
 SLOW = {
-    "every layout of a converted checkpoint": ["weights/test_layouts_of_ranks.py"],
-    "names and logits": ["weights/test_names.py", "weights/test_families.py"],
+    "every layout of a converted checkpoint": ["models/test_layouts_of_ranks.py"],
+    "names and logits": ["models/test_names.py", "models/test_families.py"],
     "one rank": ["train/test_model_parity.py", "train/test_loading.py", "train/test_attention.py"],
     "isolation": ["train/test_isolation.py", "te/inside"],
     "experts": ["train/test_experts.py", "train/test_expert_parallel.py"],
@@ -26,9 +26,9 @@ SLOW = {
         "train/test_warm_start.py::test_a_run_that_loaded_moments_resumes_bit_for_bit",
     ],
     "whole runs": [
-        "test_run.py::test_a_run_leaves_the_files_that_the_readme_lists",
-        "test_run.py::test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early",
-        "test_parallel_run.py::test_a_layout_learns_what_one_rank_does",
+        "run/test_run.py::test_a_run_leaves_the_files_that_the_readme_lists",
+        "run/test_run.py::test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early",
+        "run/test_parallel_run.py::test_a_layout_learns_what_one_rank_does",
     ],
 }
 

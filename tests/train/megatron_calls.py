@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rlspec import contracts
+from megatron_rlspec.compat import contracts
 
 PYPI = "PyPI"
 VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wheel
@@ -33,7 +33,7 @@ VERSIONS = {  # where each is read: a commit of Megatron-LM, or the release's wh
     "main": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
 }
 RECORD = Path(__file__).with_name("megatron_signatures.json")
-PACKAGE = Path(contracts.__file__).parent
+PACKAGE = Path(contracts.__file__).parents[1]
 # Not what doctor's probes call: they look at 0.16.1's defects, and at slime's pin through slime.
 SOURCES = [f for f in sorted((PACKAGE / "train").glob("*.py")) if f.name != "probes.py"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
-from megatron_rlspec import training
+from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.train import dry_run
 from megatron_rlspec.train.step import Trainer

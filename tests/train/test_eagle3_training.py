@@ -10,8 +10,8 @@ from test_experts import SMALL
 from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.config import ConfigError
+from megatron_rlspec.models.tensor_file import CheckpointError
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.weights.tensor_file import CheckpointError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TAPS = (0, 1, 3)

@@ -13,9 +13,9 @@ from test_experts import BALANCED, build, data_of, made
 from train_ranks import digest, moments, on_ranks
 
 from megatron_rlspec.config import ParallelConfig
+from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.train import checkpoint, experts, runtime
 from megatron_rlspec.train.optimizer import AdamW, Learner
-from megatron_rlspec.weights.checkpoint import CheckpointError
 
 # Gradients are float64 and differ by the order of sums only. Megatron sums their squares in float32. The norm, and what
 # it clips, carries that rounding of 6e-8 on.

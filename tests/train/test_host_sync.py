@@ -15,7 +15,7 @@ from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 A_MICRO_BATCH: dict[str, int] = {}
 A_STEP = {
     # The next micro-batches need to know whether a weight is infinite. One answer serves all of them.
-    "megatron_rlspec/mtp/head.py:all_finite: item": 1,
+    "megatron_rlspec/losses/head.py:all_finite: item": 1,
     # The sums decide whether the policy may be updated (a loss that is not finite, a gap to the engines).
     "megatron_rlspec/train/objectives.py:sum_over_replicas: copy to the CPU": 1,
     # The norms of policy and drafter decide whether each is updated, and are metrics.
@@ -24,7 +24,7 @@ A_STEP = {
     "megatron/core/utils.py:local_multi_tensor_l2_norm: waiting copy to the GPU": 2,
 }
 # The zeros that autograd makes for an output without gradient come from C++, which does not say on which device.
-MISPLACED = {"megatron_rlspec/mtp/logprobs.py:_LogProbs.backward: mul_"}
+MISPLACED = {"megatron_rlspec/losses/logprobs.py:_LogProbs.backward: mul_"}
 
 
 def waits(kind: str) -> list[tuple[Counter[str], Counter[str]]]:

@@ -12,7 +12,7 @@ import pytest
 from megatron_calls import Call, binds, calls, parse, recorded_names, show
 from moe_oracles import GLM4_MOE
 
-from megatron_rlspec import contracts
+from megatron_rlspec.compat import contracts
 from megatron_rlspec.config import Config
 from megatron_rlspec.train import experts, runtime
 

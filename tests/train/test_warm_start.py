@@ -8,10 +8,10 @@ from megatron.core import parallel_state as ps
 from safetensors.torch import load_file
 from train_ranks import HF_CONFIG, batches, config, digest, on_ranks
 
+from megatron_rlspec.models import tensor_file
 from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Prompt, Sample
-from megatron_rlspec.weights import tensor_file
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 2}
 HF = HF_CONFIG | SIZES | {"initializer_range": 0.05}

@@ -13,8 +13,8 @@ import forked
 import numpy as np
 import torch
 
-from megatron_rlspec import ports
 from megatron_rlspec.config import Config
+from megatron_rlspec.host import ports
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
 

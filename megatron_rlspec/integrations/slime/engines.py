@@ -20,12 +20,12 @@ from typing import Any
 import requests
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.models.names import name_table
 from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
-from megatron_rlspec.weights import contract
-from megatron_rlspec.weights.contract import Findings, HealthError, enforce
-from megatron_rlspec.weights.detectors import Action, Finding
-from megatron_rlspec.weights.fingerprint import Difference, as_delivered, compare
-from megatron_rlspec.weights.names import name_table
+from megatron_rlspec.sync import contract
+from megatron_rlspec.sync.contract import Findings, HealthError, enforce
+from megatron_rlspec.sync.detectors import Action, Finding
+from megatron_rlspec.sync.fingerprint import Difference, as_delivered, compare
 
 logger = logging.getLogger(__name__)
 Marks = Mapping[str, int]  # a tensor's name in the checkpoint -> its fingerprint

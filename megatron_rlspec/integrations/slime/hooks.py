@@ -24,15 +24,15 @@ from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
+from megatron_rlspec.checkpoint import torch_dist
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import drafter_fields, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import Options, SlimeDrafter
 from megatron_rlspec.integrations.slime.launch import split_experts
+from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.train import checkpoint
 from megatron_rlspec.train.optimizer import Learner
-from megatron_rlspec.weights import torch_dist
-from megatron_rlspec.weights.families import FAMILIES
 
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 _drafter: SlimeDrafter | None = None

@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rlspec import arguments, environment
+from megatron_rlspec import arguments
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
+from megatron_rlspec.host import environment
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.cost_table import CostTable

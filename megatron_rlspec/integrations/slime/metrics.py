@@ -30,8 +30,8 @@ from megatron_rlspec.speculation.acceptance import accept_length, delivered, poo
 from megatron_rlspec.speculation.adapt import Adapter
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.sync.detectors import HealthSettings
 from megatron_rlspec.types import Sampling, SpecConfig
-from megatron_rlspec.weights.detectors import HealthSettings
 
 logger = logging.getLogger(__name__)
 SLIMES_OWN = "slime.rollout.sglang_rollout.generate_rollout"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.packing.shift import drafter_targets
-from megatron_rlspec.rollout.sglang.server import probes as sglang_probes
+from megatron_rlspec.rollout.sglang.http import probes as sglang_probes
 
 
 def prepare() -> None:

@@ -24,10 +24,10 @@ from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.speculation.forecast import Prediction
 from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.sync import contract
+from megatron_rlspec.sync.canary import Canary
+from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings
 from megatron_rlspec.types import Prompt, RoundStats, Sampling, SpecConfig
-from megatron_rlspec.weights import contract
-from megatron_rlspec.weights.canary import Canary
-from megatron_rlspec.weights.detectors import DriftWatch, Finding, HealthSettings
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from megatron_rlspec.rollout.embedded.rounds import Budget, RoundRunner, scratch
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.sync.fingerprint import fingerprints
 from megatron_rlspec.types import (
     OFF,
     Drafts,
@@ -45,7 +46,6 @@ from megatron_rlspec.types import (
     Verifier,
     ended,
 )
-from megatron_rlspec.weights.fingerprint import fingerprints
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))  # of a rule without candidates
 RECENT = 4096  # rounds that `recent_rounds` keeps
@@ -55,7 +55,7 @@ _CLOSED = "closed"
 class EmbeddedEngine:
     """See `RolloutEngine`.
 
-    hf_config             config.json; it may hold an EAGLE-3 drafter's (`weights/drafter_files.py`), which then drafts
+    hf_config             config.json; it may hold an EAGLE-3 drafter's (checkpoint/drafter_files.py), which then drafts
     tensors               the first weights, all of them, under Hugging Face names
     draft_words           the token ids that an EAGLE-3 drafter drafts from, ascending
     drafts                coupled: under position_keyed, drafts take the verifier's noise; argmax: the likeliest token

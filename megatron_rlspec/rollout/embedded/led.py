@@ -11,8 +11,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import ports, wire
+from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.host import ports
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.types import Request, Sample, Sampling, SpecConfig, SpecSchedule
 

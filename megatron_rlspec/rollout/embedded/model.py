@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatron_rlspec.models.config import DRAFTER, check_drafter_config, refusal
+from megatron_rlspec.models.config import PREFIX as EAGLE3
+from megatron_rlspec.models.families import FAMILIES, names_where
+from megatron_rlspec.rollout.embedded.packed import PackedWeights
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
-from megatron_rlspec.rollout.operators.packed import PackedWeights
-from megatron_rlspec.weights.families import FAMILIES, names_where
-from megatron_rlspec.weights.model_config import DRAFTER, check_drafter_config, refusal
-from megatron_rlspec.weights.model_config import PREFIX as EAGLE3
 
 
 @dataclass(frozen=True)

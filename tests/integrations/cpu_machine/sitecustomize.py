@@ -68,7 +68,8 @@ def _import_names(module):
 
 def _engine(module):
     """As `rlspec serve` prepares its engine on a CPU, and starts it faster."""
-    from megatron_rlspec.rollout.sglang.server import serve, versions
+    from megatron_rlspec.rollout.sglang.http import serve
+    from megatron_rlspec.rollout.sglang.scheduler import versions
 
     versions.installed().prepare_cpu()
     serve._fork_children()

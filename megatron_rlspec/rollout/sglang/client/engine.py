@@ -23,6 +23,9 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
+from megatron_rlspec.sync.bucket import Bucket, Memory
+from megatron_rlspec.sync.fingerprint import as_delivered
+from megatron_rlspec.sync.push import in_buckets
 from megatron_rlspec.types import (
     Held,
     Load,
@@ -36,9 +39,6 @@ from megatron_rlspec.types import (
     SpecSchedule,
     Status,
 )
-from megatron_rlspec.weights.bucket import Bucket, Memory
-from megatron_rlspec.weights.fingerprint import as_delivered
-from megatron_rlspec.weights.push import in_buckets
 
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0

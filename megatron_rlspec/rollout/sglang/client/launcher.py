@@ -14,7 +14,7 @@ from pathlib import Path
 import requests
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.ports import ENGINES, free_port
+from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang import scratch
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 
@@ -114,7 +114,7 @@ def launch(
     port = port or free_port(ENGINES)
     log = Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.server.serve", "--model", str(model)]
+    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", str(model)]
     command += ["--port", str(port), "--stop-with-parent", *arguments]
     api_key = known_key(api_key) or secrets.token_urlsafe(32)
     directory = scratch.make()  # SGLang leaves its sockets where it made them

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec import environment, loopback
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.weights.bucket import Bucket, Memory
+from megatron_rlspec.host import environment, loopback
+from megatron_rlspec.sync.bucket import Bucket, Memory
 
 Post = Callable[..., dict[str, Any]]
 _SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket

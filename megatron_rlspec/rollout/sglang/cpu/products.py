@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec.rollout.operators.packed import PackedWeights
+from megatron_rlspec.rollout.embedded.packed import PackedWeights
 
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"

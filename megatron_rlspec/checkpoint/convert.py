@@ -1,0 +1,353 @@
+"""Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
+
+Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
+tensors, and a sink writes them layer by layer. Memory holds one layer on the way to Hugging Face, and one tensor on the
+way to Megatron. An interrupted conversion keeps its finished files, and the same command continues it. The target
+appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec import files
+from megatron_rlspec.checkpoint import gguf_file
+from megatron_rlspec.checkpoint.gguf_header import read_header
+from megatron_rlspec.checkpoint.torch_dist import TRACKER, TorchDistReader, TorchDistWriter, checkpoint_directory
+from megatron_rlspec.models import hf_files as checkpoint
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.config import refusal
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.families import FAMILIES, names_where, record_of
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, read_json, write_json
+from megatron_rlspec.models.names import NameTable, name_table
+from megatron_rlspec.models.tensor_file import TensorFile
+
+Kind = Literal["hf", "megatron"]
+_LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
+_FINAL_NORM = "decoder.final_layernorm.weight"
+
+
+class HfSource(Mapping[str, Tensor]):
+    """Maps canonical Megatron names to full tensors, fused from a Hugging Face checkpoint on access."""
+
+    def __init__(self, family: NameTable, tensors: Mapping[str, Tensor]) -> None:
+        self.family = family
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        row = self.family.row(name)
+        return row.layout.fuse([self.tensors[hf] for hf in row.hf])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, row in self.family.rows.items() if all(hf in self.tensors for hf in row.hf))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class WithFreshDrafter(Mapping[str, Tensor]):
+    """Adds a new drafter to a source without one. It uses the target's first layer and final norm.
+
+    The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
+    The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
+    needed. A copy of the last layer would learn more slowly than a random one, because its input is from deep inside
+    the target.
+
+    The scales come from the model. The norms before the projection return vectors with the root mean square of the
+    embeddings, which the first layer expects. The final norm is scaled down until the logits of a random direction have
+    a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
+    mistakes.
+    """
+
+    def __init__(self, family: NameTable, source: Mapping[str, Tensor]) -> None:
+        self.family = family
+        self.source = source
+        # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
+        wanted = _parts(family, "mtp.layers.0.transformer_layer.")
+        kinds = (n for n in range(family.geometry.layers) if _parts(family, f"decoder.layers.{n}.") == wanted)
+        self._template = next(kinds)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not name.startswith("mtp."):
+            return self.source[name]
+        inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
+        if inner.startswith("transformer_layer."):
+            block = inner.removeprefix("transformer_layer.")
+            return self.source[f"decoder.layers.{self._template}.{block}"]
+        norm = self.source[_FINAL_NORM]
+        if inner == "final_layernorm.weight":
+            return ((norm.double() + self._zero) * self._final_scale - self._zero).to(norm.dtype)
+        if inner == "eh_proj.weight":
+            eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
+            return torch.cat((eye, torch.zeros_like(eye)), dim=1)  # Megatron's order: embedding, hidden
+        return torch.full_like(norm, self._embedding_rms - self._zero)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.family.rows)
+
+    def __len__(self) -> int:
+        return len(self.family.rows)
+
+    @property
+    def _zero(self) -> float:
+        """Return what this family's norms add to their weight: 1 or 0."""
+        return 1.0 if self.family.record.zero_centered_norms else 0.0
+
+    @cached_property
+    def _embedding_rms(self) -> float:
+        return float(_mean_squares(self.source[_EMBEDDING]).mean().sqrt())
+
+    @cached_property
+    def _final_scale(self) -> float:
+        head = self.source[_HEAD] if _HEAD in self.source else self.source[_EMBEDDING]
+        gain = self.source[_FINAL_NORM].double() + self._zero
+        deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
+        return min(1.0, 1.0 / max(deviation, 1e-12))
+
+
+def _mean_squares(rows: Tensor) -> Tensor:
+    """Return the mean square of each column of `[V, H]`, float64 `[H]`, in parts to save memory."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for part in rows.split(4096):
+        total += part.double().square().sum(0)
+    return total / len(rows)
+
+
+def _parts(family: NameTable, prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
+
+
+def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
+
+    Llama becomes MiMo, too, with biases of 0. Transformers then runs it as Qwen2. Raises ValueError if no engine runs a
+    drafter for this family.
+    """
+    record = record_of(config)
+    name = record.added_drafter
+    if not name:
+        drafted = names_where(lambda facts: facts.added_drafter)
+        raise ValueError(f"--add-mtp: {refusal(config['architectures'][0], 'given a drafter', drafted)}")
+    found = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+    if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
+        found |= {"model_type": "qwen2", "attention_bias": False}
+    return found
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion. Each of `groups`, (label, canonical names), becomes one file."""
+
+    source: Path
+    target: Path
+    to: Kind
+    family: NameTable
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+    small_files: Path
+    fresh_drafter: bool
+    made: TemporaryDirectory[str] | None = None  # `small_files` of a GGUF source; removed with this object
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties that an interrupted conversion must share with this one to be continued."""
+        stamps = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(weight_files(self.source))}
+        shape = {"to": self.to, "spec": self.family.spec, "fresh_drafter": self.fresh_drafter}
+        return {**shape, "source": str(self.source.resolve()), "files": stamps, "config": self.config}
+
+
+def plan(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Kind | None = None,
+    hf: str | Path | None = None,
+    add_mtp: bool = False,
+    spec: Literal["te", "local"] = "te",
+    dtype: str = "",
+) -> Conversion:
+    """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
+
+    to    the kind of the target; default: the other kind than the source's
+    hf    Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that this
+          converter left beside the checkpoint
+    spec  the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
+    dtype of the tensors of a GGUF source, default bfloat16; other sources keep theirs
+    """
+    source = Path(source)
+    target = Path(target)
+    kind, to = _kinds(source, to, add_mtp=add_mtp)
+    if dtype and kind != "gguf":
+        raise ValueError(f"--dtype {dtype}: {source} is no GGUF file; its tensors keep their types")
+    files.check_new_directory(target)
+    made = None
+    if kind == "gguf":
+        header = read_header(source)
+        made = TemporaryDirectory(prefix="rlspec-gguf-")
+        small_files = Path(made.name)
+        gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
+    elif hf:
+        small_files = Path(hf)
+    else:
+        small_files = source if kind == "hf" else checkpoint_directory(source)
+    config = check_model(small_files, "convert", weights=False, tokenizer=False)
+    checkpoint.check_companions(small_files)
+    family = name_table(config, spec)
+    if add_mtp and family.drafter_names and _has_drafter(kind, source, family):
+        raise ValueError(
+            f"{source}: has a drafter already ({family.drafter_names[0]}, ...); --add-mtp would replace it"
+        )
+    own = family
+    stated = config
+    if add_mtp:
+        config = config_with_drafter(config)
+        family = name_table(config, spec)
+    tensors: Mapping[str, Tensor]
+    if kind == "gguf":
+        tensors = HfSource(own, gguf_file.GgufTensors(source, header, own, stated, dtype or "bfloat16"))
+    elif kind == "hf":
+        check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
+        lazy = read_hf(source)[1]
+        checkpoint.check(own, lazy, drafter=bool(own.drafter_names) and not add_mtp)
+        tensors = HfSource(own, lazy)
+    else:
+        tensors = TorchDistReader(source, family)
+        known = set(tensors)
+        lost = [n for n in family.rows if n not in known and not (add_mtp and family.is_drafter(n))]
+        if lost:
+            raise CheckpointError(f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}")
+    if add_mtp:
+        tensors = WithFreshDrafter(family, tensors)
+    return Conversion(source, target, to, family, config, tensors, _groups(family), small_files, add_mtp, made)
+
+
+def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Literal["gguf"], Kind]:
+    """Return the kinds of source and target. Raises CheckpointError or ValueError."""
+    if gguf_file.is_gguf(source):
+        return "gguf", to or "hf"
+    if not source.is_dir():
+        what = "not a directory" if source.exists() else "no such directory"
+        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file")
+    kind: Kind = "hf" if (source / "config.json").exists() else "megatron"
+    to = to or ("megatron" if kind == "hf" else "hf")
+    if kind == to and not add_mtp:
+        raise ValueError(f"{source} is a {kind} checkpoint already; nothing to do (add a drafter with --add-mtp)")
+    return kind, to
+
+
+def convert(work: Conversion, advance: Callable[[str, int], None] = lambda label, size: None) -> None:
+    """Convert, or continue an interrupted conversion. Calls `advance(label, bytes)` after every group.
+
+    Raises CheckpointError for a damaged source; nothing is then left behind. Raises OSError, for a full disk for
+    example; the same call then continues the conversion.
+    """
+    unfinished = work.target.with_name(f".{work.target.name}.partial")
+    note = unfinished / "plan.json"
+    if note.exists() and not _continues(note, work):
+        shutil.rmtree(unfinished)  # the interrupted conversion was another one
+    unfinished.mkdir(exist_ok=True)
+    write_json(note, work.identity())
+    try:
+        sink = (_MegatronSink if work.to == "megatron" else _HfSink)(work, unfinished)
+        for index, (label, names) in enumerate(work.groups):
+            advance(label, sink.write(index, names))
+    except CheckpointError:
+        shutil.rmtree(unfinished)
+        raise
+    note.unlink()
+    sink.finish()
+
+
+def _continues(note: Path, work: Conversion) -> bool:
+    try:
+        return read_json(note) == work.identity()
+    except CheckpointError:
+        return False
+
+
+class _MegatronSink:
+    """Writes a Megatron checkpoint into `directory`, then publishes it as the target."""
+
+    def __init__(self, work: Conversion, directory: Path) -> None:
+        self.work = work
+        self.directory = directory
+        self.writer = TorchDistWriter(directory / "release", work.family)
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        if self.writer.has(index):
+            return 0
+        return self.writer.write(index, ((name, self.work.tensors[name]) for name in names))
+
+    def finish(self) -> None:
+        self.writer.finish(len(self.work.groups))
+        write_json(self.directory / "release" / "config.json", self.work.config)
+        checkpoint.copy_companions(self.work.small_files, self.directory / "release")
+        (self.directory / TRACKER).write_text("release")
+        checkpoint.publish(self.directory, self.work.target)
+
+
+class _HfSink:
+    """Writes a Hugging Face checkpoint into `directory`, then publishes it as the target."""
+
+    def __init__(self, work: Conversion, directory: Path) -> None:
+        self.work = work
+        self.directory = directory
+
+    def write(self, index: int, names: Sequence[str]) -> int:
+        file = self.directory / f"shard-{index:05d}.safetensors"
+        if file.exists():
+            return 0
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            for hf, tensor in self.work.family.to_hf(name, self.work.tensors[name]):
+                tensors[hf] = tensor.clone(memory_format=torch.contiguous_format)
+                copies = self.work.family.rows[name].copies
+                tensors |= {copy: tensors[hf].clone() for copy in copies}
+        tensor_file.save(tensors, file)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        file_of: dict[str, str] = {}
+        for file in sorted(self.directory.glob("shard-*.safetensors")):
+            with TensorFile(file) as opened:
+                file_of |= dict.fromkeys(opened, file.name)
+        checkpoint.complete(self.directory, self.work.config, file_of, self.work.small_files)
+        checkpoint.publish(self.directory, self.work.target)
+
+
+def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Group the names: one group per layer, and one for each tensor outside of the layers."""
+    groups: dict[str, list[str]] = {}
+    for name in family.rows:
+        found = _LAYER.match(name)
+        groups.setdefault(found[1] if found else name, []).append(name)
+    return tuple((label, tuple(names)) for label, names in groups.items())
+
+
+def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
+    if kind == "gguf":
+        return False
+    if kind == "hf":
+        return any(name in read_hf(source)[1] for name in family.drafter_names)
+    return any(map(family.is_drafter, TorchDistReader(source, family)))
+
+
+def weight_files(source: Path) -> list[Path]:
+    """List the files with tensors of a checkpoint."""
+    if source.is_file():
+        return [source]
+    directory = source if (source / "config.json").exists() else checkpoint_directory(source)
+    return [*directory.glob("*.safetensors"), *directory.glob("*.distcp")]

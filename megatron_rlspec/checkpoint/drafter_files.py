@@ -1,0 +1,184 @@
+"""Read a model with its EAGLE-3 drafter, make a fresh drafter, and write one.
+
+In memory the two are one model. `hf_config[DRAFTER]` is the drafter's config.json, and the drafter's tensors have their
+names in its own directory behind `PREFIX`. On disk they are two directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec import files
+from megatron_rlspec.checkpoint.eagle3 import check_drafter, shapes
+from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, check_drafter_config
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+
+MOST_WORDS = 32_000  # of a fresh drafter, unless asked for more; the size that published drafters have
+_SAME = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
+    "rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id bos_token_id"
+)
+
+
+class JoinedTensors(Mapping[str, Tensor]):
+    """The tensors of a target without its MTP layers, and those of its EAGLE-3 drafter behind `PREFIX`."""
+
+    def __init__(self, target: LazyTensors, drafter: LazyTensors, unused: Iterable[str]) -> None:
+        self.directory = target.directory
+        self._of = {name: (target, name) for name in target if name not in set(unused)}
+        self._of |= {PREFIX + name: (drafter, name) for name in drafter}
+
+    def __getitem__(self, name: str) -> Tensor:
+        held, own = self._of[name]
+        return held[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape, without reading the tensor."""
+        held, own = self._of[name]
+        return held.shape(own)
+
+
+Tensors = LazyTensors | JoinedTensors
+
+
+def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], Tensors]:
+    """Read config.json and open the tensors, joined with those of the EAGLE-3 drafter in the directory `drafter`.
+
+    The target then counts as a model without MTP layers. Raises CheckpointError.
+    """
+    config, tensors = read_hf(path)
+    if not drafter:
+        return config, tensors
+    own_config, own = read_hf(drafter)
+    unused = name_table(config).drafter_names
+    described = {**config, "num_nextn_predict_layers": 0, DRAFTER: own_config}
+    return described, JoinedTensors(tensors, own, unused)
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a push holds: all but the maps of an EAGLE-3 drafter's words."""
+    return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
+
+
+def read_drafters(policy: str | Path, places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensors]]:
+    """Read several drafters of one policy, by name: MTP layers, or EAGLE-3 drafters that draft from the same words.
+
+    Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises ModelConfigError or
+    CheckpointError.
+    """
+    found = {name: read_hf(place) for name, place in places.items()}
+    kinds = {config.get("architectures") == [EAGLE3] for config, _ in found.values()}
+    hf_config = read_hf(policy)[0]
+    if kinds == {False}:
+        return hf_config, {name: tensors for name, (_, tensors) in found.items()}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{', '.join(places.values())}: expected MTP layers or EAGLE-3 drafters, not both")
+    for place in places.values():
+        check_drafter(place, hf_config, str(policy))
+    joined = {name: read_model(policy, place) for name, place in places.items()}
+    first, tensors = next(iter(joined.values()))
+    for name, (config, others) in joined.items():
+        own, expected = (stated[DRAFTER] | {"dtype": None, "torch_dtype": None} for stated in (config, first))
+        if own != expected or not torch.equal(words(others, config), words(tensors, first)):
+            raise CheckpointError(f"{places[name]}: differs in config.json or words from the first drafter")
+    return first, {name: others for name, (_, others) in joined.items()}
+
+
+def words(tensors: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> Tensor:
+    """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`."""
+    size = hf_config[DRAFTER]["draft_vocab_size"]
+    offsets = tensors.get(PREFIX + "d2t")
+    ids = torch.arange(size)
+    return ids if offsets is None else ids + offsets
+
+
+def build_drafter(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    ids: Tensor,
+    tokenizer_from: str | Path | None = None,
+) -> Path:
+    """Write a drafter's directory as `build_hf`. `tensors` are its own, named with or without `PREFIX`."""
+    drafted = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    drafted[ids] = True
+    maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))
+    named = ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
+    return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
+
+
+def make_drafter(source: str | Path, target: str | Path, size: int = 0, seed: int = 0) -> dict[str, Any]:
+    """Write a fresh EAGLE-3 drafter for the model in `source` to the directory `target`. Returns its config.json.
+
+    size  words of drafts; 0: all, but at most `MOST_WORDS`. They are those of the lowest ids, which BPE merged first,
+          and the ends of a text
+
+    Its head has the target's rows, and its final norm the target's. The other matrices are random. Raises
+    ModelConfigError, CheckpointError or FileError for a source or target that does not serve.
+    """
+    files.check_new_directory(Path(target))
+    hf_config = check_model(source, "train", drafter=False)
+    _, tensors = read_hf(source)
+    vocab = hf_config["vocab_size"]
+    if size > vocab:
+        raise ValueError(f"--draft-vocabulary {size}: {source} has vocab_size={vocab}")
+    size = size or min(vocab, MOST_WORDS)
+    ids = torch.arange(vocab)
+    if size < vocab:
+        ids = torch.from_numpy(DraftVocabulary(size, vocab, ends_of_text(hf_config)).ids())
+    config = _config_of_drafter(hf_config, len(ids))
+    layers = hf_config["num_hidden_layers"]
+    try:
+        taps = check_drafter_config(config, str(target)).taps(layers)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+    head = tensors["model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"]
+    made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"], seed)
+    publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
+    check_drafter(target, hf_config, str(source))
+    return config
+
+
+def _config_of_drafter(hf_config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    layers = hf_config["num_hidden_layers"]
+    config = {key: hf_config[key] for key in _SAME.split() if hf_config.get(key) is not None}
+    config |= {
+        "architectures": [EAGLE3],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": size,
+        "tie_word_embeddings": False,
+    }
+    # SGLang's default, and for a smaller model the outputs of the last three layers but one, or of as many as it has.
+    inputs = (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
+    outputs = [i - 1 for i in inputs]
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+    return config
+
+
+def _fresh(config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    std = config.get("initializer_range", 0.02)
+    for name, shape in shapes(check_drafter_config(config, "a fresh drafter"), taps).items():
+        if name == "lm_head.weight":
+            yield name, head
+        elif name == "norm.weight":
+            yield name, norm
+        elif len(shape) == 1:
+            yield name, torch.ones(shape, dtype=head.dtype)
+        else:
+            yield name, (torch.randn(shape, generator=generator) * std).to(head.dtype)

@@ -1,0 +1,533 @@
+"""Read and write Megatron checkpoints of the `torch_dist` format, one tensor at a time, without Megatron.
+
+The format is PyTorch's distributed checkpoint: files of `torch.save`d tensors, and a pickled index with the place of
+each part of each global tensor. A reader can have other tensor, pipeline and expert parallel sizes than the writer.
+Megatron's names:
+
+    a dense model's layers are one tensor [L, ...]   decoder.layers.mlp.linear_fc2.weight
+    other layers are numbered                        decoder.layers.3.mlp.router.weight, mtp.layers.0.eh_proj.weight
+    a layer's experts are one tensor [E, ...]        ....mlp.experts.experts.linear_fc1.weight
+    norms may be named as fused                      ....self_attention.linear_qkv.layer_norm_weight
+
+The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
+result by a schema. It compares the CRCs in the zip archive of every stored part. A checkpoint that `TorchDistWriter`
+wrote also has `rlspec-checksums.json`: the checksum of every tensor, and the CRC of every part and of the index. The
+reader compares them, too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_rlspec import files
+from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
+from megatron_rlspec.models.names import NameTable, canonical
+from megatron_rlspec.models.tensor_file import checksum, verify
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CHECKSUMS = "rlspec-checksums.json"
+_DAMAGED = "its checksum differs from what was written: the file is damaged"
+_INDEX = ".metadata"
+_BACKEND = "metadata.json"
+_COMMON = "common.pt"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
+# Modules for which Megatron stores an (empty) extra state. Loading fails without it. They are linear layers; under
+# Transformer Engine also norms that are not fused into one, and the core attention of MTP layers.
+_LINEAR = re.compile(r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
+_NORM = re.compile(r"norm\.weight$")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a tensor of the model: slice `at` of the leading axes, of sizes `of`, of the global tensor `key`."""
+
+    key: str
+    at: tuple[int, ...] = ()
+    of: tuple[int, ...] = ()
+
+
+def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
+    """Return the place of a canonical name. `stacked`: all layers form one tensor, as `uniform` says."""
+    at: list[int] = []
+    of: list[int] = []
+    key = _stored_name(family, name, spec)
+    layer = _LAYER.match(key)
+    expert = _EXPERT.search(key)
+    if layer and stacked:
+        key = key.replace(layer[0], "decoder.layers.", 1)
+        at.append(int(layer[1]))
+        of.append(family.geometry.layers)
+    if expert:
+        key = key.replace(expert[0], ".mlp.experts.experts.", 1)
+        at.append(int(expert[1]))
+        of.append(family.experts)
+    return Place(key, tuple(at), tuple(of))
+
+
+def _stored_name(family: NameTable, name: str, spec: str) -> str:
+    """Return the stored name. Local specs fuse the names of both norms of a block, except with latent attention."""
+    if spec == "te":
+        return family.fused(name)
+    if any("linear_kv_up_proj" in row for row in family.rows):
+        return name
+    fused = (("input_layernorm.", "self_attention.linear_qkv."), ("pre_mlp_layernorm.", "mlp.linear_fc1."))
+    for norm, layer in fused:
+        name = name.replace(f".{norm}", f".{layer}layer_norm_")
+    return name
+
+
+def uniform(family: NameTable) -> bool:
+    """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
+    kinds: dict[str, set[str]] = {}
+    for name in family.rows:
+        if layer := _LAYER.match(name):
+            kinds.setdefault(layer[1], set()).add(name.removeprefix(layer[0]))
+    return all(kind == kinds["0"] for kind in kinds.values()) and not family.experts
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+class TorchDistReader(Mapping[str, Tensor]):
+    """Maps canonical Megatron names to full tensors, read on access. The checkpoint may be sharded in any way."""
+
+    def __init__(self, path: str | Path, family: NameTable) -> None:
+        self.directory = checkpoint_directory(Path(path))
+        if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
+            raise CheckpointError(f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format")
+        self._written = _Checksums.load(self.directory / CHECKSUMS)
+        index = _load_index(self.directory / _INDEX, self._written.index)
+        self._stored = index.tensors
+        self._where = index.parts
+        for (key, _), info in self._where.items():
+            if self._written.parts and key not in self._stored:  # a module's extra state: small, and not read later
+                self._bytes(key, info)
+        self._places = {name: self._find(family, name) for name in family.rows}
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._places[canonical(name)]
+        if found is None:
+            raise KeyError(name)
+        stored = self._stored[found.key]
+        lead = len(found.at)
+        if stored.size[:lead] != found.of:
+            raise CheckpointError(
+                f"{self.directory}: {found.key} is stacked {list(stored.size[:lead])}, expected {list(found.of)}"
+            )
+        chunks = [chunk for chunk in stored.chunks if _holds(chunk, found.at)]
+        elements = math.prod(stored.size[lead:])
+        present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
+        if present != elements:  # checked before memory is allocated for the size in the index
+            raise CheckpointError(f"{self.directory}: {found.key} is not whole ({present} of {elements} elements)")
+        full: Tensor | None = None
+        filled = torch.zeros(0)
+        for chunk in chunks:
+            part = self._read(found.key, chunk, stored.properties.dtype)
+            if full is None:
+                full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
+                filled = torch.zeros(stored.size[lead:], dtype=torch.bool)
+            inside = tuple(at - start for at, start in zip(found.at, chunk.offsets[:lead], strict=True))
+            spans = zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
+            target = tuple(slice(start, start + size) for start, size in spans)
+            if filled[target].any():
+                raise CheckpointError(f"{self.directory}: {found.key} holds parts that overlap")
+            full[target] = part[inside]
+            filled[target] = True
+        if full is None:
+            full = torch.empty(stored.size[lead:], dtype=stored.properties.dtype)
+        return verify(full, self._written.tensors.get(canonical(name)), f"{self.directory}: {name}")
+
+    def __iter__(self):
+        return (name for name, found in self._places.items() if found is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _find(self, family: NameTable, name: str) -> Place | None:
+        candidates = (place(family, name, stacked, spec) for stacked in (True, False) for spec in ("te", "local"))
+        return next((c for c in candidates if c.key in self._stored), None)
+
+    def _read(self, key: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
+        info = self._where.get((key, chunk.offsets)) or self._where.get((key, ()))
+        if info is None:
+            raise CheckpointError(f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}")
+        part = _load_part(self._bytes(key, info), f"{self.directory / info.relative_path}: {key}")
+        if tuple(part.shape) != chunk.sizes or part.dtype != dtype:
+            raise CheckpointError(
+                f"{self.directory / info.relative_path}: {key}: {part.dtype} of shape {list(part.shape)}, "
+                f"expected {dtype} of {list(chunk.sizes)}"
+            )
+        return part
+
+    def _bytes(self, key: str, info: _Where) -> bytes:
+        """Read the bytes of a stored part and compare their CRC. Raises CheckpointError."""
+        file = self.directory / info.relative_path
+        try:
+            if not file.is_file():
+                raise CheckpointError(f"{file}: no such file, though the index names it")
+            if file.stat().st_size < info.offset + info.length:
+                raise CheckpointError(f"{file}: truncated; {key} should end at byte {info.offset + info.length}")
+            with file.open("rb") as stream:
+                stream.seek(info.offset)
+                data = stream.read(info.length)
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}") from None
+        expected = self._written.crc(info)
+        if expected is not None and zlib.crc32(data) != expected:
+            raise CheckpointError(f"{file}: {key}: {_DAMAGED}")
+        return data
+
+
+def verify_files(path: str | Path, rank: int = 0, ranks: int = 1) -> int:
+    """Compare the CRCs of all stored parts of a converted checkpoint. Returns how many parts this rank compared.
+
+    It is for readers that do not compare CRCs, such as Megatron's own loader. Each of `ranks` reads its share. A
+    checkpoint of another writer has no list of CRCs and passes. Raises CheckpointError.
+    """
+    directory = Path(path) / "release"
+    if not (directory / CHECKSUMS).exists():
+        return 0
+    listed = sorted(_Checksums.load(directory / CHECKSUMS).parts.items())[rank::ranks]
+    for key, expected in listed:
+        name, offset, length = key.rsplit(":", 2)
+        try:
+            with (directory / Path(name).name).open("rb") as stream:
+                stream.seek(int(offset))
+                data = stream.read(int(length))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / name}: {files.reason(error)}") from None
+        if zlib.crc32(data) != expected:
+            raise CheckpointError(f"{directory / name}: byte {offset} and following: {_DAMAGED}")
+    return len(listed)
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; expected a Megatron checkpoint")
+    tracker = path / TRACKER
+    if tracker.exists():
+        try:
+            step = files.read_text(tracker, most=100).strip()
+        except files.FileError as error:
+            raise CheckpointError(str(error)) from None
+        if not re.fullmatch(r"release|[0-9]{1,9}", step):
+            raise CheckpointError(f"{tracker}: {step!r}, expected `release` or a step number")
+        path /= "release" if step == "release" else f"iter_{int(step):07d}"
+    if not (path / _INDEX).exists():
+        raise CheckpointError(f"{path}: neither {TRACKER} nor {_INDEX}; expected a torch_dist checkpoint")
+    return path
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(from_attributes=True, strict=True, arbitrary_types_allowed=True)
+
+
+class _Chunk(_Record):
+    """A part of a global tensor."""
+
+    offsets: tuple[NonNegativeInt, ...]
+    sizes: tuple[NonNegativeInt, ...]
+
+
+class _Properties(_Record):
+    dtype: torch.dtype
+
+
+class _Stored(_Record):
+    """A global tensor. Its chunks have as many axes as it has, and lie inside it."""
+
+    properties: _Properties
+    size: tuple[NonNegativeInt, ...]
+    chunks: list[_Chunk]
+
+    @model_validator(mode="after")
+    def _chunks_lie_inside(self) -> _Stored:
+        for chunk in self.chunks:
+            ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if len(ends) != len(self.size) or any(end > size for end, size in zip(ends, self.size, strict=True)):
+                raise ValueError(f"a part at {chunk.offsets} of {chunk.sizes} lies outside a tensor of {self.size}")
+        return self
+
+
+class _Part(_Record):
+    fqn: str
+    offset: tuple[NonNegativeInt, ...] | None = None
+
+
+class _Where(_Record):
+    """A range of bytes in a file of the checkpoint's own directory."""
+
+    relative_path: str = Field(pattern=r"^[^/\\\x00]+$", min_length=1)
+    offset: NonNegativeInt
+    length: NonNegativeInt
+
+
+class _Checksums(_Record):
+    """`rlspec-checksums.json`; empty for checkpoints of other writers.
+
+    tensors  canonical name -> checksum of the full tensor
+    parts    "file:offset:length" -> CRC32 of a stored part
+    index    CRC32 of the index
+    """
+
+    tensors: dict[str, str] = Field(default_factory=dict)
+    parts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    index: NonNegativeInt | None = None
+
+    @classmethod
+    def load(cls, file: Path) -> _Checksums:
+        if not file.exists():
+            return cls()
+        try:
+            return cls.model_validate(read_json(file))
+        except ValidationError:
+            raise CheckpointError(f"{file}: {_DAMAGED}") from None
+
+    def crc(self, where: _Where) -> int | None:
+        """Return a part's CRC; None without a list of CRCs. Raises CheckpointError for a part that is not listed."""
+        key = f"{where.relative_path}:{where.offset}:{where.length}"
+        if self.parts and key not in self.parts:
+            raise CheckpointError(f"{CHECKSUMS}: lists no part {key}: the index or the list is damaged")
+        return self.parts.get(key)
+
+
+class _IndexRecord(_Record):
+    """The used fields of torch's `Metadata`."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Global tensors by name, and the places of their parts by name and offsets."""
+
+    tensors: dict[str, _Stored]
+    parts: dict[tuple[str, tuple[int, ...]], _Where]
+
+
+def _index(record: _IndexRecord) -> _Index:
+    tensors = {
+        key: _Stored.model_validate(entry)
+        for key, entry in record.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    parts = {}
+    for key, info in record.storage_data.items():
+        part = _Part.model_validate(key)
+        parts[part.fqn, part.offset or ()] = _Where.model_validate(info)
+    return _Index(tensors, parts)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """An unpickler that loads the classes of an index only, and raises CheckpointError for any other."""
+
+    _MODULES = {
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.planner",
+        "torch.distributed.checkpoint.filesystem",
+    }
+    _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+    _DATACLASS = re.compile(r"^_?[A-Z][A-Za-z_]+$")
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_part = module in self._MODULES and self._DATACLASS.match(name)
+        if is_dtype or is_part or (module, name) in self._OTHERS:
+            return super().find_class(module, name)
+        if module.startswith("megatron.core.dist_checkpointing"):
+            return type(name, (), {})  # Megatron 0.15 wrapped metadata and plan; the reader does not use them
+        raise CheckpointError(f"the index refers to {module}.{name}, which no checkpoint index needs")
+
+
+def _load_index(file: Path, expected: int | None) -> _Index:
+    """Read the index. Raises CheckpointError, also if `expected` is not None and is not the index's CRC."""
+    try:
+        content = files.read_bytes(file)
+        found = _IndexUnpickler(io.BytesIO(content)).load()
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    except Exception as error:  # damaged bytes make an unpickler raise almost anything
+        raise CheckpointError(f"{file}: unreadable index: {_line(error)}") from None
+    if expected is not None and zlib.crc32(content) != expected:
+        raise CheckpointError(f"{file}: {_DAMAGED}")
+    try:
+        return _index(_IndexRecord.model_validate(found))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:100]
+        raise CheckpointError(f"{file}: not the index of a checkpoint: {place}: {first['msg']}") from None
+
+
+def _load_part(data: bytes, where: str) -> Tensor:
+    """Load the tensor of one `torch.save`d part, after comparing the CRCs in its zip archive."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise CheckpointError(f"{where}: {_DAMAGED}")
+        part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged bytes make zipfile and torch.load raise almost anything
+        raise CheckpointError(f"{where}: damaged, or something else than a tensor ({_line(error)})") from None
+    if not isinstance(part, Tensor) or part.is_sparse or part.is_quantized:
+        raise CheckpointError(f"{where}: expected a tensor, found {type(part).__name__}")
+    return part
+
+
+def _holds(chunk: _Chunk, at: tuple[int, ...]) -> bool:
+    """Return whether a chunk holds slice `at` of the leading axes."""
+    lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
+    return all(start <= i < start + size for i, start, size in lead)
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error. The next lines of torch's errors are advice that does not apply here."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One stored part; `dtype` is empty for a module's extra state."""
+
+    key: str
+    at: tuple[int, ...]
+    of: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    length: int
+    crc: int
+
+
+class TorchDistWriter:
+    """Writes groups of tensors, each to a file of its own that appears complete or not at all. Call `finish` last."""
+
+    def __init__(self, directory: Path, family: NameTable) -> None:
+        self.directory = directory
+        self.family = family
+        self.stacked = uniform(family)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def has(self, group: int) -> bool:
+        """Return whether this group was written completely."""
+        return self._note(group).exists()
+
+    def write(self, group: int, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
+        entries = []
+        checksums = {}
+        with files.replacing(self.directory / _file(group)) as partial, partial.open("w+b") as stream:
+            for name, tensor in tensors:
+                checksums[name] = checksum(tensor)
+                where = place(self.family, name, self.stacked, self.family.spec)
+                # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
+                # a view is copied first.
+                whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
+                if whole.untyped_storage().nbytes() != whole.nbytes:
+                    whole = whole.clone()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries.append(_append(stream, where, whole, tuple(tensor.shape), dtype))
+                for key in _extra_states(where.key, self.family.spec):
+                    entries.append(_append(stream, Place(key, where.at, where.of), [None], (), ""))
+        write_json(self._note(group), {"entries": [asdict(entry) for entry in entries], "checksums": checksums})
+        return sum(entry.length for entry in entries)
+
+    def finish(self, groups: int) -> None:
+        """Write the index over all groups, and the small files that Megatron expects beside it."""
+        parts: dict[str, Any] = {}
+        where: dict[MetadataIndex, _StorageInfo] = {}
+        checksums: dict[str, str] = {}
+        crcs: dict[str, int] = {}
+        for group in range(groups):
+            written = read_json(self._note(group))
+            checksums |= written["checksums"]
+            for note in written["entries"]:
+                entry = _Entry(**{**note, **{f: tuple(note[f]) for f in ("at", "of", "shape")}})
+                info = _StorageInfo(_file(group), entry.offset, entry.length)
+                crcs[f"{_file(group)}:{entry.offset}:{entry.length}"] = entry.crc
+                if not entry.dtype:
+                    at = entry.at or (0,)
+                    of = entry.of or (1,)
+                    key = f"{entry.key}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
+                    parts[key] = BytesStorageMetadata()
+                    where[MetadataIndex(key)] = info
+                    continue
+                offset = torch.Size(entry.at + (0,) * len(entry.shape))
+                chunk = ChunkStorageMetadata(offset, torch.Size((1,) * len(entry.at) + entry.shape))
+                size = torch.Size(entry.of + entry.shape)
+                properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+                stored = parts.setdefault(entry.key, TensorStorageMetadata(properties, size, []))
+                if stored.size != size:
+                    raise CheckpointError(f"{entry.key}: layers differ in shape, {list(stored.size)} and {list(size)}")
+                stored.chunks.append(chunk)
+                where[MetadataIndex(entry.key, offset)] = info
+        index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
+        files.write(self.directory / _INDEX, index)
+        written = {"tensors": checksums, "parts": crcs, "index": zlib.crc32(index)}
+        write_json(self.directory / CHECKSUMS, written)
+        torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
+        versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        write_json(self.directory / _BACKEND, {"sharded_backend": "torch_dist", **versions})
+        for group in range(groups):
+            self._note(group).unlink()
+
+    def _note(self, group: int) -> Path:
+        return self.directory / f"group-{group:05d}.json"
+
+
+def _extra_states(key: str, spec: str) -> Iterator[str]:
+    """Yield the keys of the extra states that Megatron looks for where it looks for the tensor `key`."""
+    module = key.removesuffix(".weight")
+    if _LINEAR.search(key) or (spec == "te" and _NORM.search(key)):
+        yield f"{module}._extra_state"
+    if spec == "te" and module.endswith(".self_attention.linear_proj"):
+        yield f"{module.removesuffix('linear_proj')}core_attention._extra_state"
+
+
+def _append(stream: Any, where: Place, content: Any, shape: tuple[int, ...], dtype: str) -> _Entry:
+    first = stream.tell()
+    torch.save(content, stream)
+    length = stream.tell() - first
+    stream.flush()
+    crc = 0
+    stream.seek(first)
+    while block := stream.read(1 << 24):
+        crc = zlib.crc32(block, crc)
+    return _Entry(where.key, where.at, where.of, shape, dtype, first, length, crc)
+
+
+def _file(group: int) -> str:
+    return f"__{group}_0.distcp"

@@ -1,0 +1,199 @@
+"""`rlspec answer`: let a model write answers to prompts, for a drafter to be warmed up on.
+
+A row of the JSONL file is one answer: token ids of prompt and response, both as text, why the response ended, and the
+row of the prompt. A drafter learns these ids as they are: without tokenising the text again, and with an end token
+only where the model drew one. Every row is written when its answer is complete, so an interrupted command goes on where
+it ended. `FILE.settings.json` holds what all rows share.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rlspec import files
+from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.rollout.open import StartingEngines, learning
+from megatron_rlspec.rollout.pool import EnginePool
+from megatron_rlspec.run import identity
+from megatron_rlspec.tasks import data
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecSchedule
+
+AT_ONCE = 16  # requests given to the engines together, as a multiple of those that they decode together
+
+
+def answer(config: Config, hf_config: dict[str, Any]) -> str:
+    """Write the answers that `answer.path` lacks. Returns the line that says what the file then holds.
+
+    Raises ConfigError if the file holds answers of other settings, LockedError if another process writes it, DataError
+    and EngineError.
+    """
+    with files.locked(config.answer.path):
+        return _answer(config, hf_config)
+
+
+def _answer(config: Config, hf_config: dict[str, Any]) -> str:
+    path = Path(config.answer.path)
+    tokenizer = data.load_tokenizer(config.model.path)
+    longest = config.model.max_length - config.rollout.max_new_tokens
+    prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+    held = settings(config, prompts)
+    if config.rollout.urls:  # others have started these engines, with weights of their choice
+        held["served"] = identity.of_rows(_served(config).items())
+    prompts = prompts[: config.answer.prompts or len(prompts)]
+    journal = Journal(path, held, prompts)
+    missing = [request for request in requests(config, prompts) if request.id not in journal.done]
+    tokens = 0
+    seconds = 1.0
+    if missing:
+        print(
+            f"rlspec answer: loading {config.model.path} ({hf_config['architectures'][0]}) in {config.model.dtype}, "
+            f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
+            flush=True,
+        )
+        starting = StartingEngines(config, path.with_name(f"{path.name}.logs"))
+        try:
+            starting.launch()
+            engines = starting.wait()
+            began = time.perf_counter()
+            tokens = _draw(config, hf_config, list(engines.values()), missing, journal, tokenizer)
+            seconds = time.perf_counter() - began
+        finally:
+            starting.close()
+    rate = f"; {tokens} new tokens, {tokens / seconds:.0f} per second" if missing else ""
+    left_out = f"; {dropped} prompts of more than {longest} tokens left out" if dropped else ""
+    ended = sum(status == "finished" for status in journal.done.values())
+    return (
+        f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves{rate}"
+        f"{left_out}"
+    )
+
+
+def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
+    """Yield every answer to draw. Its seed depends on `train.seed`, the prompt's row and its number only."""
+    for prompt in prompts:
+        for number in range(config.rollout.samples_per_prompt):
+            seed = np.random.SeedSequence((config.train.seed, prompt.id, number)).generate_state(1)[0]
+            yield Request(f"p{prompt.id:09d}-n{number:07d}", prompt, int(seed) & 0x7FFF_FFFF)
+
+
+def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return what the answers of one file have in common: all that their texts follow from.
+
+    That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
+    """
+    spec = config.spec
+    found: dict[str, Any] = {"model": identity.of_model(config.model.path), "dtype": config.model.dtype}
+    found |= {"prompts": identity.of_rows(prompts), "seed": config.train.seed, "engine": config.rollout.engine}
+    found |= asdict(_sampling(config))
+    found["verifier"] = spec.verifier
+    if spec.verifier != "position_keyed":  # then drafts, too, decide which text is drawn
+        found["spec"] = spec.model_dump(mode="json")
+        found["drafter"] = identity.of_model(config.drafter.path) if config.drafter.path else ""
+    return json.loads(json.dumps(found))
+
+
+def _served(config: Config) -> dict[str, int]:
+    """Return the fingerprints of what the engines at `rollout.urls` hold. Raises EngineError if they differ."""
+    starting = StartingEngines(config, Path())
+    found = EnginePool(list(starting.wait().values())).fingerprints()
+    return dict(sorted(found.items()))
+
+
+def _sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+
+
+class Journal:
+    """The answers in a file: `done` maps the id of each to its status; `add` appends one, in one write.
+
+    Raises ConfigError if the file was written under other settings, DataError for rows that are no answers. Half a row,
+    which a killed command may have left at the end, is cut off.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], prompts: Sequence[Prompt]) -> None:
+        self.done: dict[str, str] = {}
+        self._lock = threading.Lock()
+        beside = path.with_name(f"{path.name}.settings.json")
+        if path.exists() and path.stat().st_size:
+            if other := identity.difference(files.read_json(beside) if beside.exists() else {}, settings):
+                raise ConfigError(
+                    f"answer.path={path}: its answers have another `{other}` ({beside.name}); expected another file"
+                )
+            self._read(path, {prompt.id for prompt in prompts})
+        else:
+            files.write(beside, json.dumps(settings, indent=1) + "\n")
+        self._file = path.open("ab")
+
+    def _read(self, path: Path, prompts: set[int]) -> None:
+        with path.open("rb+") as file:
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            file.truncate(whole)
+        for number, line in enumerate(content[:whole].splitlines(), 1):
+            row = data.json_row(f"{path}:{number}", line)
+            try:
+                if row["row"] in prompts:
+                    self.done[f"p{row['row']:09d}-n{row['sample']:07d}"] = row["status"]
+            except (KeyError, TypeError, ValueError):
+                raise data.DataError(f"{path}:{number}: not a row of `rlspec answer`") from None
+
+    def add(self, sample: Sample, text: str) -> None:
+        """Append one answer; threads may call it."""
+        row, number = (int(part[1:]) for part in sample.request_id.split("-"))
+        prompt = sample.prompt
+        entry: dict[str, Any] = {"row": row, "sample": number, "status": sample.status}
+        entry |= {"prompt": prompt.text, "response": text, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        entry |= {"prompt_tokens": prompt.tokens.tolist(), "response_tokens": sample.response.tolist()}
+        with self._lock:
+            self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            self.done[sample.request_id] = sample.status
+
+
+def _draw(
+    config: Config,
+    hf_config: dict[str, Any],
+    engines: list[RolloutEngine],
+    missing: list[Request],
+    journal: Journal,
+    tokenizer: Any,
+) -> int:
+    """Draw the missing answers and write them. Returns the number of their tokens. Raises EngineError."""
+    rollout = config.rollout
+    sampling = _sampling(config)
+    pool = EnginePool(engines)
+    if config.spec.mode == "adaptive":
+        rule = learning(config, hf_config).rule()
+        pool.everywhere(lambda engine: engine.set_spec_rule(rule))
+    else:
+        pool.set_schedule(SpecSchedule.fixed(config.spec.config()))
+    tokens = 0
+    console = Console(stderr=True)
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(journal.done) + len(missing), completed=len(journal.done), tokens=0)
+
+        def write(sample: Sample) -> None:
+            nonlocal tokens
+            if sample.status == "aborted":
+                return
+            journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
+            tokens += len(sample.response)
+            progress.update(task, advance=1, tokens=tokens)
+
+        part = AT_ONCE * rollout.max_running_requests * len(engines)
+        for first in range(0, len(missing), part):
+            pool.generate(missing[first : first + part], sampling, write)
+    return tokens

@@ -1,0 +1,149 @@
+"""`rlspec convert`: convert a checkpoint, show what would be converted, and compare logits with --check."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from megatron_rlspec import arguments, files
+from megatron_rlspec.checkpoint.convert import Conversion, convert, plan, weight_files
+from megatron_rlspec.checkpoint.drafter_files import MOST_WORDS, make_drafter
+from megatron_rlspec.checkpoint.gguf_file import DTYPES
+from megatron_rlspec.models.config import refusal
+from megatron_rlspec.models.families import names_where
+from megatron_rlspec.texts import printable
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
+        prog="rlspec convert",
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either. Any "
+        "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
+        example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
+        first=("--to", "--add-mtp", "--add-eagle3", "--dry-run", "--check"),
+        epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
+        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
+    )
+    p.add_argument(
+        "source", help="Hugging Face or Megatron directory (with its tracker file, or one step), or a .gguf file"
+    )
+    p.add_argument("target", help="directory to write; it must not exist")
+    p.add_argument("--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf")
+    p.add_argument("--dtype", choices=tuple(DTYPES), help="dequantise a GGUF file to this type (default bfloat16)")
+    p.add_argument("--hf", metavar="DIR", help="config.json and tokenizer for a Megatron source without its own")
+    p.add_argument("--add-mtp", action="store_true", help="give the model a fresh drafter, made from its first layer")
+    p.add_argument(
+        "--add-eagle3",
+        action="store_true",
+        help="write a fresh EAGLE-3 drafter of the Hugging Face model SOURCE to TARGET, a directory of its own",
+    )
+    p.add_argument(
+        "--draft-vocabulary",
+        type=arguments.integer(1, 2**24),
+        default=0,
+        metavar="N",
+        help=f"words of lowest ids that a drafter of --add-eagle3 drafts from (default: all, at most {MOST_WORDS})",
+    )
+    p.add_argument("--spec", choices=("te", "local"), default="te", help="layer specs that will read it (default te)")
+    p.add_argument("--dry-run", action="store_true", help="show what would be written, and stop")
+    p.add_argument("--check", action="store_true", help="compare logits, policy's and drafter's, with Transformers'")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.needs("--add-eagle3", "--draft-vocabulary")
+    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --spec --dry-run --check")
+    p.excludes("--dry-run", "--check --quiet")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 2 for what was asked wrongly or cannot be read or written, 1 for a full disk, and for logits that
+    `--check` finds different.
+    """
+    options = parser().parse_args(argv)
+    try:
+        if options.add_eagle3:
+            return _add_eagle3(options)
+        work = plan(
+            options.source,
+            options.target,
+            to=options.to,
+            hf=options.hf,
+            add_mtp=options.add_mtp,
+            spec=options.spec,
+            dtype=options.dtype or "",
+        )
+        if options.check and not work.family.record.transformers:
+            checked = names_where(lambda facts: facts.transformers)
+            raise ValueError(f"--check: {refusal(work.family.name, 'checked', checked)}")
+        if options.check and work.source.is_file() and work.to == "megatron":
+            raise ValueError("--check: of a GGUF file the Hugging Face form is checked; expected --to hf")
+        if options.dry_run:
+            _show(work)
+            return 0
+        _convert_visibly(work, options.quiet)
+        if not options.quiet:
+            form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
+            fresh = " with a fresh drafter" if work.fresh_drafter else ""
+            print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
+    except ValueError as error:  # CheckpointError and FileError among them
+        print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        note = "; run the same command again to go on" if error.errno in DISK_FULL else ""
+        print(f"rlspec convert: {error.filename or options.target}: {files.reason(error)}{note}", file=sys.stderr)
+        return 1 if note else 2
+    except KeyboardInterrupt:
+        print("rlspec convert: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    if options.check:
+        from megatron_rlspec.train.check_conversion import compare_logits
+
+        try:
+            print(compare_logits(work.target if work.source.is_file() else work.source, work.target))
+        except ValueError as error:
+            print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _add_eagle3(options: argparse.Namespace) -> int:
+    config = make_drafter(options.source, options.target, options.draft_vocabulary)
+    if not options.quiet:
+        outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        print(
+            f"written: {options.target}, a fresh EAGLE-3 drafter of {options.source}, which drafts from "
+            f"{config['draft_vocab_size']:,} words and reads the outputs of layers {', '.join(map(str, outputs))}"
+        )
+    return 0
+
+
+def _convert_visibly(work: Conversion, quiet: bool) -> None:
+    columns = (TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), disable=hidden, console=console) as progress:
+        task = progress.add_task("starting", total=sum(file.stat().st_size for file in weight_files(work.source)))
+
+        def advance(label: str, size: int) -> None:
+            progress.update(task, description=label, advance=size)
+
+        convert(work, advance)
+
+
+def _show(work: Conversion) -> None:
+    table = Table("group", "tensors", "first", title=f"{work.family.name}: {work.source} -> {work.target} ({work.to})")
+    for label, names in work.groups:
+        fresh = " (fresh)" if work.fresh_drafter and work.family.is_drafter(names[0]) else ""
+        table.add_row(label + fresh, str(len(names)), names[0])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,481 @@
+"""Simulate a cluster: what a rollout on it would take, under several policies. It needs no GPU and no model.
+
+Lengths and acceptance come from the file, durations of rounds from a cost table or from a GPU's data sheet. What
+decides are the live objects: the speculation rule of the engines, the rebalancer and the planner of tensor-parallel
+sizes. All results are simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+from rich.console import Console
+from rich.progress import track
+
+from megatron_rlspec import arguments, files
+from megatron_rlspec.commands import pictures
+from megatron_rlspec.config.base import ConfigError, Count, Positive, Section, Text, Tokens
+from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts
+from megatron_rlspec.extensions.simulator import ablation
+from megatron_rlspec.extensions.simulator.cluster import Cluster, Draw, Policies, Workload, draw
+from megatron_rlspec.extensions.simulator.hardware import Model, hardware_table
+from megatron_rlspec.extensions.simulator.rollout import Trace
+from megatron_rlspec.extensions.simulator.samples import AcceptanceModel, LengthModel
+from megatron_rlspec.extensions.simulator.step import Training, steps
+from megatron_rlspec.speculation.cost_table import CostTable
+
+EXAMPLE = """\
+example, cluster.toml:
+
+  [cluster]
+  engines = 8
+  hardware = "H100"          # or table = "costs.json", written by `rlspec profile`
+  parameters = 8e9
+  [workload]
+  prompts = 32
+  samples = 8
+  median = 2000              # response tokens
+  p95 = 12000
+  cap = 16384
+  [acceptance]
+  easy = [0.9, 0.85, 0.8]    # by depth, in easy and in hard stretches
+  hard = [0.5, 0.4, 0.3]
+  sibling = 0.4              # for trees: of a further child, if those before it were refused
+
+  rlspec simulate cluster.toml --policies off,k3,adaptive,adaptive+in_flight,adaptive+kv
+"""
+Share = Annotated[float, Field(ge=0, le=1)]
+Cost = Annotated[float, Field(ge=0, le=1e6)]
+Rates = Annotated[tuple[Share, ...], Field(min_length=1, max_length=64)]
+
+
+class ClusterConfig(Section):
+    engines: Annotated[int, Field(gt=0, le=4096)] = Field(8, description="engines, each with its own copy of the model")
+    table: Text = Field("", description="cost table of one engine, written by `rlspec profile`")
+    tp: Positive = Field(1, description="tensor-parallel size of an engine")
+    sizes: tuple[Positive, ...] = Field((), description="sizes that +tp may change to; empty: all of the table")
+    hardware: Literal["", "A40", "L40S", "A100", "H100", "H20", "H200"] = Field(
+        "", description="without a table: a GPU whose data sheet gives a roofline"
+    )
+    parameters: float = Field(7.6e9, gt=1e3, le=1e13, description="of the model, for the roofline")
+    layers: Positive = Field(32, description="of the model: two all-reduces each, for engines of several GPUs")
+    hidden: Positive = Field(4096, description="its hidden size")
+    drafter: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.1, description="duration of a drafter pass, as a share of a target pass, for the roofline"
+    )
+    context_bytes: float = Field(131_072.0, gt=0, le=1e9, description="of one token in the KV cache")
+    max_running: Positive = Field(256, description="samples that one engine decodes at once")
+    max_tokens: Count = Field(0, description="room of one engine's KV cache; 0: any number")
+    chunk: Positive = Field(8192, description="tokens of a prefill pass, at most")
+    link: float = Field(25.0, ge=0, le=1e5, description="GB/s out of an engine, and into one; 0: not charged")
+    pause: Cost = Field(1.0, description="seconds between two decisions of the planners, at least")
+    switch: float = Field(
+        1.0, ge=0, le=1e5, description="seconds of a change of the tensor-parallel size, caches aside"
+    )
+
+    @model_validator(mode="after")
+    def _one_cost(self) -> ClusterConfig:
+        if bool(self.table) == bool(self.hardware):
+            raise ValueError("expected either table or hardware")
+        if self.table and (unused := sorted({"parameters", "layers", "hidden", "drafter"} & self.model_fields_set)):
+            raise ValueError(f"{unused[0]} is for the roofline of hardware; with table it has no effect")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ClusterConfig:
+        gpus = self.engines * self.tp
+        for size in self.sizes:
+            if gpus % size:
+                raise ValueError(f"sizes holds {size}, but engines={self.engines} of tp={self.tp} are {gpus} GPUs")
+        return self
+
+
+class WorkloadConfig(Section):
+    prompts: Positive = Field(32, description="prompts of the rollout")
+    samples: Positive = Field(8, description="responses to each")
+    prompt_tokens: Tokens = Field(256, description="tokens of a prompt")
+    median: Annotated[float, Field(gt=1, le=1e7)] = Field(512.0, description="median response length, in tokens")
+    p95: Annotated[float, Field(gt=1, le=1e7)] = Field(2048.0, description="length that 5 % of responses exceed")
+    cap: Tokens = Field(8192, description="longest response")
+    group: Share = Field(0.5, description="share of the lengths' variance that responses to one prompt have in common")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> WorkloadConfig:
+        if self.p95 <= self.median:
+            raise ValueError(f"p95={self.p95:g}: expected more than median={self.median:g}")
+        return self
+
+
+class AcceptanceConfig(Section):
+    easy: Rates = Field((0.85, 0.8, 0.75), description="acceptance rate by depth in easy stretches")
+    hard: Rates = Field((0.55, 0.45, 0.4), description="the same in hard ones")
+    persistence: Annotated[float, Field(ge=0, lt=1)] = Field(0.8, description="how long stretches last; 0: one token")
+    share: Share = Field(0.6, description="of tokens in easy stretches, on average over samples")
+    spread: Share = Field(0.15, description="standard deviation of that share between samples")
+    sibling: Share | None = Field(
+        None, description="rate of a tree's further child, if those before it were refused; trees need it"
+    )
+
+    @model_validator(mode="after")
+    def _same_depth(self) -> AcceptanceConfig:
+        if len(self.easy) != len(self.hard):
+            raise ValueError(f"easy has {len(self.easy)} rates and hard {len(self.hard)}; expected as many")
+        return self
+
+
+class TrainingConfig(Section):
+    """What a step takes besides its rollout: `sim.step.Training`. The seconds of a token are those of all GPUs."""
+
+    steps: Annotated[int, Field(gt=0, le=10_000)] = Field(8, description="steps of a run")
+    colocated: bool = Field(False, description="the trainer has the engines' GPUs: nothing runs beside a rollout")
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(0, description="1: train while the next rollout is drawn")
+    score: Cost = Field(6.0, description="µs a token, for rewards and log-probabilities")
+    train: Cost = Field(45.0, description="µs a token, for the policy's update")
+    push: Cost = Field(2.0, description="seconds to bring weights to the engines")
+    wake: Cost = Field(5.0, description="seconds in which colocated engines give memory back and get it again")
+    update: Share = Field(0.2, description="time of a drafter update in the policy's step, as a share of train")
+    again: Share = Field(
+        0.33, description="of the policy's forward pass, which a drafter update beside a rollout needs"
+    )
+    drift: Share = Field(0.03, description="log-odds of acceptance that one step of the policy costs")
+    behind: Cost = Field(
+        0.0, description="log-odds that a drafter which is never trained has lost before the first step"
+    )
+    repair: Share = Field(0.7, description="share of what was lost that a drafter update regains")
+
+    @model_validator(mode="after")
+    def _apart_if_stale(self) -> TrainingConfig:
+        if self.colocated and self.staleness:
+            raise ValueError("colocated=true trains while engines sleep, and staleness=1 while they run; expected one")
+        return self
+
+
+class SimulationConfig(Section):
+    """The whole file."""
+
+    cluster: ClusterConfig
+    workload: WorkloadConfig = WorkloadConfig()
+    acceptance: AcceptanceConfig = AcceptanceConfig()
+    training: TrainingConfig | None = None
+
+    @model_validator(mode="after")
+    def _sample_fits(self) -> SimulationConfig:
+        longest = self.workload.prompt_tokens + self.workload.cap
+        if 0 < self.cluster.max_tokens < longest:
+            raise ValueError(
+                f"cluster.max_tokens={self.cluster.max_tokens} cannot hold one sample: workload.prompt_tokens + cap "
+                f"are {longest}"
+            )
+        return self
+
+    @property
+    def what(self) -> str:
+        return "a rollout" if self.training is None else f"a step, mean of {self.training.steps}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: a rollout, or RL steps.
+
+    seconds  of the rollout, or of a step; `share`: the part of them in which engines draw
+    """
+
+    seconds: float
+    tokens_per_second: float
+    share: float
+    updates: float
+    traces: Sequence[Trace]
+
+    @property
+    def busy(self) -> float:
+        return float(np.mean([trace.busy for trace in self.traces])) * self.share
+
+    @property
+    def moves(self) -> float:
+        return float(np.mean([len(trace.moves) for trace in self.traces]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate and print. Raises ConfigError, CostTableError and FileError, which `rlspec` prints as one line."""
+    args = parser().parse_args(argv)
+    pictures.check("--plot", args.plot)
+    config = read(args.config)
+    reads = {"the configuration": args.config, "its cost table": config.cluster.table or None}
+    files.check_outputs({"--json": args.json, "--plot": args.plot}, reads)
+    names = args.policies.split(",") if not args.ablation else ablation.policies()
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--policies {args.policies}: expected each policy once")
+    policies = {name: policy(name, config) for name in names}
+    found = {label: compare(changed, policies, args.seeds) for label, changed in sweep(config, args.sweep).items()}
+    print(report(config, found))
+    if args.ablation:
+        print(ablation.table({name: [run.seconds for run in runs] for name, runs in found[""].items()}))
+    if args.json:
+        files.write_output(args.json, json.dumps(summary(config, found), indent=1) + "\n")
+        print(f"wrote {args.json}")
+    if args.plot:
+        plot(args.plot, {name: runs[0].traces[0] for name, runs in next(iter(found.values())).items()})
+        print(f"wrote {args.plot}")
+    return 0
+
+
+def policy(name: str, config: SimulationConfig) -> Policies:
+    """Read the name of a policy. Raises ConfigError."""
+    try:
+        found = Policies.of(name)
+    except ValueError as error:
+        raise ConfigError(f"--policies {error}") from None
+    if found.trained and config.training is None:
+        raise ConfigError(f"--policies {name}: a drafter learns in RL steps; expected a [training] section")
+    return found
+
+
+def read(path: Path) -> SimulationConfig:
+    """Read the TOML file. Raises ConfigError: one line with the file, the option and what was expected."""
+    try:
+        tree = tomllib.loads(files.read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    return validated(tree, str(path))
+
+
+def validated(tree: Mapping[str, Any], source: str) -> SimulationConfig:
+    """Check options. Raises ConfigError."""
+    try:
+        return SimulationConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{source}: {where}: {message}" if where else f"{source}: {message}") from None
+
+
+def sweep(config: SimulationConfig, change: str) -> dict[str, SimulationConfig]:
+    """Return the configurations of `--sweep cluster.engines=4,8,16` by what changes. Raises ConfigError."""
+    if not change:
+        return {"": config}
+    where, _, values = change.partition("=")
+    section, _, key = where.partition(".")
+    if section not in SimulationConfig.model_fields or not values:
+        raise ConfigError(f"--sweep {change}: expected SECTION.OPTION=VALUE,VALUE such as cluster.engines=4,8")
+    if getattr(config, section) is None:
+        raise ConfigError(f"--sweep {change}: the file has no [{section}] section")
+    found = {}
+    for value in values.split(","):
+        tree = config.model_dump()
+        try:
+            tree[section][key] = tomllib.loads(f"x = {value}")["x"]
+        except (tomllib.TOMLDecodeError, RecursionError):
+            tree[section][key] = value
+        found[f"{where}={value}"] = validated(tree, f"--sweep {change}")
+    return found
+
+
+def build(config: SimulationConfig, policies: Mapping[str, Policies]) -> tuple[Cluster, Workload]:
+    """Return what the file describes, without the seed's part of acceptance. Raises ConfigError, CostTableError."""
+    given, work, accept = config.cluster, config.workload, config.acceptance
+    if given.table:
+        cost = CostTable.load(given.table).check(tp=given.tp)
+        cost = cost.of_sizes({*given.sizes, given.tp}) if given.sizes else cost
+    else:
+        ranks = given.engines * given.tp
+        sizes = {*(given.sizes or [tp for tp in (1, 2, 4, 8) if ranks % tp == 0]), given.tp}
+        fixed = [p.config for p in policies.values() if p.config is not None]
+        steps = {1, 2, 3, 5, 7} | {config.num_steps for config in fixed if config.topk == 1}
+        trees = sorted({shape for p in policies.values() for shape in p.shapes})
+        model = Model(given.parameters, given.context_bytes, given.layers, given.hidden, given.drafter)
+        cost = hardware_table(given.hardware, model, sorted(sizes), sorted(steps - {0}), trees)
+    cluster = Cluster(
+        cost,
+        given.engines,
+        given.tp,
+        max_running=given.max_running,
+        max_tokens=given.max_tokens,
+        token_bytes=int(given.context_bytes),
+        link=given.link,
+        chunk=given.chunk,
+        pause_ms=1e3 * given.pause,
+        switch=SwitchCosts(1e3 * given.switch, 0.0, int(given.context_bytes), given.link),
+    )
+    lengths = LengthModel.of_quantiles((0.5, work.median), (0.95, work.p95), work.group)
+    rates = np.array([accept.easy, accept.hard])
+    acceptance = AcceptanceModel(rates, accept.persistence, np.array([accept.share]), accept.sibling)
+    return cluster, Workload(lengths, acceptance, work.prompts, work.samples, work.prompt_tokens, work.cap)
+
+
+def compare(config: SimulationConfig, policies: Mapping[str, Policies], seeds: int) -> dict[str, list[Outcome]]:
+    """Simulate every policy. Equal seeds give equal lengths and samples under all of them. Raises ConfigError."""
+    cluster, workload = build(config, policies)
+    for name, chosen in policies.items():
+        with _naming(name):
+            Draw(cluster, workload, chosen, 0)  # before the progress bar
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in policies}
+    runs = list(itertools.product(range(seeds), policies))
+    for seed, name in track(runs, "simulate", console=Console(stderr=True), transient=True):
+        drawn = replace(workload, acceptance=_spread(workload.acceptance, config.acceptance.spread, seed))
+        with _naming(name):
+            outcomes[name].append(_outcome(config, cluster, drawn, policies[name], seed))
+    return outcomes
+
+
+@contextmanager
+def _naming(policy: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{policy}: {error}") from None
+
+
+def _outcome(config: SimulationConfig, cluster: Cluster, workload: Workload, policies: Policies, seed: int) -> Outcome:
+    if config.training is None:
+        trace = draw(cluster, workload, policies, seed)
+        return Outcome(trace.makespan_ms / 1e3, trace.tokens_per_second, 1.0, 0.0, [trace])
+    options = config.training.model_dump()
+    count = options.pop("steps")
+    found = steps(cluster, workload, policies, Training(**options), count, seed)
+    updates = sum(step.updated for step in found.steps) / count
+    return Outcome(found.seconds, found.tokens_per_second, found.share, updates, found.traces)
+
+
+def _spread(mean: AcceptanceModel, spread: float, seed: int) -> AcceptanceModel:
+    shares = np.random.default_rng([seed, 1]).normal(mean.shares.mean(), spread, 256)
+    return replace(mean, shares=np.clip(shares, 0.02, 0.98))
+
+
+def report(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
+    """Format the comparison: means over seeds, and the ratio to the first policy with its 95 % interval."""
+    cluster, work = config.cluster, config.workload
+    source = (
+        cluster.table or f"roofline of {cluster.hardware}'s data sheet, {cluster.parameters / 1e9:.3g} B parameters"
+    )
+    seeds = len(next(iter(next(iter(found.values())).values())))
+    lines = [
+        f"simulated: {cluster.engines} engines of tp={cluster.tp}, {work.prompts} x {work.samples} samples, "
+        f"cap {work.cap}; {config.what}, {seeds} seeds",
+        f"costs: {source}",
+    ]
+    for label, outcomes in found.items():
+        ratio = "ratio, 95 % interval"
+        lines.append(f"{label:<28} {'seconds':>8} {'tokens/s':>9} {ratio:>20} {'draws':>5} {'busy':>5} {'moves':>6} tp")
+        lines += table(outcomes)
+    runs = [trace for outcomes in found.values() for some in outcomes.values() for run in some for trace in run.traces]
+    measured = "measurements" if cluster.table else "computed points"
+    doubtful = max(trace.extrapolated for trace in runs)
+    lines.append(f"at most {doubtful:.0%} of a rollout's cost lookups lie outside the table's {measured}")
+    return "\n".join(lines)
+
+
+def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Format one line for each policy."""
+    first = next(iter(outcomes.values()))
+    lines = []
+    for name, runs in outcomes.items():
+        ratio = ablation.Ratio.of([base.seconds / run.seconds for base, run in zip(first, runs, strict=True)])
+        seconds, rate, share, busy, moves = (
+            float(np.mean([getattr(run, field) for run in runs]))
+            for field in ("seconds", "tokens_per_second", "share", "busy", "moves")
+        )
+        sizes = sorted({change.tp for run in runs for trace in run.traces for _, change, _ in trace.changes})
+        lines.append(
+            f"{name:<28} {seconds:8.1f} {rate:9.0f} {ratio!s:>20} {share:5.0%} {busy:5.0%} {moves:6.1f} "
+            + ",".join(map(str, sizes))
+        )
+    return lines
+
+
+def plot(path: Path, firsts: Mapping[str, Trace]) -> None:
+    """Draw the first rollout of each policy: samples in a round by engine, moves, and changes of the size."""
+    plt = pictures.pyplot()
+    end = max(run.makespan_ms for run in firsts.values()) / 1e3
+    most = max(batch for run in firsts.values() for spans in run.batches.values() for _, batch in spans)
+    figure, rows = plt.subplots(
+        len(firsts), 1, figsize=(10, 2.4 * len(firsts)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, (name, run) in zip(rows[:, 0], firsts.items(), strict=True):
+        engines = list(run.batches)
+        for row, spans in enumerate(run.batches.values()):
+            ends = [since for since, _ in spans[1:]] + [run.ends_ms.get(engines[row], 0.0)]
+            for (since, batch), until in zip(spans, ends, strict=True):
+                shade = plt.get_cmap("viridis")(batch / most)
+                axes.barh(row, (until - since) / 1e3, left=since / 1e3, height=0.9, color=shade)
+        for at, move in run.moves:
+            ends_ = (engines.index(move.source), engines.index(move.target))
+            axes.annotate("", (at / 1e3, ends_[1]), (at / 1e3, ends_[0]), arrowprops={"arrowstyle": "->", "lw": 0.7})
+        for at, change, _ in run.changes:
+            axes.axvline(at / 1e3, color="red")
+            axes.text(at / 1e3, len(engines) - 0.4, f" tp={change.tp}", color="red", va="bottom", fontsize="small")
+        axes.set(title=f"{name}: {run.makespan_ms / 1e3:.1f} s, simulated", ylabel="engine", xlim=(0, end))
+        axes.invert_yaxis()
+    rows[-1, 0].set_xlabel("seconds")
+    shades = plt.cm.ScalarMappable(plt.Normalize(0, most), "viridis")
+    figure.colorbar(shades, ax=rows[:, 0].tolist(), label="samples in a round")
+    pictures.save(figure, path)
+
+
+def summary(config: SimulationConfig, found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> dict[str, Any]:
+    """Return the result as JSON."""
+    sweeps = {
+        label: {name: [_run(run) for run in runs] for name, runs in outcomes.items()}
+        for label, outcomes in found.items()
+    }
+    return {"simulated": True, "config": config.model_dump(), "sweep": sweeps}
+
+
+def _run(run: Outcome) -> dict[str, Any]:
+    return {**vars(run), "traces": [_rollout(trace) for trace in run.traces]}
+
+
+def _rollout(trace: Trace) -> dict[str, Any]:
+    return {
+        "makespan_ms": trace.makespan_ms,
+        "tokens": trace.tokens,
+        "rounds": trace.rounds,
+        "configs": {str(config): count for config, count in sorted(trace.configs.items())},
+        "moves": len(trace.moves),
+        "refused": trace.refused,
+        "retracted": trace.retracted,
+        "tp_changes": [{"ms": at, "tp": change.tp, "took_ms": took} for at, change, took in trace.changes],
+        "utilisation": trace.utilisation,
+        "extrapolated": trace.extrapolated,
+    }
+
+
+def parser() -> arguments.Parser:
+    p = arguments.Parser(
+        prog="rlspec simulate",
+        description=__doc__.partition(": ")[2],
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="rlspec simulate examples/simulate/h100.toml --policies off,k3,adaptive",
+        first=("--policies", "--seeds", "--sweep"),
+    )
+    add = p.add_argument
+    add("config", type=Path, help="TOML file: [cluster], [workload], [acceptance], and [training] for RL steps")
+    add(
+        "--policies",
+        default="off,k3,adaptive,adaptive+in_flight,adaptive+auto",
+        help="what to compare, trees such as k5t4n48+sample too; the first one is the base of the ratios "
+        "(default %(default)s)",
+    )
+    add("--seeds", type=arguments.integer(1, 1000), default=5, help="rollouts of each policy (default 5)")
+    add("--sweep", default="", metavar="SECTION.OPTION=A,B", help="what if: repeat it with these values of an option")
+    add("--ablation", action="store_true", help="what each paper's parts are worth, alone and once the others are on")
+    add("--plot", type=Path, metavar="FILE", help="write a picture of the first seed's rollouts: PNG, SVG or PDF")
+    add("--json", type=Path, metavar="FILE", help="write the result here")
+    p.excludes("--ablation", "--policies --sweep")
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""`rlspec train`, `sft`, `answer` and `replay`: their options, and the checks before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from megatron_rlspec import arguments
+from megatron_rlspec.commands import doctor
+from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
+from megatron_rlspec.config.effects import option
+from megatron_rlspec.config.load import unknown_option
+from megatron_rlspec.config.run_dir import claimed
+from megatron_rlspec.host import environment
+from megatron_rlspec.host.interruption import Interruption
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.run.inputs import check_inputs, with_drafter
+from megatron_rlspec.tasks import data
+
+MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
+TRAIN_NOTES = """\
+With --dry-run [--ranks N] nothing starts: it prints parameters, memory and place of each of N ranks. Where a rank needs
+more than --gpu-gib G, it refuses the layout.
+
+Every option below can stand in the TOML file, as [section] key = value; the command line wins over the file.
+
+  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\
+      --config examples/quickstart/quickstart.toml --optimizer.lr 1e-5 --train.run_dir runs/mine
+
+The run directory holds metrics.jsonl, events.jsonl, samples.jsonl, config.json, tensorboard/, checkpoints/, logs/ of
+engines and, at the end, hf/: the policy and its drafter as a Hugging Face checkpoint; an EAGLE-3 drafter is in
+hf_drafter/. Ctrl-C and SIGTERM end a run after its present step, with a checkpoint; --train.resume true continues it.
+
+Exit codes: 2, a mistake in what was asked; 1, the run failed; 130 and 143, Ctrl-C and SIGTERM."""
+
+REPLAY_NOTES = """\
+The options are those of the recorded run, except for what --config and the command line set; train.run_dir must be set.
+
+  torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay runs/recorded \\
+      --drafter.loss tv --train.run_dir runs/tv
+
+With as many ranks as the run, and the same options, the drafter is bit for bit the one that the run trained.
+docs/replay.md has the variants."""
+
+
+# Of each command: what it does, an example, and the options that `--help` shows; `--help-all` shows the rest.
+FIRST: dict[Command | Literal["answer"], tuple[str, str, str]] = {
+    "train": (
+        "GRPO with a co-trained drafter. Start it under torchrun; --dry-run [--ranks N] prints what each rank holds.",
+        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli train \\\n"
+        "    --config examples/quickstart/quickstart.toml --train.run_dir runs/mine",
+        "model.path data.path reward.kind rollout.max_new_tokens train.steps train.run_dir",
+    ),
+    "sft": (
+        "Supervised warm start of policy and drafter, or of the drafter alone. Start it under torchrun.",
+        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli sft \\\n"
+        "    --config run.toml --sft.path answers.jsonl --sft.drafter_only true",
+        "model.path sft.path sft.steps sft.drafter_only sft.held_out train.run_dir",
+    ),
+    "answer": (
+        "Let a model write answers to prompts, as token ids: what a drafter is warmed up on.",
+        "rlspec answer --model.path MODEL --data.path prompts.jsonl \\\n    --answer.path answers.jsonl",
+        "model.path data.path answer.path answer.prompts rollout.max_new_tokens rollout.temperature",
+    ),
+    "replay": (
+        "Train a drafter again along a recorded run. Start it under torchrun.",
+        "torchrun --standalone --nproc-per-node 2 -m megatron_rlspec.cli replay \\\n"
+        "    runs/recorded --drafter.loss tv --train.run_dir runs/tv",
+        "drafter.loss drafter.lr drafter.depth replay.policy_step train.run_dir",
+    ),
+}
+
+
+# Options that a command does not read.
+UNUSED: dict[Command | Literal["answer"], tuple[str, ...]] = {
+    "train": ("sft.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
+    "sft": ("algorithm.", "answer.", "replay.fresh_drafter", "replay.policy_step"),
+    "answer": ("algorithm.", "optimizer.", "parallel.", "sft.", "replay.", "train.steps", "train.run_dir"),
+    "replay": ("sft.", "answer."),
+}
+
+
+def train(argv: list[str]) -> None:
+    """Run `rlspec train`. Mistakes in options and files are found before the heavy imports."""
+    if "--dry-run" in argv:
+        return dry_run(argv)
+    _run("train", argv)
+
+
+def sft(argv: list[str]) -> None:
+    """Run `rlspec sft`."""
+    _run("sft", argv)
+
+
+def replay(argv: list[str]) -> None:
+    """Run `rlspec replay`."""
+    _run("replay", argv)
+
+
+def _run(command: Command, argv: list[str]) -> None:
+    """Check what is asked, keep the run directory for this process, and run the command's loop."""
+    environment.prepare(os.environ)
+    config = parse(command, argv)
+    with claimed(Path(config.train.run_dir), config.train.resume):
+        check_inputs(config, command)
+        interruption = Interruption().install()
+        with interruption.translating():
+            evaluates = config.sft.eval_every > 0 and bool(config.data.eval_path)
+            engines = {"train": True, "sft": evaluates, "replay": config.replay.policy_step >= 0}
+            doctor.refuse_if_affected(config, engines=engines[command])
+            from megatron_rlspec import loop
+
+            {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command](config, interruption)
+
+
+def answer(argv: list[str]) -> None:
+    """Run `rlspec answer`. Prints at its end what the file holds."""
+    config = parse("answer", argv)
+    hf_config = check_model(config.model.path, "serve", drafter=False, longest=config.model.max_length)
+    data.check_prompts(config.data.path, config.data)
+    hf_config = with_drafter(config, hf_config)
+    if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
+        config = config.model_copy(update={"spec": config.spec.model_copy(update={"mode": "off"})})
+    with Interruption().install().translating():
+        from megatron_rlspec.commands import answer
+
+        print(answer.answer(config, hf_config))
+
+
+def dry_run(argv: list[str]) -> None:
+    """Print what each rank of `--ranks N` would hold, and start nothing. Needs config.json, but no weights or GPU."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--ranks", type=int, default=environment.ranks_started(os.environ) or 1)
+    parser.add_argument("--gpu-gib", type=float)
+    options, rest = parser.parse_known_args(argv)
+    if not 1 <= options.ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {options.ranks}: expected a number from 1 to {MOST_RANKS}")
+    if options.gpu_gib is not None and not options.gpu_gib > 0:
+        raise ConfigError(f"--gpu-gib {options.gpu_gib:g}: expected a number above 0")
+    config = parse("train", rest, options.ranks)
+    longest = config.model.max_length
+    hf_config = check_model(config.model.path, "train", drafter=False, weights=False, tokenizer=False, longest=longest)
+    hf_config = with_drafter(config, hf_config, weights=False)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched
+    from megatron_rlspec.train import dry_run
+
+    for line in dry_run.report(config, hf_config, options.ranks, options.gpu_gib):
+        print(line)
+
+
+class _Parser(arguments.Parser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(command: Command | Literal["answer"], argv: list[str], ranks: int | None = None) -> Config:
+    """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
+    parser = parser_of(command)
+    known, unknown = parser.parse_known_args(list(_joined(argv)))
+    overrides = {name: value for name, value in vars(known).items() if name not in ("config", "run")}
+    if unknown:
+        raise ConfigError(unknown_option(unknown[0].removeprefix("--").partition("=")[0]))
+    config = load_replay(known.run, known.config, overrides) if command == "replay" else load(known.config, overrides)
+    for name in overrides:  # a file may serve several commands
+        value, field = option(config, name)
+        if field is not None and value != field.default and name.startswith(UNUSED[command]):
+            raise ConfigError(f"{name} has no effect on rlspec {command}")
+    if command == "answer":
+        config.check_answer()
+    elif ranks:
+        config.check_run(command, ranks, f"--ranks is {ranks}")
+    elif started := environment.ranks_started(os.environ):
+        config.check_run(command, started, f"torchrun started {started}")
+    else:
+        config.check_run(command, 1, "this is one process, which torchrun did not start")
+    return config
+
+
+def parser_of(command: Command | Literal["answer"]) -> arguments.Parser:
+    """Return the parser of one of the four commands: every option of the configuration as --section.key."""
+    text, example, first = FIRST[command]
+    parser = _Parser(
+        prog=f"rlspec {command}",
+        usage=f"rlspec {command} {'RUN ' if command == 'replay' else ''}[--config FILE] [--section.key value ...]",
+        description=text,
+        epilog=REPLAY_NOTES if command == "replay" else TRAIN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=example,
+        first=["--config", *(f"--{name}" for name in first.split())],
+    )
+    if command == "replay":
+        parser.add_argument("run", metavar="RUN", help="run directory of `rlspec train --train.record true`")
+    parser.add_argument("--config", metavar="FILE", help="TOML file, one table per section")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for known in options():
+        section = known.name.partition(".")[0]
+        group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
+        text = f"{known.help} (default {known.shown})" if known.shown else known.help
+        group.add_argument(
+            f"--{known.name}", metavar=known.metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        )
+    return parser
+
+
+train_parser, sft_parser, answer_parser, replay_parser = (partial(parser_of, name) for name in FIRST)
+
+
+def _joined(argv: Sequence[str]) -> Iterator[str]:
+    """Write `--name -1e-4` as `--name=-1e-4`, because argparse takes a word with a minus sign for an option."""
+    waiting = ""
+    for part in argv:
+        if waiting and part.startswith("-") and not part.startswith("--"):
+            yield f"{waiting}={part}"
+            waiting = ""
+            continue
+        if waiting:
+            yield waiting
+        waiting = part if part.startswith("--") and "=" not in part else ""
+        if not waiting:
+            yield part
+    if waiting:
+        yield waiting

@@ -1,0 +1,394 @@
+"""The embedded engines of all ranks of a training job, as one `RolloutEngine` on rank 0.
+
+Rank 0 orders, the other ranks follow in a thread of their own, over a gloo group of their own (`Follower`). So their
+main threads may train meanwhile, and take part in the export of a push.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_rlspec import wire
+from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.extensions.migration.embedded.member import Drawn, Member, Order, Tick
+from megatron_rlspec.sync.push import PushError
+from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+
+LOST = "gloo/"  # in the errors of collective calls after another rank has ended
+GRACE = 1.0  # seconds
+
+
+class Fleet:
+    """See `RolloutEngine`. A call that changes engines waits for the end of a tick.
+
+    every  rounds of a tick, after which samples are returned, new requests begin, and samples move
+    """
+
+    def __init__(self, member: Member, every: int) -> None:
+        self.member = member
+        self.every = every
+        self._lock = threading.Lock()  # of the ranks' messages
+        self._known = threading.Condition()  # of what follows
+        self._new: Drawn = []
+        self._open: dict[str, tuple[Request, Sampling]] = {}
+        self._dealt: set[str] = set()  # of those, ids that ranks have
+        self._aborted: set[str] = set()
+        self._dropped: set[str] = set()
+        self._done: dict[str, Sample] = {}
+        self._began = 0.0  # of what `record` returns
+        self._moves: list[dict[str, Any]] = []
+        self._sizes: list[dict[str, Any]] = []
+        self._stays: list[tuple[str, str, float, float]] = []
+        self._since: dict[str, tuple[str, float]] = {}  # id -> its rank, and since when
+        self._paused = False
+        self._closed = False
+        self._astray = False  # an order has not been carried out to its end
+        self._lost = ""  # why ranks cannot be told anything any more
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_sample: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
+        found: dict[str, Sample] = {}
+        with self._known:
+            checked = self.member.engine.made([(request, sampling) for request in requests])
+            known = set(self._open)
+            for run in checked:
+                self.member.engine.check(run, known)
+            open_ids = {run.request.id for run in checked}
+            self._done |= {run.request.id: run.sample for run in checked if run.sample is not None}
+            self._new += [(run.request, sampling) for run in checked if run.sample is None]
+            self._open |= {request.id: (request, sampling) for request, sampling in self._new if request.id in open_ids}
+        try:
+            while True:
+                with self._known:
+                    new = [self._done.pop(id) for id in open_ids & self._done.keys()]
+                for sample in new:
+                    found[sample.request_id] = sample
+                    open_ids.remove(sample.request_id)
+                    if on_sample is not None:
+                        on_sample(sample)
+                if not open_ids:
+                    break
+                try:
+                    self._serve(open_ids)
+                except EngineError:
+                    with self._known:
+                        if not open_ids & self._done.keys():
+                            raise  # else first return what has ended
+                time.sleep(0)  # locks are not fair: let another thread take this one between two ticks
+        finally:
+            with self._known:
+                self._new = [(request, s) for request, s in self._new if request.id not in open_ids]
+                for id in open_ids:
+                    self._done.pop(id, None)
+                    self._open.pop(id, None)
+                    if id in self._dealt:
+                        self._dealt.remove(id)
+                        self._dropped.add(id)
+        return [found[request.id] for request in requests]
+
+    def _serve(self, waiting: set[str]) -> None:
+        """Run one tick, unless another thread's tick has ended one of `waiting`, or the fleet is paused."""
+        with self._known:
+            if self._paused and not self._closed:
+                self._known.wait(timeout=1.0)
+        with self._ordering():
+            with self._known:
+                if self._paused or waiting & self._done.keys():
+                    return
+                order = self._tick()
+            began = time.perf_counter()
+            self.member.ranks.tell(wire.encode(Order(tick=order)))
+            try:
+                samples = self.member.tick(order)
+            except RuntimeError:  # of the samples of this tick, rank 0's own are known
+                self._end([run.sample for run in self.member.runs if run.sample is not None])
+                raise
+            with self._known:
+                self._end(samples)
+                self._note(order, began, [sample.request_id for sample in samples])
+            for report in self.member.reports:
+                if report.error:
+                    raise EngineError(report.error)
+
+    def _end(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._dealt.discard(sample.request_id)
+            if self._open.pop(sample.request_id, None) is not None:
+                self._done[sample.request_id] = sample
+
+    def _note(self, order: Tick, began: float, ended: Sequence[str]) -> None:
+        """Note where samples were during a tick."""
+        if not self._since:
+            self._began = began
+        now = time.perf_counter() - self._began
+        for id in order.taken:
+            self._leave(id, began - self._began)
+        for rank, new in enumerate(order.new):
+            self._since |= {request.id: (str(rank), began - self._began) for request, _ in new}
+        for change in self.member.changes:
+            self._sizes.append({"began": began - self._began} | change)
+        self.member.changes = []
+        for moved in [moved for report in self.member.reports for moved in report.moved]:
+            self._moves.append(msgspec.structs.asdict(moved) | {"began": began - self._began})
+            for id in moved.ids:
+                self._leave(id, began - self._began)
+                self._since[id] = moved.target, began - self._began
+        for id in (*ended, *order.dropped):
+            self._leave(id, now)
+
+    def _leave(self, id: str, now: float) -> None:
+        if id in self._since:
+            rank, since = self._since.pop(id)
+            self._stays.append((id, rank, since, now))
+
+    def record(self) -> dict[str, Any]:
+        """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
+        with self._known:
+            record = {
+                "stays": self._stays,
+                "moves": self._moves,
+                "sizes": self._sizes,
+                "decision_seconds": self.member.seconds,
+            }
+            self._sizes = []
+            self._stays = []
+            self._moves = []
+            self.member.seconds = 0.0
+            return record
+
+    def _tick(self) -> Tick:
+        """Return the next tick: new requests go to the ranks that have least to do, and dry ranks take queued ones."""
+        taken = [] if self._new or self._aborted or self._dropped else self._take()
+        dealt = self._deal()
+        for id, rank in taken:
+            dealt[rank].append(self._open[id])
+        cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
+        tick = Tick(dealt, sorted(self._aborted), sorted(self._dropped), [id for id, _ in taken], self.every, cap)
+        self._dealt |= {request.id for new in dealt for request, _ in new}
+        self._new = []
+        self._aborted.clear()
+        self._dropped.clear()
+        return tick
+
+    def _deal(self) -> list[Drawn]:
+        """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
+        ranks = self.member.ranks.size
+        groups: dict[int, Drawn] = {}
+        # By id: a deal does not depend on the order in which requests came.
+        for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
+            groups.setdefault(request.prompt.id, []).append((request, sampling))
+        most = max(1, -(-len(self._new) // ranks))
+        busy = [report.open for report in self.member.reports] or [0] * ranks
+        dealt: list[Drawn] = [[] for _ in range(ranks)]
+        for group in groups.values():
+            for first in range(0, len(group), most):
+                part = group[first : first + most]
+                rank = busy.index(min(busy))
+                busy[rank] += len(part)
+                dealt[rank] += part
+        return dealt
+
+    def _take(self) -> list[tuple[str, int]]:
+        """Return ids that ranks have not begun, each with the rank that takes it. It depends on the reports alone."""
+        size = self.member.engine.model.comm.size
+        reports = self.member.reports[::size]
+        queued = []
+        for report in reports:
+            untouched = [id for id, drawn in report.queued if id in self._open and drawn == _begun(self._open[id][0])]
+            queued.append(untouched)
+        dry = [not report.load.waiting for report in reports]
+        taken = steal(queued, dry, [report.open for report in reports], self.member.engine.max_running_requests)
+        return [(id, index * size) for id, index in taken]
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        with self._known:
+            asked = set(self._open if request_ids is None else request_ids)
+            self._aborted |= asked & self._open.keys()
+            self._known.notify_all()
+
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ordering(self) -> Iterator[None]:
+        """Hold the messages of one order. After an error in the middle of it the ranks are told nothing more."""
+        with self._lock:
+            if self._closed or self._astray:
+                raise EngineError(f"embedded engine: {self._lost or 'closed'}")
+            self._astray = True
+            try:
+                yield
+            except (EngineError, PushError):  # after the last message of the order
+                self._astray = False
+                raise
+            except RuntimeError as error:
+                if LOST not in str(error):
+                    raise
+                self._lost = f"a rank of the fleet ended or cannot be reached ({str(error).splitlines()[0][:120]})"
+                raise EngineError(f"embedded engine: {self._lost}") from None
+            self._astray = False
+
+    def _call(self, name: str, argument: Any = None) -> list[bytes]:
+        """Call a method of all engines, one call at a time. Returns the encoded results."""
+        with self._ordering():
+            self.member.ranks.tell(wire.encode(Order(call=name, argument=argument)))
+            return self.member.call(name, argument)
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all") -> None:
+        with self._ordering():
+            self.member.ranks.tell(wire.encode(Order(push=(version, scope))))
+            self.member.update(version, scope, tensors)
+
+    def set_schedule(self, schedule: SpecSchedule) -> None:
+        self._call("set_schedule", schedule.to_json())
+
+    def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        self._call("set_spec_rule", dict(rule))
+
+    def set_draft_vocabulary(self, words: np.ndarray) -> None:
+        self._call("set_draft_vocabulary", [int(word) for word in words])
+
+    def spec_rule_report(self) -> dict[str, Any]:
+        """Return rank 0's report, which stands for all: every rank has the same rule, and its share of the samples."""
+        return wire.decode(self._call("spec_rule_report")[0], dict[str, Any])
+
+    def hold(self, reason: str) -> None:
+        self._call("hold", reason)
+
+    def release(self) -> None:
+        self._call("release")
+
+    def pause(self) -> None:
+        self._call("pause")
+        self._paused = True
+
+    def resume(self) -> None:
+        self._call("resume")
+        with self._known:
+            self._paused = False
+            self._known.notify_all()
+
+    def sleep(self) -> None:
+        """Do nothing: the engines share the trainer's processes."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def not_begun(self) -> list[str]:
+        """Return what has not been dealt to a rank yet. What was dealt moves between ranks by plan only."""
+        with self._known:
+            return [request.id for request, _ in self._new]
+
+    def stats(self) -> list[RoundStats]:
+        return [stats for data in self._call("stats") for stats in wire.decode(data, list[RoundStats])]
+
+    def fingerprints(self) -> dict[str, int]:
+        """Compute the fingerprints on all ranks. Of a tensor that differs between ranks, another rank's is returned."""
+        first, *others = (wire.decode(data, dict[str, int]) for data in self._call("fingerprints"))
+        for other in others:
+            first |= {name: mark for name, mark in other.items() if first.get(name) != mark}
+        return first
+
+    def describe(self) -> EngineDescription:
+        found = self.member.engine.describe()
+        ranks = self.member.ranks.size
+        found["max_total_tokens"] *= ranks
+        found["max_running_requests"] *= ranks
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and not self._lost
+
+    def close(self) -> None:
+        self.abort()
+        with self._lock:
+            if not self._closed and not self._astray:
+                with suppress(RuntimeError):  # a rank has died
+                    self.member.ranks.tell(wire.encode(Order(close=True)))
+            self._closed = True
+
+
+def steal(
+    queued: Sequence[Sequence[str]], dry: Sequence[bool], open: Sequence[int], most: int
+) -> list[tuple[str, int]]:
+    """Return (id, engine that takes it) of requests that engines without a queue take from the others' queues.
+
+    queued  ids that each engine has not begun, in its order; the last ones go
+    dry     whether an engine has no queue
+    open    requests that each engine has, queued ones included
+    most    that an engine runs at once
+    An engine takes up to half of what another one has more than it. So a plan that follows a plan is empty.
+    """
+    left = [list(ids) for ids in queued]
+    has = list(open)
+    taken: list[tuple[str, int]] = []
+    takers = [i for i, empty in enumerate(dry) if empty]
+    while True:
+        full = [i for i, ids in enumerate(left) if ids]
+        if not takers or not full:
+            return taken
+        source = max(full, key=lambda i: (has[i], -i))
+        target = min(takers, key=lambda i: (has[i], i))
+        if has[source] - has[target] < 2 or has[target] >= most:
+            return taken
+        taken.append((left[source].pop(), target))
+        has[source] -= 1
+        has[target] += 1
+
+
+def _begun(request: Request) -> int:
+    """Return how many tokens a request had when it came."""
+    return 0 if request.partial is None else len(request.partial.response)
+
+
+class Follower:
+    """The part of a rank above 0: it runs rank 0's orders in a thread, until rank 0 closes the fleet."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None  # a new thread has GPU 0
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
+            self._follow()
+        except BaseException as error:
+            if LOST in str(error):
+                time.sleep(GRACE)  # the main thread may see it, too
+            else:
+                traceback.print_exc()
+            os._exit(1)  # a rank that stays alive, and silent, would let others wait for it
+
+    def _follow(self) -> None:
+        ranks = self.member.ranks
+        while True:
+            order = wire.decode(ranks.tell(), Order)
+            if order.close:
+                return
+            with suppress(EngineError):  # rank 0 has been told
+                if order.tick is not None:
+                    self.member.tick(order.tick)
+                elif order.push is not None:
+                    self.member.update(*order.push, ())
+                else:
+                    self.member.call(order.call, order.argument)
+
+    def close(self) -> None:
+        """Wait until rank 0 has closed the fleet, but not for ever: it may have died."""
+        self._thread.join(timeout=60)

@@ -1,0 +1,90 @@
+"""A change of the tensor-parallel size while a fleet draws: its ranks join into fewer engines, or part again.
+
+The samples of all engines of a block travel with their caches, in one order on all ranks (PAT, section 4.3). Every rank
+of a group draws the same requests; the first one speaks for it. Position-keyed texts do not depend on the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from megatron_rlspec import wire
+from megatron_rlspec.extensions.migration.embedded import retile
+from megatron_rlspec.extensions.migration.plans.rebalance import How
+from megatron_rlspec.extensions.migration.plans.tp_planner import deal
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.types import Held, Partial, Request, Sampling
+
+
+class Traveller(msgspec.Struct, frozen=True):
+    """A request of an engine, with what it has so far. row: its place in the cache; None: it has none."""
+
+    request: Request
+    sampling: Sampling
+    row: retile.Row | None
+
+
+class Luggage(msgspec.Struct, frozen=True):
+    """What the first rank of a group tells the others. rule: of its speculation; None under a schedule."""
+
+    travellers: list[Traveller]
+    rule: dict[str, Any] | None
+
+
+def regroup(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+    """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
+
+    how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
+    Returns the requests that this rank's engine draws from now on. Raises ValueError for a size that does not divide
+    the model or the job.
+    """
+    old = engine.model.comm.size
+    switch = retile.Switch(groups, old, size)
+    engine.model.arch.check_size(size)
+    speaks = switch.before.rank == 0
+    told = [wire.decode(data, Luggage) for data in ranks.share(wire.encode(_luggage(engine, switch, speaks)))]
+    first = ranks.rank // switch.wide.size * switch.wide.size
+    block = told[first : first + switch.wide.size]
+    travellers = sorted((t for part in block for t in part.travellers), key=lambda t: t.request.id)
+    target = _targets(travellers, switch.wide.size // size)
+    rows = []
+    for t in travellers:
+        if t.row is not None and how == "kv":
+            rows.append(t.row._replace(target=target[t.request.id]))
+    mine = {run.request.id: run.row for run in engine.running}
+    seated = retile.retile(engine.model, engine.cache, rows, mine, switch)
+    here = [t for t in travellers if target[t.request.id] == switch.new_group]
+    rule = block[switch.new_group * size].rule if size > 1 else None  # equal on all ranks, which must choose the same
+    return engine.seat([(t.request, t.sampling) for t in here], seated, SpecRule.from_json(rule) if rule else None)
+
+
+def _luggage(engine: EmbeddedEngine, switch: retile.Switch, speaks: bool) -> Luggage:
+    travellers = []
+    for run in (*engine.running, *engine.waiting) if speaks else ():
+        row = None
+        if run.row >= 0:
+            run.draws = int(engine.rounds.draws[run.row])
+            row = retile.Row.of(engine.cache, run.row, run.request.id, switch.old_group, 0)
+        partial = Partial.of(run.so_far("aborted")) if run.response else None
+        travellers.append(Traveller(replace(run.request, partial=partial), run.sampling, row))
+    chosen = engine._schedule  # also while speculation is held off, so that all ranks agree after its release
+    rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
+    return Luggage(travellers, rule)
+
+
+def _targets(travellers: Sequence[Traveller], engines: int) -> dict[str, int]:
+    """Deal requests to the engines of a block."""
+    held = []
+    for traveller in travellers:
+        prompt = len(traveller.request.prompt.tokens)
+        partial = traveller.request.partial
+        held.append(Held(traveller.request.id, prompt, prompt + (len(partial.response) if partial else 0), 1.0))
+    return {sample.id: i for i, group in enumerate(deal(held, engines)) for sample in group}

@@ -1,0 +1,226 @@
+"""When to change the tensor-parallel size during a rollout (PAT, section 4.2). numpy only, and no wall clock.
+
+With few samples left, a larger size makes each of them faster; with many, its communication costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.pace import Drain, Pace
+from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer, after
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.types import Held, Load, Move, SpecConfig
+
+Remaining = Literal["cap", "survival"]
+POINTS = 65  # of the time axis on which a drain is summed
+
+
+@dataclass(frozen=True)
+class SwitchCosts:
+    """What a change of the size costs, the same in both directions.
+
+    weights_ms            resharding the weights
+    control_ms            groups that must be made, memory, CUDA graphs
+    token_bytes           of one token in the KV caches of target and drafter, over all ranks of an engine:
+                          2 · layers · key heads · head dimension · bytes (PAT's eq. 1 takes the hidden size instead,
+                          which is too much where query heads share key heads)
+    gigabytes_per_second  that one rank sends; 0: caches do not travel
+    """
+
+    weights_ms: float
+    control_ms: float = 0.0
+    token_bytes: int = 0
+    gigabytes_per_second: float = 0.0
+
+    def caches_ms(self, tokens: float, tp: int) -> float:
+        """Return the ms in which the ranks of an engine of size `tp` send its caches of `tokens` (PAT, eq. 1 and 2)."""
+        return tokens * self.token_bytes / tp / self.gigabytes_per_second / 1e6 if self.gigabytes_per_second else 0.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """A decision to change the tensor-parallel size.
+
+    groups     ids of the samples of each engine afterwards, in the order of engines
+    how        "kv": caches travel; "recompute": the new engines prefill prompts and responses
+    stay_ms    expected time to the end of the last sample without the change
+    finish_ms  the same with the change, `cost_ms` included
+    """
+
+    tp: int
+    groups: tuple[tuple[str, ...], ...]
+    how: How
+    stay_ms: float
+    finish_ms: float
+    cost_ms: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done for the last samples of engines that cannot change their size.
+
+    way        "stay"; "move": `moves` between the engines that are awake, a fast lane among them; "switch": `change`,
+               another fleet on the same devices takes over (`rollout.exchange`)
+    saving_ms  by which the last sample is expected to end earlier, the cost of the way included
+    """
+
+    way: Literal["stay", "move", "switch"]
+    saving_ms: float = 0.0
+    moves: tuple[Move, ...] = ()
+    change: Change | None = None
+
+
+def choose(
+    rebalancer: Rebalancer, planner: TPPlanner | None, loads: Sequence[Load], lengths: Lengths, cap: int
+) -> Choice:
+    """Choose what lets the last sample end earliest.
+
+    rebalancer  knows the sizes of all engines (`Rebalancer.sizes`), and counts in ms
+    planner     decides on the size of the fleet that shares its devices with a sleeping one: the engines of the
+                smallest size among `loads`; None: there is none
+    """
+    best = Choice("stay")
+    moves = tuple(rebalancer.plan(loads, lengths, cap))
+    if moves:
+        before = rebalancer.finish(loads, lengths, cap)
+        later = rebalancer.finish(after(loads, moves), lengths, cap) + rebalancer.charge(loads, moves)
+        best = Choice("move", max(before - later, 0.0), moves=moves)  # 0: only engines that end earlier gain
+    tp = min(load.tp for load in loads)
+    change = planner.decide([load for load in loads if load.tp == tp], tp, lengths, cap) if planner else None
+    if change is not None and change.stay_ms - change.finish_ms > best.saving_ms:
+        best = Choice("switch", change.stay_ms - change.finish_ms, change=change)
+    return best
+
+
+class TPPlanner:
+    """Decides on the tensor-parallel size of a fixed number of ranks.
+
+    table       rounds at every size in question, and prefills for recomputation
+    candidates  speculative configurations; the fastest one counts in every situation
+    rates       acceptance by depth, as in `expected_tokens`
+    ranks       that the engines have together; a size t makes ranks / t engines
+    remaining   "cap" is PAT's algorithm 1: all samples run to the cap, and any predicted saving counts. "survival"
+                takes the time from the lengths seen so far, and asks for a saving of `gain` of it against engines of
+                today's size with evenly dealt samples: a saving by dealing belongs to the rebalancer. So a change is
+                not followed by its reverse before the situation changes
+
+    Raises CostTableError for a table without two sizes that divide the ranks.
+    """
+
+    def __init__(
+        self,
+        table: CostTable,
+        candidates: Sequence[SpecConfig],
+        rates: Sequence[float],
+        costs: SwitchCosts,
+        ranks: int,
+        *,
+        remaining: Remaining = "survival",
+        gain: float = 0.05,
+    ) -> None:
+        self.sizes = tuple(tp for tp in table.tps if ranks % tp == 0)
+        if len(self.sizes) < 2:
+            raise CostTableError(
+                f"cost table holds tp={list(table.tps)}: expected at least two sizes that divide {ranks} ranks; "
+                "measure them with `rlspec profile --tp 1,2`"
+            )
+        self.costs = costs
+        self.ranks = ranks
+        self.remaining = remaining
+        self.gain = gain
+        self._known = {tp: [c for c in candidates if c in table.configs(tp)] for tp in self.sizes}
+        for tp, configs in self._known.items():
+            if not configs:
+                raise CostTableError(f"cost table holds none of {', '.join(map(str, candidates))} at tp={tp}")
+        self.renew(table, rates)
+
+    def renew(self, table: CostTable, rates: Sequence[float]) -> None:
+        """Decide by these costs from now on, of the same sizes and configurations, and by this acceptance."""
+        self.table = table
+        self.paces: Mapping[int, Pace] = {tp: Pace(table.at(tp), self._known[tp], rates) for tp in self.sizes}
+
+    def decide(self, loads: Sequence[Load], tp: int, lengths: Lengths, cap: int) -> Change | None:
+        """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
+
+        loads    one per engine of the size `tp`
+        cap      the most tokens of a response
+        Raises ValueError for loads that are not those of `tp`, and for a size that the table lacks.
+        """
+        if tp not in self.sizes or len(loads) != self.ranks // tp:
+            raise ValueError(f"{len(loads)} engines of tp={tp}, expected {self.ranks} ranks and tp of {self.sizes}")
+        now = [load.running for load in loads]
+        everybody = [held for running in now for held in running]
+        if not everybody or any(load.waiting for load in loads):
+            return None  # with requests waiting it is not the tail
+        seen = lengths.beside([held.context - held.prompt for held in everybody])
+        drains = {held.id: self._drain(held, seen, cap) for held in everybody}
+        stay = self.finish(now if self.remaining == "cap" else deal(everybody, len(loads)), tp, drains)
+        best: Change | None = None
+        for other in self.sizes:
+            if other == tp:
+                continue
+            groups = deal(everybody, self.ranks // other)
+            cost, how = self.cost(now, groups, tp, other)
+            finish = self.finish(groups, other, drains) + cost
+            if best is None or finish < best.finish_ms:
+                ids = tuple(tuple(held.id for held in group) for group in groups)
+                best = Change(other, ids, how, stay, finish, cost)
+        margin = 0.0 if self.remaining == "cap" else self.gain
+        return best if best is not None and best.finish_ms < stay * (1 - margin) else None
+
+    def finish(self, groups: Sequence[Sequence[Held]], tp: int, drains: Mapping[str, Drain]) -> float:
+        """Return the expected ms until the last sample of all groups has ended."""
+        latest = 0.0
+        for group in groups:
+            if group:
+                parts = [drains[held.id] for held in group]
+                alive, context = (np.concatenate([getattr(p, x) for p in parts]) for x in ("alive", "context"))
+                latest = max(latest, Drain(parts[0].times, alive, context).finish(self.paces[tp]))
+        return latest
+
+    def cost(
+        self, now: Sequence[Sequence[Held]], groups: Sequence[Sequence[Held]], old: int, new: int
+    ) -> tuple[float, How]:
+        """Return the ms of a change, and the cheaper way to bring the samples over (PAT, eq. 1 to 4)."""
+        ways: list[tuple[float, How]] = [(max(self._prefill_ms(group, new) for group in groups), "recompute")]
+        if self.costs.gigabytes_per_second > 0:
+            tokens = max(sum(held.context for held in running) for running in now)
+            ways.append((self.costs.caches_ms(tokens, old), "kv"))
+        state, how = min(ways)
+        return self.costs.weights_ms + self.costs.control_ms + state, how
+
+    def _prefill_ms(self, group: Sequence[Held], tp: int) -> float:
+        """Return the prefill of a batch of equal lengths, whose root mean square is the group's (PAT, eq. 3 and 4)."""
+        if not group:
+            return 0.0
+        length = math.sqrt(np.mean([held.context**2 for held in group]))
+        try:
+            return self.table.prefill_ms(len(group) * length, len(group), tp)
+        except CostTableError:
+            return math.inf  # not measured: caches must travel
+
+    def _drain(self, held: Held, lengths: Lengths, cap: int) -> Drain:
+        done = held.context - held.prompt
+        most = max(cap - done, 0)
+        times = np.linspace(0, cap, POINTS)
+        runs = times < most
+        alive = runs.astype(float) if self.remaining == "cap" else np.where(runs, lengths.survival(done, times), 0.0)
+        return Drain(times, alive[None], held.context + np.minimum(times, most)[None])
+
+
+def deal(samples: Sequence[Held], engines: int) -> list[list[Held]]:
+    """Deal samples to engines evenly: long ones first, each to the engine with the fewest samples and then tokens."""
+    groups: list[list[Held]] = [[] for _ in range(engines)]
+    tokens = [0] * engines
+    for held in sorted(samples, key=lambda held: (-held.context, held.id)):
+        i = min(range(engines), key=lambda i: (len(groups[i]), tokens[i], i))
+        groups[i].append(held)
+        tokens[i] += held.context
+    return groups

@@ -1,0 +1,375 @@
+"""The drafter's losses, as sums: in chunks of rows, vocabulary-parallel.
+
+Shapes: N rows, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk. A row is one
+predicting position. Hidden states and results are replicated over `tp_group`. This module sums the gradients of hidden
+states over that group, so the gather under sequence parallelism needs no sum in its backward.
+
+Logits are computed only for rows with a weight, C at a time, so memory for logits does not grow with N. Arithmetic on
+logits is float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as in an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
+from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, accumulate_in
+from megatron_rlspec.packing.transfer import to_device
+
+Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
+KINDS = ("ce", "forward_kl", "reverse_kl", "tv")
+Metrics = dict[str, torch.Tensor]
+
+
+def drafter_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weight: torch.Tensor,
+    kind: Kind | DrafterLoss = "ce",
+    *,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_index: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 1,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    words: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """Return Σ token_weight · loss over rows, differentiable in `hidden [N, H]` only, and metrics.
+
+    With student q and teacher p, `kind` selects the loss of a row:
+
+    ce          -log q(label)
+    forward_kl  KL(p ‖ q)
+    reverse_kl  KL(q ‖ p)
+    tv          1 - Σ min(p, q), the rejection rate under rejection sampling
+    a function  the user's (`custom.DrafterLoss`)
+
+    The forward computes the gradient, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get none.
+
+    teacher_hidden [M, H]  the policy's hidden states; the teacher of row i is row `teacher_index[i]` of them, row i if
+                           omitted. Rows of several depths in one call share each teacher chunk
+    groups [N] int64       the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
+    vocab_size             tokens without padding; rows of `weight` beyond it are ignored
+    words [S]              the ids that drafts are chosen from; the student's softmax is over them only. Rows whose
+                           label is another word add 0 under ce; `docs/design.md`, Draft vocabulary
+
+    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
+    `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
+    q), the acceptance under rejection sampling) and `argmax_prob` (p(argmax q), the acceptance under the other
+    verifiers). With `words` also `covered` (labels among them); `ce` then sums over these rows only. Raises ValueError
+    for arguments that contradict each other.
+    """
+    student = Student(
+        hidden,
+        weight,
+        labels,
+        token_weight,
+        kind,
+        teacher_index=teacher_index,
+        groups=groups,
+        num_groups=num_groups,
+        temperature=temperature,
+        chunk=chunk,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        words=words,
+    )
+    if teacher_hidden is not None:
+        student.learn_from(teacher_hidden)
+    elif kind == "ce":
+        student.learn_labels()
+    else:
+        raise ValueError(f"kind={kind!r} needs teacher_hidden; only 'ce' learns from labels alone")
+    return student.finish()
+
+
+class Student:
+    """`drafter_loss` in steps, for a caller that computes the teacher's logits.
+
+    Pass `student.observe` to `policy_logprobs`: the policy's loss and the teacher then share one pass over the output
+    layer. Then call `learn_from` for the teacher rows without a policy loss, and `finish`. Arguments are those of
+    `drafter_loss`; `keep_rows` keeps results of single rows for `kept_rows`; `finite`: as in `VocabParallelHead`.
+    `noise` is (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the CPU, for `keep_rows`:
+    "coupled" then says whether a coupled draft is the label, in rows whose seed is not negative.
+    `own [S, H]` is an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
+    gradient, and `own_finite` is its `finite`.
+    Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        token_weight: torch.Tensor,
+        kind: Kind | DrafterLoss = "ce",
+        *,
+        teacher_index: torch.Tensor | None = None,
+        groups: torch.Tensor | None = None,
+        num_groups: int = 1,
+        temperature: float = 1.0,
+        chunk: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        vocab_size: int | None = None,
+        keep_rows: bool = False,
+        finite: bool | None = None,
+        words: torch.Tensor | None = None,
+        own: torch.Tensor | None = None,
+        own_finite: bool | None = None,
+        noise: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        if kind not in KINDS and not callable(kind):
+            raise ValueError(f"kind={kind!r}; expected one of {', '.join(KINDS)}, or a function")
+        if callable(kind) and words is not None:
+            raise ValueError(f"a function as drafter loss sees the full vocabulary; expected one of {', '.join(KINDS)}")
+        self._kind = kind
+        self._head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+        self._chunk = chunk or self._head.chunk
+        self._reduced = None if words is None else DraftHead.of_words(self._head, words, own, own_finite)
+        rows = self._head.rows_of(token_weight, labels)
+        # Sorting by teacher row makes the students of consecutive teacher rows one slice.
+        teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
+        self._teacher, order = teacher.sort(stable=True)
+        rows = rows.index_select(0, order)
+        device = hidden.device
+        self._rows = to_device(rows, device)
+        self._source = hidden
+        self._hidden = hidden.detach().index_select(0, self._rows)
+        self._labels = to_device(labels.index_select(0, rows), device)
+        self._weight = to_device(token_weight.detach().index_select(0, rows).to(accumulate_in(hidden)), device)
+        self._groups = to_device(torch.zeros_like(rows) if groups is None else groups.index_select(0, rows), device)
+        self._noise = None if noise is None else tuple(x.index_select(0, rows) for x in noise)
+        self._scalar_metrics = groups is None
+        learns = torch.is_grad_enabled()
+        self._grad = torch.zeros_like(self._hidden) if hidden.requires_grad and learns else None
+        self._own = own
+        exact = accumulate_in(hidden)
+        self._own_grad = torch.zeros_like(own, dtype=exact) if own is not None and learns else None
+        self._total = self._weight.new_zeros(())
+        self._taught = kind != "ce"
+        # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
+        names = ["tokens", "loss", "ce", "match", "overlap", "argmax_prob"]
+        names += [] if words is None else ["covered"]
+        self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
+        self._learned = 0
+        # Results of single rows `[N]` for `losses/predict.py`; rows without a weight stay 0.
+        self.rows: dict[str, torch.Tensor] | None = {} if keep_rows else None
+
+    def learn_labels(self) -> None:
+        """Learn all rows by cross-entropy, without a teacher."""
+        for first in range(0, len(self._rows), self._chunk):
+            self._learn(slice(first, first + self._chunk))
+
+    @torch.no_grad()
+    def learn_from(self, teacher_hidden: torch.Tensor, first: int = 0) -> None:
+        """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
+        self._taught = True
+        last = first + len(teacher_hidden)
+        needed = self._teacher[(self._teacher >= first) & (self._teacher < last)].unique()
+        for rows in needed.split(self._chunk):
+            if len(rows):
+                scores = self._head.scores(teacher_hidden.index_select(0, to_device(rows - first, self._rows.device)))
+                self.observe(rows, scores, self._head.log_sum_exp(scores))
+
+    @torch.no_grad()
+    def observe(self, rows: torch.Tensor, scores: torch.Tensor, lse: torch.Tensor) -> None:
+        """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
+        [C]`.
+
+        Raises ValueError if a student between the first and the last row has a teacher that is not among `rows`.
+        """
+        self._taught = True
+        logp = scores.sub_(lse[:, None])
+        rows = rows.to(self._teacher.device)
+        begin = torch.searchsorted(self._teacher, rows[0])
+        end = torch.searchsorted(self._teacher, rows[-1] + 1)
+        first, last = torch.stack([begin, end]).tolist()
+        for start in range(first, last, self._chunk):
+            part = slice(start, min(start + self._chunk, last))
+            at = torch.searchsorted(rows, self._teacher[part])
+            if not torch.equal(rows[at], self._teacher[part]):
+                raise ValueError("the teacher of a drafter row is not among the rows with computed logits")
+            self._learn(part, logp=logp.index_select(0, to_device(at, logp.device)))
+
+    def finish(self) -> tuple[torch.Tensor, Metrics]:
+        """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
+        if self._learned != len(self._rows):
+            raise ValueError(f"{len(self._rows) - self._learned} of {len(self._rows)} drafter rows had no teacher")
+        total = self._total
+        if self._grad is not None:
+            self._head.sum(self._grad)
+            if self._own_grad is not None:
+                self._head.sum(self._own_grad)
+            total = _Precomputed.apply(self._source, total, self._rows, self._grad, self._own, self._own_grad)
+        metrics = self._metrics
+        if not self._taught:
+            metrics = {name: x for name, x in metrics.items() if name not in ("overlap", "argmax_prob")}
+        return total, {name: x[0] for name, x in metrics.items()} if self._scalar_metrics else metrics
+
+    def kept_rows(self) -> dict[str, torch.Tensor]:
+        """Return the results of single rows, `[N]` by name; zeros for rows without a weight."""
+        if self.rows:
+            return self.rows
+        zeros = self._weight.new_zeros(len(self._source))
+        names = ("match", "overlap", "label_ratio", "argmax_prob", *(() if self._noise is None else ("coupled",)))
+        return dict.fromkeys(names, zeros)
+
+    @torch.no_grad()
+    def _learn(self, part: slice, logp: torch.Tensor | None = None) -> None:
+        """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
+        full = self._head
+        head = self._reduced or full
+        labels = self._labels[part]
+        scores = head.scores(self._hidden[part])
+        lse = head.log_sum_exp(scores)
+        ce = lse - head.sum(head.pick(scores, labels))
+        best = head.argmax(scores)
+        logq = scores.sub_(lse[:, None])
+        sums = {"tokens": torch.ones_like(ce), "ce": ce, "match": (best == labels).to(ce.dtype)}
+        if self._reduced is not None:
+            sums["covered"] = self._reduced.holds(labels)
+            sums["ce"] = ce = ce * sums["covered"]
+        loss = ce
+        if self.rows is not None:
+            self._keep(part, match=sums["match"])
+            if self._noise is not None:
+                self._keep(part, coupled=self._coupled(part, logq, labels, head))
+            if logp is not None:
+                label_p = full.sum(full.pick(logp, labels))
+                self._keep(part, label_ratio=(-ce - label_p).exp() * sums.get("covered", 1.0))
+        if logp is not None:
+            sums["overlap"], divergence, grad = self._against(logq, logp, labels, self._groups[part] + 1)
+            sums["argmax_prob"] = full.sum(full.pick(logp, best)).exp()
+        elif callable(self._kind):
+            raise ValueError("a function as drafter loss needs the teacher's whole distribution")
+        if self._kind == "ce":
+            grad = head.add_at(logq.exp_(), labels, -1)
+            if self._reduced is not None:
+                grad *= sums["covered"][:, None]
+        else:
+            loss = divergence
+        if self.rows is not None and logp is not None:
+            self._keep(part, overlap=sums["overlap"], argmax_prob=sums["argmax_prob"])
+        weight = self._weight[part]
+        self._total += (weight * loss).sum()
+        if self._grad is not None:
+            self._grad[part] = head.back(grad) * (weight / head.temperature)[:, None]
+        if self._own_grad is not None and self._reduced is not None:
+            scaled = grad * (weight / head.temperature)[:, None]
+            self._own_grad[self._reduced.own] += scaled.t() @ self._hidden[part].to(scaled.dtype)
+        for name, x in (sums | {"loss": loss}).items():
+            self._metrics[name].index_add_(0, self._groups[part], x)
+        self._learned += len(labels)
+
+    def _coupled(self, part: slice, logq: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> torch.Tensor:
+        """Return 1.0 in rows whose draft with the noise of their label is the label; 0.0 in rows without a seed."""
+        assert self._noise is not None
+        seeds, keys = (x[part] for x in self._noise)
+        known = (seeds >= 0).nonzero()[:, 0]
+        seeds, keys, rows = (to_device(x, logq.device) for x in (seeds[known], keys[known], known))
+        found = torch.zeros_like(logq[:, 0])
+        if len(known):
+            drafts = head.sample(logq.index_select(0, rows), seeds, keys)
+            found[rows] = (drafts == labels[rows]).to(found.dtype)
+        return found
+
+    def _against(
+        self, logq: torch.Tensor, logp: torch.Tensor, labels: torch.Tensor, depths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
+        reduced = self._reduced
+        if callable(self._kind):
+            return _own_divergence(self._kind, logq, logp, labels, depths, self._head)
+        if reduced is None:
+            return _divergence(self._kind, logq, logp, self._head.sum)
+        return _divergence(self._kind, logq, reduced.of_full(logp), self._head.sum, whole=False)
+
+    def _keep(self, part: slice, **values: torch.Tensor) -> None:
+        assert self.rows is not None
+        for name, x in values.items():
+            kept = self.rows.setdefault(name, x.new_zeros(len(self._source)))
+            kept.index_copy_(0, self._rows[part], x)
+
+
+class _Precomputed(torch.autograd.Function):
+    """A scalar with gradients that the forward has computed: in some rows of `source`, and in `own`, if it is given."""
+
+    @staticmethod
+    def forward(ctx, source, total, rows, grad, own, own_grad):
+        ctx.save_for_backward(rows, grad, own_grad)
+        ctx.rows = len(source)
+        ctx.own_type = None if own is None else own.dtype
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        rows, grad, own_grad = ctx.saved_tensors
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
+        out.index_copy_(0, rows, (grad * upstream).to(grad.dtype))
+        return out, None, None, None, None if own_grad is None else (own_grad * upstream).to(ctx.own_type), None
+
+
+def _divergence(
+    kind: Kind,
+    logq: torch.Tensor,
+    logp: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    whole: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
+
+    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
+    vocabulary, over which q sums to 1 and p to p(S). Reverse KL and TV keep their meaning, with q = 0 elsewhere.
+    Forward KL, which would be infinite, becomes p(S) · KL(p / p(S) ‖ q).
+    """
+    p = logp.exp()
+    q = logq.exp()
+    if kind == "reverse_kl":
+        g = logq - logp
+        second = (q * g).sum(-1)
+    elif kind == "tv":
+        g = -(q < p).to(q.dtype)
+        second = (q * g).sum(-1)
+    else:
+        second = (logp - logq).mul_(p).sum(-1)
+    overlap, second = total(torch.stack([torch.minimum(p, q).sum(-1), second]))
+    if kind in ("reverse_kl", "tv"):
+        return overlap, second if kind == "reverse_kl" else 1 - overlap, q * (g - second[:, None])
+    if whole:
+        return overlap, second, q.sub_(p)
+    mass = total(p.sum(-1))
+    return overlap, second - torch.xlogy(mass, mass), q.mul_(mass[:, None]).sub_(p)
+
+
+def _own_divergence(
+    own: DrafterLoss,
+    logq: torch.Tensor,
+    logp: torch.Tensor,
+    labels: torch.Tensor,
+    depths: torch.Tensor,
+    head: VocabParallelHead,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the same as `_divergence`, for the user's loss."""
+    overlap, _, _ = _divergence("tv", logq, logp, head.sum)
+    with torch.enable_grad():
+        draft = head.whole(logq).detach().clone().requires_grad_()
+        rows = DrafterRows(draft, head.whole(logp).detach().clone(), labels.clone(), depths.clone())
+        loss = checked(named("drafter.loss", own), own(rows), draft[:, 0]).to(draft.dtype)
+        (grad,) = torch.autograd.grad(loss.sum(), draft, allow_unused=True)
+    if grad is None:
+        what = "the result does not depend on draft_logprobs; expected one that does"
+        raise FunctionError(f"{named('drafter.loss', own)}: {what}")
+    # Convert the gradient with respect to log-probabilities into that with respect to logits.
+    grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
+    return overlap, loss.detach(), head.share(grad)

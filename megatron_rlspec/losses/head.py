@@ -1,0 +1,282 @@
+"""The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.host import memory
+from megatron_rlspec.noise import draw, noisy
+from megatron_rlspec.packing.transfer import to_device
+
+LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
+
+
+@dataclass(frozen=True)
+class VocabParallelHead:
+    """This rank's rows of the output layer.
+
+    weight       `[width, H]`, detached
+    temperature  divides all logits
+    start        the token id of the first row
+    total        token ids of all ranks together
+    group        tensor-parallel ranks; None if one rank holds the whole vocabulary
+    finite       whether all weights are finite, if that is known; finding out waits for the device
+
+    Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
+    """
+
+    weight: torch.Tensor
+    temperature: float
+    start: int
+    total: int
+    group: dist.ProcessGroup | None
+    finite: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        finite: bool | None = None,
+    ) -> VocabParallelHead:
+        """Make a head from this rank's `weight [V/tp, H]`. Rows of ids from `vocab_size` on are padding and are
+        dropped.
+
+        Raises ValueError for a temperature of 0 or less, and for a `vocab_size` that leaves this rank without a row.
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}, expected above 0")
+        rank = 0 if group is None else dist.get_rank(group)
+        size = 1 if group is None else dist.get_world_size(group)
+        held = weight.shape[0]
+        total = held * size if vocab_size is None else vocab_size
+        if not rank * held < total <= size * held:
+            raise ValueError(f"vocab_size={total}, but rank {rank} of {size} holds {held} rows from {rank * held}")
+        real = weight.detach()[: total - rank * held]
+        return cls(real, temperature, rank * held, total, group if size > 1 else None, finite)
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def chunk(self) -> int:
+        """Return how many rows to compute logits of at once: on a CPU so few that `memory.keep_freed` works on them."""
+        return 1024 if self.weight.is_cuda else min(max(LOGITS_ON_CPU // self.width, 32), 1024)
+
+    def rows_of(self, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
+
+        It reads both, so on a GPU it waits; training passes tensors of the CPU.
+        """
+        rows = mask.nonzero().squeeze(1)
+        used = labels.index_select(0, rows)
+        if bool(((used < 0) | (used >= self.total)).any()):
+            first = int(used.min())
+            last = int(used.max())
+            raise ValueError(f"labels lie outside the vocabulary of {self.total}: {first} to {last}")
+        return rows
+
+    @cached_property
+    def finite_weight(self) -> torch.Tensor:
+        """Return `weight` with NaN and infinities replaced by 0, because 0 · infinity in a gradient would be NaN."""
+        if self.finite or self.finite is None and all_finite(self.weight):
+            return self.weight
+        return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
+
+        The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
+        minus infinity becomes a very low finite one with probability 0.
+        """
+        scores = self._logits(hidden).clamp_(min=lowest(accumulate_in(hidden)))
+        largest = scores.amax(-1)
+        if self.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return scores.sub_(largest[:, None])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden @ self.weight.t()).to(accumulate_in(hidden)).div_(self.temperature)
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
+        return grad.to(self.weight.dtype) @ self.finite_weight
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def log_sum_exp(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return log Σ exp over the whole vocabulary, `[C]`."""
+        lse = scores.logsumexp(-1)
+        if self.group is None:
+            return lse
+        top = lse.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+        return top + self.sum((lse - top).exp_()).log_()
+
+    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of this rank's columns."""
+        return columns + self.start
+
+    def argmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
+        value, column = scores.max(-1)
+        return self._best(value, self.ids_of(column))
+
+    def sample(self, logprobs: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the ids `[C]` of the largest log-probability + noise (`noise.py`); seeds and keys `[C]` int64."""
+        ids = self.ids_of(torch.arange(self.width, device=logprobs.device))
+        column = draw(logprobs, seeds, keys, ids)
+        best = ids[column]
+        if self.group is None:
+            return best
+        value = noisy(logprobs.gather(1, column[:, None]), seeds, keys, best[:, None])[:, 0]
+        return self._best(value, best)
+
+    def _best(self, value: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Return the id of each row's largest value over all ranks; of equal values the lowest id."""
+        if self.group is not None:
+            top = value.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
+            best.masked_fill_(value < top, self.total)
+            dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
+        return best
+
+    def pick(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
+        local, mine = self._local(ids)
+        return x.gather(1, local).masked_fill_(~mine, 0).view(ids.shape)
+
+    def add_at(self, x: torch.Tensor, ids: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+        """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
+        local, mine = self._local(ids)
+        value = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
+        value = value.expand(ids.shape).reshape(mine.shape)
+        return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
+        if self.group is None:
+            return x
+        widest = self.start // dist.get_rank(self.group) if self.start else self.width
+        return self._gather(torch.nn.functional.pad(x, (0, widest - self.width)))[:, : self.total]
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of `x [C, V]`."""
+        return x[:, self.start : self.start + self.width]
+
+    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        local = (ids if ids.ndim == 2 else ids[:, None]) - self.start
+        mine = (local >= 0) & (local < self.width)
+        return local.masked_fill_(~mine, 0), mine
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather `[C, k]` of all ranks into `[C, ranks · k]`."""
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
+
+def all_finite(weight: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
+    return bool(torch.stack(weight.aminmax()).isfinite().all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead(VocabParallelHead):
+    """The rows of the output layer of the words that drafts are chosen from (FR-Spec, arXiv 2502.14856, section 3).
+
+    ids      `[width]` this rank's words, ascending; [-1] on a rank that holds none of them
+    columns  `[width]` their columns in `full`
+    some     whether this rank holds any of the words
+    own      a head of the drafter's own: the rows of it that this rank computes; else the rows are those of `full`
+
+    Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
+    """
+
+    ids: torch.Tensor
+    columns: torch.Tensor
+    some: bool
+    full: VocabParallelHead
+    own: slice | None = None
+
+    @classmethod
+    def of_words(
+        cls,
+        full: VocabParallelHead,
+        words: torch.Tensor,
+        own: torch.Tensor | None = None,
+        own_finite: bool | None = None,
+    ) -> DraftHead:
+        """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
+
+        own         `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
+        own_finite  as `finite`, of these
+
+        With `words` on the CPU, nothing is read from the device.
+        """
+        words = words.cpu().sort().values
+        if not len(words) or int(words[0]) < 0 or int(words[-1]) >= full.total:
+            raise ValueError(f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one")
+        columns = words[(words >= full.start) & (words < full.start + full.width)] - full.start
+        some = bool(len(columns))
+        if not some:
+            columns = words.new_zeros(1)
+        ids = columns + full.start if some else words.new_full((1,), -1)
+        first = int(torch.searchsorted(words, full.start)) if some else 0
+        rows = slice(first, first + len(columns))
+        columns = to_device(columns, full.weight.device)
+        return cls(
+            weight=full.weight.index_select(0, columns) if own is None else own.detach()[rows],
+            temperature=full.temperature,
+            start=full.start,
+            total=full.total,
+            group=full.group,
+            finite=full.finite if own is None else own_finite,
+            own=None if own is None else rows,
+            ids=to_device(ids, full.weight.device),
+            columns=columns,
+            some=some,
+            full=full,
+        )
+
+    def holds(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
+        return self.sum(self._local(labels)[1][:, 0].to(accumulate_in(self.weight)))
+
+    def ids_of(self, columns: torch.Tensor) -> torch.Tensor:
+        return self.ids[columns]
+
+    def of_full(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the words of log-probabilities `x [C, full.width]`."""
+        found = x.index_select(1, self.columns)
+        return found if self.some else found.fill_(lowest(found.dtype))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits(hidden)
+        return logits if self.some else logits.fill_(lowest(logits.dtype))
+
+    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = ids if ids.ndim == 2 else ids[:, None]
+        local = torch.searchsorted(self.ids, ids).clamp_(max=self.width - 1)
+        return local, self.ids[local] == ids
+
+
+def accumulate_in(x: torch.Tensor) -> torch.dtype:
+    """Return the type for arithmetic on the logits of `x`: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return a replacement for minus infinity in logits: its exponential is 0, and sums of it do not overflow."""
+    return torch.finfo(dtype).min / 4

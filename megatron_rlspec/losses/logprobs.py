@@ -1,0 +1,102 @@
+"""Log-probabilities of labels under the policy, and the policy's entropy: in chunks of rows, vocabulary-parallel.
+
+Shapes as in `losses/drafter.py`: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share,
+C rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
+from megatron_rlspec.packing.transfer import to_device
+
+Observer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def policy_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    *,
+    mask: torch.Tensor | None = None,
+    chunk: int | None = None,
+    vocab_size: int | None = None,
+    observe: Observer | None = None,
+    finite: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities of `labels [N]` and, if asked, the entropy `[N]`; differentiable in hidden and weight.
+
+    Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
+    chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
+    `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. `Student.observe`
+    is such a function. `labels` and `mask` are best on the CPU: the rows are then chosen without waiting for a GPU; so
+    are the row numbers that `observe` gets. `finite`: as in `VocabParallelHead`. Raises ValueError for a label that is
+    no token id.
+    """
+    head = VocabParallelHead.of(weight, temperature, tp_group, vocab_size, finite)
+    chosen = head.rows_of(torch.ones_like(labels) if mask is None else mask, labels)
+    rows = to_device(chosen, hidden.device)
+    picked, entropy = _LogProbs.apply(
+        hidden.index_select(0, rows),
+        weight if head.width == len(weight) else weight[: head.width],
+        to_device(labels.index_select(0, chosen), hidden.device),
+        (head, chunk or head.chunk, with_entropy, observe, chosen),
+    )
+    zeros = picked.new_zeros(len(labels))
+    return zeros.index_copy(0, rows, picked), zeros.index_copy(0, rows, entropy) if with_entropy else None
+
+
+class _LogProbs(torch.autograd.Function):
+    """Computes log p(label) and the entropy of each row. The backward computes the logits of each chunk again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, options):
+        head, chunk, with_entropy, observe, rows = options
+        picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
+        lses = torch.zeros_like(picked)
+        entropy = torch.zeros_like(picked)
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            scores = head.scores(hidden[part])
+            lse = lses[part] = head.log_sum_exp(scores)
+            picked[part] = head.sum(head.pick(scores, labels[part])) - lse
+            if with_entropy:
+                logp = scores - lse[:, None]
+                entropy[part] = -head.sum((logp.exp() * logp).sum(-1))
+            if observe is not None:
+                observe(rows[part], scores, lse)
+        ctx.save_for_backward(hidden, weight, labels, lses, entropy)
+        ctx.options = options
+        return picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_picked, grad_entropy):
+        # All tensors are saved by autograd, which detects a weight that was overwritten since the forward.
+        hidden, weight, labels, lses, entropy = ctx.saved_tensors
+        head, chunk, with_entropy, *_ = ctx.options
+        grad_hidden = torch.zeros_like(hidden)
+        # Chunks are summed in float32 or float64, because bfloat16 would lose small contributions.
+        grad_weight = torch.zeros_like(weight, dtype=lses.dtype) if ctx.needs_input_grad[1] else None
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            logp = head.scores(hidden[part]).sub_(lses[part, None])
+            p = logp.exp()
+            if with_entropy:
+                grad = p.mul_(logp.add_(entropy[part, None]).mul_(-grad_entropy[part, None]) - grad_picked[part, None])
+            else:
+                grad = p.mul_(-grad_picked[part, None])
+            grad = head.add_at(grad, labels[part], grad_picked[part]).div_(head.temperature).to(hidden.dtype)
+            grad_hidden[part] = head.back(grad)
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        head.sum(grad_hidden)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None

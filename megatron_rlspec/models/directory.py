@@ -1,0 +1,311 @@
+"""Check a Hugging Face model directory. Every command that reads one does so before anything else starts.
+
+The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them. It
+does not read weights. It imports torch only at the end, for the table of tensor names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_rlspec import files
+from megatron_rlspec.models.config import SCHEMAS, ModelConfigError, Shared, check_config
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_CONFIG = 1 << 24  # bytes
+FLOATS = ("F64", "F32", "F16", "BF16")
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"^(?:model\.mtp_layers|mtp\.layers)\.(\d+)\.")
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")  # buffers, and towers that are not used
+
+Use = Literal["train", "convert", "serve"]
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor as its file describes it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_model(
+    path: str | Path,
+    use: Use,
+    *,
+    drafter: bool = True,
+    weights: bool = True,
+    tokenizer: bool = True,
+    longest: int = 0,
+) -> dict[str, Any]:
+    """Return config.json. Raises ModelConfigError, one line, for a directory that cannot be used.
+
+    use        train: refuse what cannot be trained; convert, serve: only what contradicts itself
+    drafter    the model must have one
+    weights    compare the tensors with config.json
+    tokenizer  the files of a tokenizer must be there
+    longest    model.max_length, which must not exceed max_position_embeddings
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise ModelConfigError(
+            f"{directory}: {what}; expected a Hugging Face checkpoint, as `rlspec convert` writes one"
+        )
+    config = read_object(directory / "config.json")
+    if use == "serve" and _architecture(config) not in SCHEMAS:
+        return config  # SGLang knows more families than the package
+    typed = check_config(config, str(path), trained=use == "train")
+    if drafter and use == "train" and not typed.num_nextn_predict_layers:
+        raise ModelConfigError(
+            f"config.json of {path}: num_nextn_predict_layers={typed.num_nextn_predict_layers or 0}: no drafter; "
+            "`rlspec convert --add-mtp` adds one, drafter.train=false goes without"
+        )
+    context = typed.max_position_embeddings
+    if context and longest > context:
+        raise ModelConfigError(
+            f"config.json of {path}: max_position_embeddings={context}; expected at least model.max_length={longest}"
+        )
+    if weights and use == "train":
+        _check_stated(config, str(path))
+    if weights:
+        _check_weights(directory, config, typed, drafter=drafter)
+    if tokenizer:
+        _check_tokenizer(directory, typed)
+    return config
+
+
+def _check_stated(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    wanted = {
+        "rope_theta": (config.get("rope_theta", rope.get("rope_theta")), "a number greater than 0, such as 10000"),
+        "rms_norm_eps": (config.get("rms_norm_eps"), "a number greater than 0, such as 1e-6"),
+        "eos_token_id": (config.get("eos_token_id"), "the token at which a response ends"),
+    }
+    for key, (value, expected) in wanted.items():
+        if value is None:
+            raise ModelConfigError(f"config.json of {where}: no {key}; expected {expected}")
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
+    """Read an object of standard JSON. Transformers reads no byte order mark, so one is refused."""
+    try:
+        if files.read_bytes(file, most).startswith(b"\xef\xbb\xbf"):
+            raise ModelConfigError(
+                f"{file}: begins with a byte order mark, which Transformers does not read; remove it"
+            )
+        found = files.read_json(file, most)
+    except files.FileError as error:
+        raise ModelConfigError(str(error)) from None
+    if not isinstance(found, dict):
+        raise ModelConfigError(f"{file}: expected a JSON object")
+    return found
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def read_headers(directory: Path) -> dict[str, Header]:
+    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged."""
+    if (directory / INDEX).exists():
+        placed = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise ModelConfigError(f"{directory / INDEX}: expected weight_map, an object of tensor name and file name")
+        found: dict[str, Header] = {}
+        for name, file in placed.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelConfigError(
+                    f"{directory / INDEX}: weight_map places {name} in {file!r}, expected a file name"
+                )
+        for file in sorted(set(placed.values())):
+            found |= dict(_headers_of(directory / file))
+        for name, file in placed.items():
+            if name not in found or found[name].file != file:
+                raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
+        return {name: found[name] for name in placed}
+    if not (directory / SINGLE).exists():
+        raise ModelConfigError(f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read")
+    return dict(_headers_of(directory / SINGLE))
+
+
+def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
+    if not file.is_file():
+        what = "not a file" if file.exists() else "no such file"
+        raise ModelConfigError(f"{file}: {what}; expected safetensors")
+    try:
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118, this object is no mapping
+                about = opened.get_slice(name)
+                yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelConfigError(f"{file}: truncated or not safetensors ({' '.join(str(error).split())[:200]})") from None
+
+
+def _check_weights(directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool) -> None:
+    headers = read_headers(directory)
+    where = f"config.json of {directory}"
+    if typed.tie_word_embeddings and "lm_head.weight" in headers:
+        raise ModelConfigError(
+            f"{where}: tie_word_embeddings=true, but the weights hold an lm_head.weight of their own; expected false, "
+            "or no such tensor"
+        )
+    _check_layers(where, headers, typed)
+    for name, header in headers.items():
+        if header.dtype not in FLOATS and not name.endswith(("d2t", "t2d")):
+            raise ModelConfigError(
+                f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(FLOATS)}"
+            )
+    known = typed.architectures[0] in SCHEMAS
+    if known:
+        _check_shapes(directory, headers, typed)
+    _check_names(directory, config, headers, drafter=drafter, extra=known)
+
+
+def _check_layers(where: str, headers: Mapping[str, Header], typed: Shared) -> None:
+    """Compare the number of layers. GLM4-MoE and DeepSeek number the drafter's layers after the decoder's."""
+    numbers = {int(found[1]) for name in headers if (found := _LAYER.match(name))}
+    most = typed.num_hidden_layers + (typed.num_nextn_predict_layers or 0)
+    allowed = {typed.num_hidden_layers, most}
+    held = max(numbers, default=-1) + 1
+    if held and held not in allowed:
+        raise ModelConfigError(
+            f"{where}: num_hidden_layers={typed.num_hidden_layers}, but the weights hold {held} layers"
+        )
+    drafters = {int(found[1]) for name in headers if (found := _MTP_LAYER.match(name))}
+    promised = typed.num_nextn_predict_layers
+    if drafters and promised is not None and max(drafters) + 1 > promised:
+        raise ModelConfigError(
+            f"{where}: num_nextn_predict_layers={promised}, but the weights hold {max(drafters) + 1} drafter layers"
+        )
+
+
+def _check_names(
+    directory: Path, config: Mapping[str, Any], headers: Mapping[str, Header], *, drafter: bool, extra: bool
+) -> None:
+    """Compare the tensors' names with the family's table."""
+    from megatron_rlspec.models.names import name_table  # imports torch
+
+    try:
+        family = name_table(config)
+    except ValueError as error:
+        raise ModelConfigError(f"{directory}: {error}") from None
+    lost = [name for name in family.target_names if name not in headers]
+    if lost:
+        raise ModelConfigError(f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json")
+    lost = [name for name in family.drafter_names if name not in headers]
+    if drafter and lost:
+        raise ModelConfigError(
+            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}; "
+            "`rlspec convert --add-mtp` makes a fresh drafter"
+        )
+    if not extra:
+        return
+    copies = {copy for row in family.rows.values() for copy in row.copies}
+    unknown = [name for name in headers if name not in family.by_hf and name not in copies]
+    unknown = [name for name in unknown if not _IGNORED.search(name)]
+    if unknown:
+        raise ModelConfigError(f"{directory}: {_some(unknown)}: not part of {family.name} by config.json")
+
+
+def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared) -> None:
+    for name, header in headers.items():
+        wanted = expected_shape(name, typed)
+        if wanted is None or header.shape == tuple(wanted.values()):
+            continue
+        if len(header.shape) != len(wanted):
+            raise ModelConfigError(
+                f"{directory / header.file}: {name} has shape {list(header.shape)}, expected {list(wanted.values())}"
+            )
+        for (key, size), found in zip(wanted.items(), header.shape, strict=True):
+            if size != found:
+                raise ModelConfigError(
+                    f"config.json of {directory}: {key}={size}, but {name} has {found} there: its shape is "
+                    f"{list(header.shape)}, expected {list(wanted.values())}"
+                )
+
+
+def expected_shape(name: str, config: Shared) -> dict[str, int] | None:
+    """Return the shape that config.json gives to a tensor, as key -> size; None if its name is not known."""
+    part = name.rpartition(".")[0].rpartition(".")[2]
+    hidden = {"hidden_size": config.hidden_size}
+    words = {"vocab_size": config.vocab_size}
+    queries = {"num_attention_heads x head_dim": config.num_attention_heads * config.head_size}
+    keys = {"num_key_value_heads x head_dim": config.groups * config.head_size}
+    head = {"head_dim": config.head_size}
+    wide = _mlp_width(name, config)
+    experts = {"n_routed_experts": config.n_routed_experts or 0}
+    shapes = {
+        "embed_tokens": words | hidden,
+        "lm_head": words | hidden,
+        "head": words | hidden,
+        "q_proj": queries | hidden,
+        "k_proj": keys | hidden,
+        "v_proj": keys | hidden,
+        "o_proj": hidden | queries,
+        "q_norm": head,
+        "k_norm": head,
+        "gate_proj": wide | hidden,
+        "up_proj": wide | hidden,
+        "down_proj": hidden | wide,
+        "gate": experts | hidden,
+        "input_proj": hidden | {"2 x hidden_size": 2 * config.hidden_size},
+        "eh_proj": hidden | {"2 x hidden_size": 2 * config.hidden_size},
+    }
+    shape = shapes.get(part, hidden if part.endswith("norm") else None)
+    if shape is None:
+        return None
+    if name.endswith((".bias", ".e_score_correction_bias")):
+        return dict(list(shape.items())[:1])
+    return shape
+
+
+def _mlp_width(name: str, config: Shared) -> dict[str, int]:
+    """Return the width of a dense MLP, of one expert, or of all shared experts together."""
+    if ".mlp.experts." in name:
+        return {"moe_intermediate_size": config.moe_intermediate_size or 0}
+    if ".shared_experts." in name:
+        shared = (config.n_shared_experts or 0) * (config.moe_intermediate_size or 0)
+        return {"n_shared_experts x moe_intermediate_size": shared}
+    return {"intermediate_size": config.intermediate_size or 0}
+
+
+# ---- tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def _check_tokenizer(directory: Path, typed: Shared) -> None:
+    if not any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
+        known = ", ".join(" with ".join(names) for names in TOKENIZERS)
+        raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (directory / name).exists():
+            found = read_object(directory / name, files.READ_MOST)
+            if name == "generation_config.json":
+                _check_stop_tokens(directory / name, found.get("eos_token_id"), typed.vocab_size)
+
+
+def _check_stop_tokens(file: Path, given: Any, vocabulary: int) -> None:
+    for token in given if isinstance(given, list) else [given]:
+        if token is None:
+            continue
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ModelConfigError(f"{file}: eos_token_id={token!r}: expected ids below vocab_size={vocabulary}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

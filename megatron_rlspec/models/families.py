@@ -1,0 +1,557 @@
+"""Record what differs between model families, and name every tensor of a model for Megatron and for Hugging Face.
+
+A `Family` is the record of one architecture. Its rows give each tensor's Megatron name, its Hugging Face names, and the
+layout between them. Both directions read the same row. A row that is wrong in both still round-trips, so tests compare
+logits with Transformers' and SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows
+the others.
+
+How the drafters differ (SGLang's class in brackets):
+
+    family                        input projection       norms           final norm        input at position 0
+    MiMo-7B (MiMoMTP)             hidden, embedding      w               final_layernorm   embedding is 0
+    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      w               shared_head.norm  as everywhere
+    Qwen3-Next, Qwen3.5 (MTP)     embedding, hidden      1 + w           norm              as everywhere
+    EAGLE-3                       none; fc of 3 hiddens  w               norm              as everywhere
+
+mbridge 0.15.1 also translates between Megatron and Hugging Face. Tests compare names with it. It is not used for the
+push: it needs Megatron's model objects on all ranks, it knows Transformer Engine's names only, and it does not exchange
+the halves of MiMo's input projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_rlspec.models.config import MAPS, PREFIX, refusal
+from megatron_rlspec.models.layouts import (
+    COLUMN,
+    COLUMN_GATE_UP,
+    COPY,
+    GATE_UP,
+    REPLICATED,
+    ROW,
+    SWAP_HALVES,
+    ZERO_CENTERED,
+    Cut,
+    Layout,
+    gated_delta_net,
+    gated_delta_net_sizes,
+    gated_qkv,
+    grouped_qkv,
+    stacked,
+    zero_biased_qkv,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron tensor and its Hugging Face tensors.
+
+    megatron    its canonical name (local layer specs)
+    hf          the Hugging Face names of its parts
+    layout      how the parts form the full tensor
+    cut         how tensor-parallel ranks cut the full tensor
+    vocabulary  its rows are tokens, which Megatron may pad
+    te_cut      how Transformer Engine's layers cut it, if differently
+    copies      further Hugging Face names under which checkpoints repeat hf[0]
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout = COPY
+    cut: Cut = REPLICATED
+    vocabulary: bool = False
+    te_cut: Cut | None = None
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes in a config.json that all families have."""
+
+    layers: int
+    mtp_layers: int
+    heads: int
+    groups: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Geometry:
+        """Read the sizes. Raises ValueError for a missing or impossible one."""
+        heads = need(config, "num_attention_heads")
+        hidden = need(config, "hidden_size")
+        # Qwen3-Next has one drafter layer, and its config.json does not mention it.
+        unmentioned = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")
+        mtp = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned))
+        geometry = cls(
+            layers=need(config, "num_hidden_layers"),
+            mtp_layers=mtp or 0,
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            hidden=hidden,
+            vocab=need(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+        if geometry.heads % geometry.groups:
+            raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}")
+        return geometry
+
+
+def need(config: Mapping[str, Any], key: str) -> Any:
+    """Return a size that config.json must state. Raises ValueError if it is missing or not positive."""
+    if key not in config:
+        raise ValueError(f"config.json has no {key!r}")
+    if not isinstance(config[key], int) or config[key] < 1:
+        raise ValueError(f"config.json: {key} is {config[key]!r}, expected a positive integer")
+    return config[key]
+
+
+# ---- parts that families share ------------------------------------------------------------------------------------
+
+
+def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
+    """Yield embedding, final norm and head.
+
+    `mtp_copies`: the checkpoint repeats embedding and head in each of the drafter's layers.
+    """
+    prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
+    copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
+    yield Row(
+        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), COPY, COLUMN, vocabulary=True, copies=copies
+    )
+    yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
+    if not g.tied:
+        copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
+        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies)
+
+
+def norms(megatron: str, hf: str) -> Iterator[Row]:
+    """Yield the two norms of a decoder layer."""
+    yield Row(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",))
+    yield Row(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",))
+
+
+def attention(
+    megatron: str, hf: str, g: Geometry, *, bias: bool, qk_norm: bool, gate: bool = False, zero_bias: bool = False
+) -> Iterator[Row]:
+    """Yield grouped-query attention.
+
+    bias       of q, k and v
+    gate       on its output (Qwen3-Next)
+    zero_bias  the checkpoint holds biases of 0, Megatron none
+    """
+    sizes = (g.groups, g.heads // g.groups, g.head_dim)
+    layout = (gated_qkv if gate else grouped_qkv)(*sizes)
+    names = {part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")}
+    qkv = f"{megatron}self_attention.linear_qkv."
+    if zero_bias:
+        yield Row(f"{qkv}weight", names["weight"] + names["bias"], zero_biased_qkv(*sizes), COLUMN)
+    else:
+        for part in ("weight", "bias") if bias else ("weight",):
+            yield Row(f"{qkv}{part}", names[part], layout, COLUMN)
+    if qk_norm:
+        for x in "qk":
+            yield Row(f"{megatron}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",))
+    yield Row(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), cut=ROW)
+
+
+def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
+    """Yield multi-head latent attention.
+
+    Local specs cut the down projections by rows. Transformer Engine's layers hold them whole on every rank.
+    """
+    to = f"{megatron}self_attention."
+    frm = f"{hf}self_attn."
+    if q_lora_rank is None:
+        yield Row(f"{to}linear_q_proj.weight", (f"{frm}q_proj.weight",), cut=COLUMN)
+    else:
+        yield Row(f"{to}linear_q_down_proj.weight", (f"{frm}q_a_proj.weight",), cut=COLUMN, te_cut=REPLICATED)
+        yield Row(f"{to}q_layernorm.weight", (f"{frm}q_a_layernorm.weight",))
+        yield Row(f"{to}linear_q_up_proj.weight", (f"{frm}q_b_proj.weight",), cut=COLUMN)
+    yield Row(f"{to}linear_kv_down_proj.weight", (f"{frm}kv_a_proj_with_mqa.weight",), cut=COLUMN, te_cut=REPLICATED)
+    yield Row(f"{to}kv_layernorm.weight", (f"{frm}kv_a_layernorm.weight",))
+    yield Row(f"{to}linear_kv_up_proj.weight", (f"{frm}kv_b_proj.weight",), cut=COLUMN)
+    yield Row(f"{to}linear_proj.weight", (f"{frm}o_proj.weight",), cut=ROW)
+
+
+def mlp(megatron: str, hf: str) -> Iterator[Row]:
+    """Yield a gated MLP."""
+    yield Row(f"{megatron}linear_fc1.weight", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, COLUMN_GATE_UP)
+    yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
+
+
+def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: str) -> Iterator[Row]:
+    """Yield router and experts of a layer; `shared`: the checkpoint's name of its shared experts, "" for none."""
+    yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
+    if router_bias:
+        yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
+    for e in range(count):
+        yield from mlp(f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}.")
+    if shared:
+        yield from mlp(f"{megatron}shared_experts.", f"{hf}{shared}.")
+        if shared == "shared_expert":
+            yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
+
+
+def nextn(g: Geometry, block: Callable[[str, str, int], Iterator[Row]]) -> Iterator[Row]:
+    """Yield drafters that follow the last layer in the checkpoint, with Megatron's order (embedding, hidden)."""
+    for n in range(g.mtp_layers):
+        to = f"mtp.layers.{n}."
+        frm = f"model.layers.{g.layers + n}."
+        yield Row(f"{to}enorm.weight", (f"{frm}enorm.weight",))
+        yield Row(f"{to}hnorm.weight", (f"{frm}hnorm.weight",))
+        yield Row(f"{to}eh_proj.weight", (f"{frm}eh_proj.weight",), cut=COLUMN)
+        yield from block(f"{to}transformer_layer.", frm, g.layers + n)
+        yield Row(f"{to}final_layernorm.weight", (f"{frm}shared_head.norm.weight",))
+
+
+def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
+    if g.mtp_layers > 1:
+        raise ValueError(f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one")
+    if not g.mtp_layers:
+        return
+    yield Row("mtp.layers.0.enorm.weight", ("mtp.pre_fc_norm_embedding.weight",))
+    yield Row("mtp.layers.0.hnorm.weight", ("mtp.pre_fc_norm_hidden.weight",))
+    yield Row("mtp.layers.0.eh_proj.weight", ("mtp.fc.weight",), cut=COLUMN)
+    yield from block("mtp.layers.0.transformer_layer.", "mtp.layers.0.")
+    yield Row("mtp.layers.0.final_layernorm.weight", ("mtp.norm.weight",))
+
+
+# ---- families -------------------------------------------------------------------------------------------------------
+
+
+def dense(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
+
+    A drafter added to a Qwen2 or Llama model has MiMo's names and order, so that SGLang runs the model as MiMo. MiMo
+    has biases of q, k and v in SGLang, in vLLM and (as Qwen2) in Transformers. A Llama's are 0 in its checkpoint.
+    """
+    g = Geometry.of(config)
+    record = record_of(config)
+    bias = record.has_qkv_bias(config)
+    qk_norm = record.has_qk_norm(config)
+    zero_bias = record.stores_qkv_bias(config) and not bias
+
+    def block(megatron: str, hf: str) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm, zero_bias=zero_bias)
+        yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
+
+    yield from outer(g)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
+    for n in range(g.mtp_layers):
+        megatron = f"mtp.layers.{n}."
+        hf = f"model.mtp_layers.{n}."
+        yield Row(f"{megatron}enorm.weight", (f"{hf}token_layernorm.weight",))
+        yield Row(f"{megatron}hnorm.weight", (f"{hf}hidden_layernorm.weight",))
+        yield Row(f"{megatron}eh_proj.weight", (f"{hf}input_proj.weight",), SWAP_HALVES, COLUMN)
+        yield from block(f"{megatron}transformer_layer.", hf)
+        yield Row(f"{megatron}final_layernorm.weight", (f"{hf}final_layernorm.weight",))
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of DeepSeek-V3 (latent attention) and GLM4-MoE (grouped-query attention).
+
+    Both have a sigmoid router with a bias, and NextN drafters.
+    """
+    g = Geometry.of(config)
+    record = record_of(config)
+    latent = "kv_lora_rank" in config
+    dense = config.get("first_k_dense_replace", 0)
+    count = need(config, "n_routed_experts")
+    shared = "shared_experts" if config.get("n_shared_experts") else ""
+
+    def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        if latent:
+            yield from latent_attention(megatron, hf, config.get("q_lora_rank"))
+        else:
+            bias = record.has_qkv_bias(config)
+            yield from attention(megatron, hf, g, bias=bias, qk_norm=record.has_qk_norm(config))
+        if n < dense:
+            yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
+        else:
+            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared)
+
+    yield from outer(g, mtp_copies=True)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
+    yield from nextn(g, block)
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
+
+    The drafter's names are those that SGLang's `qwen3_moe_mtp.py` reads; Transformers has no drafter of this family.
+    Raises ValueError for layers without experts, since SGLang gives every layer experts, and for biases.
+    """
+    g = Geometry.of(config)
+    count = need(config, "num_experts")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ValueError("decoder_sparse_step and mlp_only_layers: only experts in every layer are supported")
+    if config.get("attention_bias"):
+        raise ValueError("attention_bias: biases of Qwen3-MoE's attention are not supported")
+
+    def block(megatron: str, hf: str) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        yield from attention(megatron, hf, g, bias=False, qk_norm=True)
+        yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="")
+
+    yield from outer(g)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
+    yield from mtp_module(g, block)
+
+
+def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention.
+
+    Their MLPs are dense or mixtures of experts. All norms but the delta net's output norm multiply by 1 + w, for which
+    Megatron needs `layernorm_zero_centered_gamma`. The family is converted and not trained: megatron-core 0.16.1 has no
+    delta net for packed sequences.
+    """
+    g = Geometry.of(config)
+    every = config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or ["full_attention" if (n + 1) % every == 0 else "" for n in range(g.layers)]
+    count = config.get("num_experts") or 0
+
+    def block(megatron: str, hf: str, full: bool) -> Iterator[Row]:
+        yield from norms(megatron, hf)
+        if full:
+            yield from attention(megatron, hf, g, bias=False, qk_norm=True, gate=True)
+        else:
+            yield from delta_net(megatron, hf, config)
+        if count:
+            yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="shared_expert")
+        else:
+            yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
+
+    yield from outer(g)
+    for n in range(g.layers):
+        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", types[n] == "full_attention")
+    yield from mtp_module(g, lambda megatron, hf: block(megatron, hf, True))
+
+
+def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a gated delta net. Qwen3-Next groups its input projection by key head, in two tensors; Qwen3.5 has four."""
+    key_heads = need(config, "linear_num_key_heads")
+    value_heads = need(config, "linear_num_value_heads")
+    shape = (key_heads, value_heads, need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim"))
+    q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
+    to = f"{megatron}self_attention."
+    frm = f"{hf}linear_attn."
+    if config["architectures"][0].startswith("Qwen3Next"):
+        parts: tuple[str, ...] = ("qkvz", "ba")
+        layout = gated_delta_net(*shape)
+    else:
+        parts = ("qkv", "z", "b", "a")
+        layout = stacked(q + k + v, z, b, a)
+    sources = tuple(f"{frm}in_proj_{part}.weight" for part in parts)
+    yield Row(f"{to}in_proj.weight", sources, layout, Cut(0, sizes))
+    yield Row(f"{to}conv1d.weight", (f"{frm}conv1d.weight",), cut=Cut(0, (q, k, v)))
+    yield Row(f"{to}A_log", (f"{frm}A_log",), cut=COLUMN)
+    yield Row(f"{to}dt_bias", (f"{frm}dt_bias",), cut=COLUMN)
+    yield Row(f"{to}out_norm.weight", (f"{frm}norm.weight",), ZERO_CENTERED)
+    yield Row(f"{to}out_proj.weight", (f"{frm}out_proj.weight",), cut=ROW)
+
+
+def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of an EAGLE-3 drafter, which has a checkpoint of its own. Megatron names are ModelOpt's.
+
+    Its attention reads embedding and hidden state side by side, so q, k and v have 2H columns. `d2t` and `t2d` map
+    between the drafter's vocabulary and the target's. The embedding is the target's.
+    """
+    g = Geometry.of(config)
+    to = "eagle_module."
+    layer = f"{to}decoder.layers.0."
+    yield Row(f"{to}fc.weight", ("fc.weight",))
+    yield Row(f"{to}enorm.weight", ("midlayer.input_layernorm.weight",))
+    yield Row(f"{layer}input_layernorm.weight", ("midlayer.hidden_norm.weight",))
+    yield Row(f"{layer}pre_mlp_layernorm.weight", ("midlayer.post_attention_layernorm.weight",))
+    yield from attention(layer, "midlayer.", g, bias=bool(config.get("attention_bias", False)), qk_norm=False)
+    yield from mlp(f"{layer}mlp.", "midlayer.mlp.")
+    yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
+    # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.
+    yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",))
+    yield Row(f"{to}d2t", ("d2t",))
+    yield Row(f"{to}t2d", ("t2d",))
+
+
+def beside_target(config: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the trained rows of an EAGLE-3 drafter whose tensors stand beside its target's, behind `PREFIX`."""
+    for row in eagle3(config):
+        if row.hf[0] not in MAPS:
+            yield replace(row, hf=tuple(PREFIX + name for name in row.hf))
+
+
+# ---- one record per family --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is true of every model of one architecture. docs/adding-a-family.md explains each field.
+
+    rows                  config.json -> a row for each tensor
+    qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says; "or_zero":
+                          they have, but with attention_bias=false those in the checkpoint are 0, and Megatron has none
+    rotary_share          share of a head's channels that is rotated, unless config.json says
+    zero_first_embedding  the drafter reads 0 for the embedding at position 0
+    zero_centered_norms   norms multiply by 1 + w, so that a norm without effect holds 0
+    transformers          the model's name in Transformers, by which `rlspec convert --check` compares logits; "": none
+    embedded              the embedded engine runs the target
+    embedded_drafter      the embedded engine runs the drafter
+    added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
+    sglang_files          SGLang's files with the classes of target and drafter; (): unknown
+    sglang_drafter        SGLang's class of the drafter; "": unknown, or no drafter
+    sglang_drafter_names  (prefix of that class's parameters, prefix in the checkpoint), the first that fits counts;
+                          {layers} stands for the number of the target's layers
+    pushed                SGLang's classes hold every byte of a push where it belongs, at tensor parallel sizes 1, 2
+                          and 4: `tests/rollout/test_pushed_families.py`. Engines of other families are checked by what
+                          their loaders were given
+    served                an SGLang engine gave the log-probs of Transformers before and after a push
+    """
+
+    rows: Callable[[Mapping[str, Any]], Iterator[Row]]
+    qkv_bias: Literal["always", "never", "config", "or_zero"] = "config"
+    qk_norm: Literal["always", "never", "config"] = "never"
+    rotary_share: float = 1.0
+    zero_first_embedding: bool = False
+    zero_centered_norms: bool = False
+    transformers: str = ""
+    embedded: bool = False
+    embedded_drafter: bool = False
+    added_drafter: str = ""
+    sglang_files: tuple[str, ...] = ()
+    sglang_drafter: str = ""
+    sglang_drafter_names: tuple[tuple[str, str], ...] = ()
+    pushed: bool = False
+    served: bool = False
+
+    def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
+        """Return whether this model's q, k and v projections have biases other than 0."""
+        stated = config.get("attention_bias")
+        answers = {"always": True, "never": False, "config": bool(stated), "or_zero": stated is not False}
+        return answers[self.qkv_bias]
+
+    def stores_qkv_bias(self, config: Mapping[str, Any]) -> bool:
+        """Return whether this model's checkpoint and its engines hold q, k and v biases, perhaps of 0."""
+        return self.qkv_bias == "or_zero" or self.has_qkv_bias(config)
+
+    def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
+        """Return whether this model normalises queries and keys."""
+        return bool(config.get("use_qk_norm")) if self.qk_norm == "config" else self.qk_norm == "always"
+
+
+_NEXTN = (("model.decoder.", "model.layers.{layers}."), ("model.", "model.layers.{layers}."))
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        dense,
+        qkv_bias="never",
+        transformers="Llama",
+        embedded=True,
+        added_drafter="MiMoForCausalLM",
+        sglang_files=("llama",),
+        pushed=True,
+        served=True,
+    ),
+    "MiMoForCausalLM": Family(
+        dense,
+        qkv_bias="or_zero",
+        zero_first_embedding=True,
+        transformers="Qwen2",
+        embedded=True,
+        embedded_drafter=True,
+        added_drafter="MiMoForCausalLM",
+        sglang_files=("mimo", "mimo_mtp"),
+        sglang_drafter="MiMoMTP",
+        sglang_drafter_names=(
+            ("model.mtp_block.", "model.mtp_layers.0."),
+            ("model.", "model.mtp_layers.0."),
+        ),
+        pushed=True,
+        served=True,
+    ),
+    "Qwen2ForCausalLM": Family(
+        dense,
+        qkv_bias="always",
+        zero_first_embedding=True,
+        transformers="Qwen2",
+        embedded=True,
+        added_drafter="MiMoForCausalLM",
+        sglang_files=("qwen2",),
+        pushed=True,
+    ),
+    "Qwen3ForCausalLM": Family(
+        dense,
+        qk_norm="always",
+        zero_first_embedding=True,
+        transformers="Qwen3",
+        sglang_files=("qwen3",),
+        pushed=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qwen3_moe,
+        qkv_bias="never",
+        qk_norm="always",
+        added_drafter="Qwen3MoeForCausalLM",
+        sglang_files=("qwen3_moe", "qwen3_moe_mtp"),
+        sglang_drafter="Qwen3MoeForCausalLMMTP",
+        sglang_drafter_names=(("model.", "mtp."), ("", "mtp.")),
+        pushed=True,
+        served=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        deepseek_v3,
+        added_drafter="DeepseekV3ForCausalLM",
+        sglang_files=("deepseek_v2", "deepseek_nextn"),
+        sglang_drafter="DeepseekV3ForCausalLMNextN",
+        sglang_drafter_names=_NEXTN,
+        pushed=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        deepseek_v3,
+        qk_norm="config",
+        rotary_share=0.5,
+        added_drafter="Glm4MoeForCausalLM",
+        sglang_files=("glm4_moe", "glm4_moe_nextn"),
+        sglang_drafter="Glm4MoeForCausalLMNextN",
+        sglang_drafter_names=_NEXTN,
+        pushed=True,
+        served=True,
+    ),
+    "Qwen3NextForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"),
+    "LlamaForCausalLMEagle3": Family(
+        eagle3,
+        sglang_files=("llama_eagle3",),
+        sglang_drafter="LlamaForCausalLMEagle3",
+        sglang_drafter_names=(
+            ("model.layers.0.", f"{PREFIX}midlayer."),
+            ("model.", PREFIX),
+            ("", PREFIX),
+        ),
+    ),
+}
+
+
+def record_of(config: Mapping[str, Any]) -> Family:
+    """Return the record of a config.json's family. Raises ValueError for an unknown architecture."""
+    architecture = (config.get("architectures") or ["missing"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(refusal(architecture, "converted", FAMILIES))
+    return FAMILIES[architecture]
+
+
+def names_where(fact: Callable[[Family], object]) -> tuple[str, ...]:
+    """Return the architectures whose record makes `fact` true."""
+    return tuple(name for name, record in FAMILIES.items() if fact(record))

@@ -1,0 +1,320 @@
+"""Hugging Face checkpoints on disk: read tensor by tensor, check before use, write completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_rlspec import files
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.names import NameTable
+from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Everything but weights that a reader of the new checkpoint needs from the old one.
+_COMPANIONS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it."""
+
+    def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
+        self.directory = directory
+        self._file_of = dict(file_of)
+        self._open: TensorFile | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape, without reading the tensor."""
+        return self._file(name).shape(name)
+
+    def bytes(self) -> int:
+        """Return the size of all files together."""
+        return sum((self.directory / file).stat().st_size for file in set(self._file_of.values()))
+
+    def _file(self, name: str) -> TensorFile:
+        # One file is mapped at a time: closing the last one gives its pages back.
+        path = self.directory / self._file_of[name]
+        if self._open is None or self._open.path != path:
+            self._open = TensorFile(path)
+        return self._open
+
+
+def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
+    """Read config.json and open the tensors by name, unread. Raises CheckpointError.
+
+    Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
+    config = read_json(directory / "config.json")
+    if (directory / _INDEX).exists():
+        index = read_json(directory / _INDEX)
+        file_of = _weight_map(directory, index)
+    elif (directory / _SINGLE).exists():
+        with TensorFile(directory / _SINGLE) as file:
+            file_of = dict.fromkeys(file, _SINGLE)
+    else:
+        raise CheckpointError(f"{directory}: neither {_SINGLE} nor {_INDEX}; other formats are not read")
+    return config, LazyTensors(directory, file_of)
+
+
+def _weight_map(directory: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    """Return tensor -> file of an index, after checking that every file holds what the index places there."""
+    file_of = index.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointError(f"{directory / _INDEX}: expected weight_map, an object of tensor name and file name")
+    names_in: dict[str, set[str]] = {}
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{directory / _INDEX}: weight_map places {name} in {file!r}, expected a file name")
+        names_in.setdefault(file, set()).add(name)
+    for file, names in sorted(names_in.items()):
+        if not (directory / file).exists():
+            raise CheckpointError(f"{directory / file}: no such file, though {_INDEX} names it")
+        with TensorFile(directory / file) as opened:
+            lost = names - set(opened)
+        if lost:
+            raise CheckpointError(f"{directory / file}: lacks {_some(lost)}, which {_INDEX} places there")
+    return file_of
+
+
+class Opened(Protocol):
+    """The opened tensors of a model directory."""
+
+    directory: Path
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+
+
+def check(family: NameTable, tensors: Opened, *, drafter: bool = True) -> None:
+    """Raise CheckpointError unless `tensors` holds the whole model, with the vocabulary that config.json states.
+
+    `drafter=False`: the drafter's tensors may be missing, since a fresh one will be made.
+    """
+    where = tensors.directory
+    if drafter and not family.drafter_names:
+        raise CheckpointError(
+            f"{where}: no MTP layer: num_nextn_predict_layers is 0 or missing in config.json; "
+            "`rlspec convert --add-mtp` adds one"
+        )
+    lost = [name for name in family.drafter_names if name not in tensors]
+    if drafter and lost:
+        known = len(family.drafter_names)
+        raise CheckpointError(
+            f"{where}: lacks {len(lost)} of the drafter's {known} tensors, such as {lost[0]}; "
+            "`rlspec convert --add-mtp` makes a fresh drafter"
+        )
+    lost = [name for name in family.target_names if name not in tensors]
+    if lost:
+        raise CheckpointError(f"{where}: lacks {_some(lost)}, which {family.name} needs")
+    for row in family.rows.values():
+        if row.vocabulary:
+            rows = tensors.shape(row.hf[0])[0]
+            if rows != family.geometry.vocab:
+                raise CheckpointError(
+                    f"{where}: {row.hf[0]} has {rows} rows, but config.json says vocab_size={family.geometry.vocab}"
+                )
+
+
+def write_hf(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a checkpoint directory that appears whole or not at all. Arguments and errors as of `build_hf`."""
+    publish(build_hf(path, config, tensors, tokenizer_from, shard_bytes), Path(path))
+
+
+def build_hf(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
+
+    `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
+    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. Raises CheckpointError if
+    `path` exists. What a killed writer leaves behind, `.<name>.partial`, is replaced by the next one.
+    """
+    target = Path(path)
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already; a checkpoint is never overwritten")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        writer = ShardWriter(partial, shard_bytes)
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            writer.add(name, tensor)
+        complete(partial, config, writer.close(), tokenizer_from)
+    except BaseException:  # a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return partial
+
+
+class ShardWriter:
+    """Collect tensors into numbered safetensors files. `close` returns tensor -> file, in the order of `add`."""
+
+    def __init__(self, directory: Path, shard_bytes: int) -> None:
+        self.directory = directory
+        self.shard_bytes = shard_bytes
+        self._held: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._files: dict[str, str] = {}
+        self._count = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name in self._files or name in self._held:
+            raise CheckpointError(f"{self.directory}: {name} was written twice")
+        # safetensors refuses tensors that share storage, such as a split's views.
+        self._held[name] = tensor.detach().to("cpu", copy=tensor.untyped_storage().nbytes() != _bytes(tensor))
+        self._held[name] = self._held[name].contiguous()
+        self._bytes += _bytes(tensor)
+        if self._bytes >= self.shard_bytes:
+            self._flush()
+
+    def close(self) -> dict[str, str]:
+        self._flush()
+        return self._files
+
+    def _flush(self) -> None:
+        if self._held:
+            self._count += 1
+            file = f"shard-{self._count:05d}.safetensors"
+            tensor_file.save(self._held, self.directory / file)
+            self._files |= dict.fromkeys(self._held, file)
+            self._held = {}
+            self._bytes = 0
+
+
+def complete(
+    partial: Path,
+    config: Mapping[str, Any],
+    file_of: Mapping[str, str],
+    tokenizer_from: str | Path | None = None,
+) -> None:
+    """Name the shards as Transformers expects, and add the small files."""
+    shards = sorted(set(file_of.values()))
+    final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
+    if len(shards) == 1:
+        final = {shards[0]: _SINGLE}
+    total = 0
+    for shard, name in final.items():
+        os.rename(partial / shard, partial / name)
+        total += (partial / name).stat().st_size
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {n: final[f] for n, f in file_of.items()}}
+        write_json(partial / _INDEX, index)
+    write_json(partial / "config.json", config)
+    if tokenizer_from is not None:
+        copy_companions(Path(tokenizer_from), partial)
+
+
+def companions(source: Path) -> list[Path]:
+    """List the tokenizer and the other small files that belong to a checkpoint."""
+    found = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the other small files that belong to a checkpoint. Raises OSError."""
+    for file in companions(source):
+        shutil.copy2(file, target / file.name)
+
+
+def check_companions(source: Path) -> None:
+    """Raise CheckpointError if a tokenizer or another small file beside the weights is damaged."""
+    from tokenizers import Tokenizer
+
+    for file in companions(source):
+        if file.stat().st_size == 0:
+            raise CheckpointError(f"{file}: the file is empty")
+        if file.suffix == ".json":
+            read_json(file)
+        elif file.suffix != ".model":
+            _check_text(file)
+        if file.name == "tokenizer.json":
+            try:
+                Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises nothing narrower
+                raise CheckpointError(f"{file}: no tokenizer: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_text(file: Path) -> None:
+    try:
+        files.read_text(file)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a finished directory its name, once all of it is on the disk."""
+    for path in sorted(partial.rglob("*"), reverse=True):
+        files.sync(path)
+    files.sync(partial)
+    os.rename(partial, target)
+    with contextlib.suppress(PermissionError):  # a directory that may be written to but not read
+        files.sync(target.parent)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the JSON object of a small file. Raises CheckpointError."""
+    try:
+        data = files.read_json(file)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    return data
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all. Raises OSError."""
+    files.write(file, json.dumps(data, indent=2) + "\n")
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,187 @@
+"""Translate Hugging Face names to Megatron names and back, both by the family's rows (`families.py`).
+
+All tensors here are full: gathered over tensor, pipeline and expert parallel ranks. Layers and experts are numbered
+over the whole model. Megatron has several names for one tensor, and all of them are accepted:
+
+    local specs (canonical)                             Transformer Engine specs
+    decoder.layers.N.input_layernorm.weight             decoder.layers.N.self_attention.linear_qkv.layer_norm_weight
+    decoder.layers.N.pre_mlp_layernorm.weight           decoder.layers.N.mlp.linear_fc1.layer_norm_weight   (if dense)
+    ....self_attention.q_layernorm.weight (latent)      ....self_attention.linear_q_up_proj.layer_norm_weight
+    ....mlp.experts.local_experts.E.linear_fc1.weight   ....mlp.experts.linear_fc1.weightE
+    mtp.layers.N.transformer_layer.* (0.16)             mtp.layers.N.mtp_model_layer.* (main, either specs)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.families import Family, Geometry, Row, beside_target, record_of
+from megatron_rlspec.models.layouts import Cut
+
+# (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
+_FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv."),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1."),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj."),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj."),
+)
+_EXPERT_TE = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_EXPERT_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
+_CANONICAL_BLOCK = r"\1.transformer_layer."
+
+
+def canonical(name: str) -> str:
+    """Return any Megatron name as megatron-core 0.16's local specs have it, without a wrapper's `module.`."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    name = _MTP_BLOCK.sub(_CANONICAL_BLOCK, name)
+    for norm, layer in _FUSED:
+        block, found, leaf = name.partition(f"{layer}layer_norm_")
+        if found:
+            return f"{block}{norm}{leaf}"
+    return _EXPERT_TE.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
+def name_table(
+    hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local", mtp_block: str = "transformer_layer"
+) -> NameTable:
+    """Return the names of the model that a config.json describes.
+
+    `spec` and `mtp_block` choose the Megatron names that `spell` and `to_megatron` return. Raises ValueError for an
+    unknown architecture and for missing sizes.
+    """
+    record = record_of(hf_config)
+    return NameTable(hf_config["architectures"][0], record, hf_config, spec, mtp_block)
+
+
+class NameTable:
+    """The names of one model: its family's rows for its sizes.
+
+    name       the architecture
+    record     the family's record
+    rows       by canonical Megatron name
+    by_hf      the same rows by Hugging Face name
+
+    A config.json with an EAGLE-3 drafter's under `DRAFTER` has the drafter's rows, too, behind `PREFIX`.
+    A model with `geometry.tied` has no `lm_head.weight`. The copy of the embedding on Megatron's last pipeline stage,
+    `output_layer.weight`, reads the embedding's row and writes nothing.
+    """
+
+    def __init__(self, name: str, record: Family, hf_config: Mapping[str, Any], spec: str, mtp_block: str) -> None:
+        self.name = name
+        self.record = record
+        self.spec = spec
+        self.mtp_block = mtp_block
+        self.geometry = Geometry.of(hf_config)
+        self.rows: dict[str, Row] = {row.megatron: row for row in record.rows(hf_config)}
+        if DRAFTER in hf_config:
+            self.rows |= {row.megatron: row for row in beside_target(hf_config[DRAFTER])}
+        self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
+
+    def row(self, megatron_name: str) -> Row:
+        """Return the row of any Megatron name. Raises ValueError with the nearest known name."""
+        name = canonical(megatron_name)
+        if name == "output_layer.weight" and self.geometry.tied:
+            name = "embedding.word_embeddings.weight"
+        try:
+            return self.rows[name]
+        except KeyError:
+            near = difflib.get_close_matches(name, self.rows, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"{self.name} has no Megatron tensor {megatron_name}{hint}") from None
+
+    def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the Hugging Face tensors that one full Megatron tensor holds, without padding of the vocabulary.
+
+        Yields nothing for Transformer Engine's `_extra_state` and for a tied head. Names under which a checkpoint
+        repeats a tensor (`Row.copies`) are not yielded: engines do not read them.
+        """
+        if megatron_name.endswith("_extra_state"):
+            return
+        row = self.row(megatron_name)
+        if self.geometry.tied and canonical(megatron_name) == "output_layer.weight":
+            return
+        if row.vocabulary:
+            full = full[: self.geometry.vocab]
+        yield from zip(row.hf, row.layout.split(full), strict=True)
+
+    def to_megatron(
+        self, tensors: Mapping[str, Tensor], padded_vocab: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every Megatron tensor of the model in table order, and read `tensors` one row at a time.
+
+        `padded_vocab`: pad embedding and head with zeros to so many rows. A tied model's `output_layer.weight` comes
+        last, for the pipeline stage that keeps a copy. Raises KeyError if `tensors` lacks a name.
+        """
+        for name, row in self.rows.items():
+            yield self.spell(name), self._fuse(row, tensors, padded_vocab)
+        if self.geometry.tied:
+            yield "output_layer.weight", self._fuse(self.row("output_layer.weight"), tensors, padded_vocab)
+
+    def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
+        """Cut a tensor-parallel rank's part out of a full Megatron tensor. Raises ValueError if `size` does not fit."""
+        try:
+            return self._cut(megatron_name).shard(full, rank, size)
+        except ValueError as error:
+            raise ValueError(f"{megatron_name}, tensor parallel size {size}: {error}") from None
+
+    def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
+        """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor."""
+        return self._cut(megatron_name).unshard(shards)
+
+    def spell(self, canonical_name: str) -> str:
+        """Return a canonical name as this model's layer specs have it."""
+        name = canonical_name
+        if self.mtp_block != "transformer_layer":
+            name = _MTP_BLOCK.sub(rf"\1.{self.mtp_block}.", name)
+        return _EXPERT_LOCAL.sub(r".mlp.experts.\2.weight\1", self.fused(name)) if self.spec == "te" else name
+
+    def fused(self, name: str) -> str:
+        """Return the name of a norm as part of the layer behind it, if the block has such a layer."""
+        for norm, layer in _FUSED:
+            block, found, leaf = name.partition(norm)
+            if found and f"{_MTP_BLOCK.sub(_CANONICAL_BLOCK, block)}{layer}weight" in self.rows:
+                return f"{block}{layer}layer_norm_{leaf}"
+        return name
+
+    @staticmethod
+    def is_drafter(name: str) -> bool:
+        """Return whether a Megatron name belongs to the drafter. Embedding and head are the target's."""
+        return canonical(name).startswith(("mtp.", "eagle_module."))
+
+    @cached_property
+    def drafter_names(self) -> tuple[str, ...]:
+        """Hugging Face names of the drafter's own tensors; () if the model has no drafter."""
+        return tuple(hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf)
+
+    @cached_property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        numbers = [int(found[1]) for name in self.rows if (found := _EXPERT_LOCAL.search(name))]
+        return max(numbers, default=-1) + 1
+
+    @cached_property
+    def target_names(self) -> tuple[str, ...]:
+        """Hugging Face names of the target's tensors."""
+        return tuple(hf for row in self.rows.values() if not self.is_drafter(row.megatron) for hf in row.hf)
+
+    def _cut(self, megatron_name: str) -> Cut:
+        row = self.row(megatron_name)
+        return row.te_cut if self.spec == "te" and row.te_cut else row.cut
+
+    def _fuse(self, row: Row, tensors: Mapping[str, Tensor], padded_vocab: int | None) -> Tensor:
+        full = row.layout.fuse([tensors[hf] for hf in row.hf])
+        if row.vocabulary and padded_vocab is not None and padded_vocab != full.shape[0]:
+            if padded_vocab < full.shape[0]:
+                raise ValueError(f"padded_vocab={padded_vocab} is smaller than the {full.shape[0]} rows of {row.hf[0]}")
+            full = torch.cat((full, full.new_zeros(padded_vocab - full.shape[0], *full.shape[1:])))
+        return full

@@ -1,0 +1,157 @@
+"""Safetensors files with a checksum of every tensor, so that a damaged one is found when it is read.
+
+`save` keeps the checksums in the file's own header, where every other reader of safetensors ignores them. `TensorFile`
+compares them whenever it reads a tensor; files of other writers have none and are read as they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rlspec import files
+from megatron_rlspec.sync.fingerprint import fingerprint
+
+CHECKSUMS = "rlspec.checksums"  # key in a file's metadata
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. One line: which file, what is wrong, what was expected."""
+
+
+def checksum(tensor: Tensor) -> str:
+    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…"; it detects any changed bit."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]:{fingerprint(tensor):016x}"
+
+
+def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
+    """Return `tensor`. Raises CheckpointError, which names `where`, if its checksum is not `expected`."""
+    if expected is not None and checksum(tensor) != expected:
+        raise CheckpointError(f"{where}: its checksum differs from what was written: the file is damaged")
+    return tensor
+
+
+def save(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
+
+    `tensors` must not share storage. `notes` go into the file's metadata.
+    """
+    checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    with files.replacing(path) as partial:
+        try:
+            save_file(dict(tensors), partial, metadata={"format": "pt", CHECKSUMS: json.dumps(checksums), **notes})
+        except SafetensorError as error:
+            number = _OS_ERROR.search(str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from None
+        _sort_metadata(partial)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give equal contents equal bytes: safetensors writes a file's metadata in the random order of a hash map."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) == size:
+            file.seek(8)
+            file.write(text)
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
+
+    notes  the file's metadata
+
+    Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
+    bits are not those that were written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _open(path)
+        metadata: dict[str, str] = self._file.metadata() or {}
+        self.notes: Mapping[str, str] = metadata
+        self._names = tuple(self._file.keys())
+        self._checksums = _checksums(path, metadata.get(CHECKSUMS))
+        lost = sorted(self._checksums.keys() ^ set(self._names)) if self._checksums else []
+        if lost:
+            raise CheckpointError(f"{path}: {lost[0]} is in the list of checksums or in the file, not in both")
+
+    @property
+    def checked(self) -> bool:
+        """Return whether the file has checksums."""
+        return bool(self._checksums)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise CheckpointError(f"{self.path}: lacks {name}")
+        try:
+            tensor = self._file.get_tensor(name)
+        except (SafetensorError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {_line(error)}") from None
+        return verify(tensor, self._checksums.get(name), f"{self.path}: {name}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape, without reading the tensor."""
+        if name not in self._names:
+            raise CheckpointError(f"{self.path}: lacks {name}")
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def close(self) -> None:
+        """Release the file's memory mapping. Tensors that were read stay valid."""
+        self._file = None
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        what = f"expected a file, found a {files.kind(path.stat().st_mode)}" if path.exists() else "no such file"
+        raise CheckpointError(f"{path}: {what}")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: truncated or not safetensors ({_line(error)})") from None
+
+
+def _checksums(path: Path, text: str | None) -> dict[str, str]:
+    if text is None:
+        return {}
+    try:
+        found = files.parse_json(text, f"{path}: checksums")
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: its checksums are not a JSON object: the file is damaged")
+    return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,254 @@
+"""Write a run's records, events and sample texts to JSONL and TensorBoard, and time its parts. Rank 0 only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rlspec import __version__, files, texts
+from megatron_rlspec.types import Sample
+
+if TYPE_CHECKING:
+    from megatron_rlspec.records.sinks import Sink
+
+Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
+READ_MOST = 1 << 31  # bytes of a file of records
+VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")  # of packages that decide results
+
+
+class RecordError(ValueError):
+    """Records of a run cannot be read. The message is one line, with file and line number."""
+
+
+class Clock:
+    """Measures seconds per named part since the last `drain`. Parts do not nest."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def drain(self) -> dict[str, float]:
+        """Return `seconds_<part>` of every part, and start again at 0."""
+        seconds = self._seconds
+        self._seconds = {}
+        return {f"seconds_{part}": value for part, value in seconds.items()}
+
+
+class RewardWatch:
+    """Find a reward that has halved: the mean over `WINDOW` steps, against the best such mean of earlier steps."""
+
+    WINDOW = 5
+
+    def __init__(self, earlier: Sequence[float] = ()) -> None:
+        """`earlier`: the rewards of the steps before a resume."""
+        self._newest: deque[float] = deque(maxlen=self.WINDOW)
+        self._best = 0.0
+        self._told = False
+        for reward in earlier:
+            self.observe(reward)
+
+    def observe(self, reward: float) -> str:
+        """Return a line when the reward has halved, "" otherwise. It comes again only after a recovery."""
+        self._newest.append(reward)
+        if len(self._newest) < self.WINDOW:
+            return ""
+        mean = sum(self._newest) / self.WINDOW
+        self._best = max(self._best, mean)
+        halved = mean < self._best / 2
+        told = self._told
+        self._told = halved
+        if not halved or told:
+            return ""
+        return f"the reward has halved: {mean:.3f} over the last {self.WINDOW} steps, {self._best:.3f} at its best"
+
+
+class Recorder:
+    """Writes the records of a run in `run_dir`: `docs/runs.md` lists the files.
+
+    On resume at step n, records and samples of step n and later are dropped first, so no step is recorded twice.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, first_step: int = 0, open_sinks: Callable[[], Sequence[Sink]] = tuple
+    ) -> None:
+        """`open_sinks` is called once the directory is as at `first_step`."""
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for left in self.run_dir.glob(".*.partial"):  # from a process that was killed during a write
+            if left.is_file():
+                left.unlink()
+        self._metrics = self.run_dir / "metrics.jsonl"
+        self._events = self.run_dir / "events.jsonl"
+        self._samples = self.run_dir / "samples.jsonl"
+        self._moves = self.run_dir / "moves.jsonl"
+        self._process = self.run_dir / "process.jsonl"
+        _keep_before(self._metrics, first_step)
+        _keep_before(self._samples, first_step)
+        _keep_before(self._moves, first_step)
+        _drop_torn_line(self._events)
+        _drop_torn_line(self._process)
+        self.latest: deque[str] = deque(maxlen=4)  # events, for the live view
+        self._sinks = open_sinks()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the record of a step."""
+        record = {"step": step, "time": time.time(), **values}
+        _append(self._metrics, [record])
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
+        message = texts.printable(message)
+        print(f"[{kind}] {message}", file=sys.stderr, flush=True)
+        self.latest.append(f"[{kind}] {message}")
+        _append(self._events, [{"time": time.time(), "kind": kind, "message": message, **fields}])
+
+    def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
+        """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
+        rows = []
+        for s in samples:
+            row: dict[str, Any] = {"step": step, "prompt": s.prompt.text, "response": s.text, "label": s.prompt.label}
+            error = s.metadata.get("reward_error")
+            row |= {"reward": s.reward} if error is None else {"reward": None, "reward_error": error}
+            row |= {"status": s.status, "accepted": list(s.accepted), "tokens": len(s.response)}
+            row["pieces"] = pieces(s, decode)
+            rows.append(row)
+        _append(self._samples, rows)
+
+    def started(self, step: int) -> None:
+        """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""
+        row: dict[str, Any] = {"kind": "start", "time": time.time(), "step": step}
+        row["command"] = shlex.join(["rlspec", *sys.argv[1:]])
+        row["ranks"] = int(os.environ.get("WORLD_SIZE", "1"))
+        _append(self._process, [row | {"versions": versions()}])
+
+    def ended(self, step: int) -> None:
+        """Add to `process.jsonl` that this process trains no more, after `step` steps."""
+        with suppress(OSError):  # the disk may be full, which another line says already
+            _append(self._process, [{"kind": "end", "time": time.time(), "step": step}])
+
+    def moves(self, step: int, record: Mapping[str, Any]) -> None:
+        """Add the moves of one rollout, and which engine drew which sample when, to `moves.jsonl`."""
+        _append(self._moves, [{"step": step, **record}])
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, of Python and of the installed packages of `VERSIONS`."""
+    found = {"rlspec": __version__, "python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
+    """Split the response's text where accepted drafts begin and end; return [(text, whether it was drafted)].
+
+    All texts together are the decoded response. A character with bytes on both sides of a split is in the later text.
+    """
+    tokens = sample.response
+    cuts = [0]
+    for first, last in sample.accepted_spans:
+        cuts += [first, last]
+    cuts.append(len(tokens))
+    found = []
+    taken = ""
+    for i, (first, last) in enumerate(itertools.pairwise(cuts)):
+        text = decode(tokens[:last])
+        if last < len(tokens):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if last > first and len(text) > len(taken):
+            found.append((text[len(taken) :], i % 2 == 1))
+            taken = text
+    return found
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError as error:
+            os.truncate(path, size)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Drop the lines of `step` and later. Raises RecordError for a line without a step."""
+    if not path.exists():
+        return
+    kept = []
+    for number, line in enumerate(read_records(path), 1):
+        found = line.get("step") if isinstance(line, dict) else None
+        if not isinstance(found, int):
+            raise RecordError(f"{path}:{number}: expected an object with a number `step`")
+        if found < step:
+            kept.append(json.dumps(line) + "\n")
+    files.write(path, "".join(kept))
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Remove an unfinished last line that a killed run left. An appended line would make it unreadable."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a JSONL file; none without a file. NaN and infinities are kept.
+
+    An unfinished last line, which a killed run can leave, is dropped. Raises RecordError.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    try:
+        lines = files.read_text(path, READ_MOST).split("\n")
+    except files.FileError as error:
+        raise RecordError(str(error)) from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = files.parse_json(line, f"{path}:{number}", finite=False)
+        except files.FileError as error:
+            if number == len(lines):
+                break  # empty after the last newline, or unfinished
+            raise RecordError(str(error)) from None
+        if not isinstance(record, dict):
+            raise RecordError(f"{path}:{number}: not a JSON object")
+        records.append(record)
+    return records

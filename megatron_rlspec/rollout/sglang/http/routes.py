@@ -1,0 +1,300 @@
+"""Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
+
+`POST /rlspec/control/{command}`  JSON in and out, executed by the scheduler (`control.py`)
+`POST /rlspec/generate`           a batch of requests; one JSON line per sample, as soon as it is finished, and, if
+                                  asked for, lines of new tokens before that
+`POST /rlspec/abort`              {"ids": [...]} or {} for all
+`POST /rlspec/pause`, `/resume`, `/sleep`, `/wake`, `/weights/begin`, `/weights/end`; between the last two a bucket as
+`/rlspec/weights/bucket` (in the body), `/file` (by path) or `/receive` (through the group that `/join` made)
+`POST /rlspec/columns/send`, `/fetch`  a sample's KV cache between engines that share no memory (`columns.py`)
+
+Every body and query is checked against `schemas.py` before anything reaches a scheduler. Every error is a JSON object
+{"error": sentence}: 400 for a malformed request, 404 for an unknown route, 409 for one at the wrong time, 413 for one
+that is too large, 500 for a defect of ours, whose traceback is in the log, 424 if another engine does not deliver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+
+from megatron_rlspec.extensions.migration.sglang import columns, reservations
+from megatron_rlspec.rollout.sglang import ids, schemas
+from megatron_rlspec.rollout.sglang.http import guard, weight_routes
+from megatron_rlspec.rollout.sglang.http.bodies import (
+    Handler,
+    answering,
+    internal,
+    manager,
+    one_line,
+    parsed,
+    read_nothing,
+    run_command,
+)
+from megatron_rlspec.rollout.sglang.http.progress import Progress, logprobs
+from megatron_rlspec.rollout.sglang.http.weight_routes import weights
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.schemas import Refusal
+from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
+from megatron_rlspec.types import ended
+
+PROGRESS_TOKENS = 64  # between two lines of a sample that is being drawn
+STARTED_AT_ONCE = 64  # samples; the server answers others in between
+_sglang = versions.installed()
+logger = logging.getLogger(__name__)
+
+
+def _control(command: str, schema: type[schemas.Strict]) -> Handler:
+    async def control(request: Request) -> JSONResponse:
+        body = (await parsed(request, schema)).model_dump(exclude_unset=True)
+        answer = await run_command(command, body)
+        if command in ("kv_offer", "kv_accept"):
+            reservations.keep(samples=[note["id"] for note in body["notes"]])
+        elif command in ("kv_export", "kv_detach"):
+            reservations.keep(files=[note["name"] for note in body["notes"] if note.get("name")])
+        return JSONResponse(answer)
+
+    control.__name__ = command
+    return control
+
+
+async def generate(request: Request) -> StreamingResponse:
+    """Turn {"requests": [{"id", "input_ids", "sampling"}]} into lines {"id", "output_ids", "logprobs", "finish", ...}.
+
+    Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}; a defect of the server ends
+    the stream with a line {"error"}.
+    """
+    body = await parsed(request, schemas.GenerateBody)
+    tokenizer = manager()
+    await weight_routes.may_generate()
+    await asyncio.to_thread(schemas.check_batch, body, tokenizer.model_config.vocab_size, tokenizer.context_len)
+    finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
+    progress = body.progress and _position_keyed()
+    return StreamingResponse(_lines(body.requests, finished, progress), media_type="application/x-ndjson")
+
+
+def _position_keyed() -> bool:
+    settings = Settings.from_environment()
+    return settings is not None and settings.verifier == "position_keyed"
+
+
+def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
+    """Return SGLang's reason if a sample has ended before. Raises Refusal if it cannot go on here."""
+    if not _position_keyed():
+        raise Refusal(400, f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed")
+    sampling = asked.sampling
+    stops: set[int] = set()
+    if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
+        stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
+    try:
+        status = ended(asked.begun, stops, sampling.max_new_tokens)
+    except ValueError as error:
+        raise Refusal(400, f"request {asked.id}: {error}") from None
+    return None if status is None else {"type": {"finished": "stop", "truncated": "length"}[status]}
+
+
+async def _lines(
+    requests: list[schemas.RequestBody], finished: dict[str, dict[str, Any] | None], progress: bool
+) -> AsyncIterator[bytes]:
+    lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    tasks: dict[str, asyncio.Task[None]] = {}
+    left = len(requests)
+    try:
+        for asked in requests:
+            rid = ids.inner(asked.id)
+            tasks[rid] = asyncio.create_task(_one(asked, rid, finished.get(asked.id), progress, lines))
+            if len(tasks) % STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        while left:
+            line = await lines.get()
+            left -= "drawn" not in line
+            yield json.dumps(line, allow_nan=False).encode() + b"\n"
+    except Exception as error:
+        logger.exception("rlspec: a stream of samples ended early")
+        yield json.dumps({"error": internal(error)}).encode() + b"\n"
+    finally:
+        # Also reached when the client has disconnected: end the requests whose samples it no longer reads.
+        for rid, task in tasks.items():
+            if not task.done():
+                manager().abort_request(rid=rid)
+                task.cancel()  # one that SGLang's scheduler does not know yet
+
+
+async def _one(
+    asked: schemas.RequestBody,
+    rid: str,
+    finished: dict[str, Any] | None,
+    progress: bool,
+    lines: asyncio.Queue[dict[str, Any]],
+) -> None:
+    """Put the lines of one sample into the queue, the last of them without `drawn`."""
+    try:
+        if finished is not None:
+            nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "weight_versions": []}
+            lines.put_nowait({"id": asked.id, "finish": finished, "accepted": [], "drafted": [], **nothing})
+            return
+        async for line in _drawn(asked, rid, progress):
+            lines.put_nowait({"id": asked.id, **line})
+    except ValueError as error:
+        manager().abort_request(rid=rid)
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error))})
+    except HTTPException as error:  # SGLang's, for example of a sample that the KV cache cannot hold
+        lines.put_nowait({"id": asked.id, "error": one_line(str(error.detail))})
+    except Exception as error:
+        logger.exception("rlspec: request %s failed", asked.id)
+        lines.put_nowait({"id": asked.id, "error": internal(error)})
+
+
+async def _drawn(asked: schemas.RequestBody, rid: str, progress: bool) -> AsyncIterator[dict[str, Any]]:
+    """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
+    sampling = asked.sampling.model_dump()
+    sampling["max_new_tokens"] -= len(asked.begun)
+    message = GenerateReqInput(
+        rid=rid,
+        input_ids=asked.input_ids + asked.begun,
+        sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
+        stream=progress,  # otherwise the one answer comes when the sample is finished
+        return_logprob=True,
+        logprob_start_len=-1,
+    )
+    began = _sglang.weight_version(manager())
+    sent = Progress()
+    async for answer in manager().generate_request(message, None):
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]
+        tokens, entries, marks = answer["output_ids"], meta["output_token_logprobs"], meta.get(DRAFTED, [])
+        if finish is None:
+            # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
+            if _sglang.weight_version(manager()) == began:
+                line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
+                if line is not None:
+                    yield line | {"version": began}
+            continue
+        if finish["type"] == "abort" and finish.get("status_code"):  # not by us; SGLang raises it without `stream`
+            raise ValueError(finish["message"])
+        yield {
+            "output_ids": tokens,
+            "logprobs": logprobs(entries),
+            "finish": finish,
+            # Without spans, a sample that was running during a push counts as generated under the older weights.
+            "weight_versions": meta["weight_versions"]
+            if _sglang.spans
+            else [{"version": began, "start": 0, "end": len(tokens)}],
+            "accepted": meta.get("spec_correct_drafts_histogram", []),
+            "drafted": marks,
+        }
+
+
+async def abort(request: Request) -> JSONResponse:
+    wanted = (await parsed(request, schemas.AbortBody)).ids
+    tokenizer = manager()
+    if wanted is None:
+        tokenizer.abort_request(abort_all=True)
+    else:
+        named = set(wanted)
+        for rid in [rid for rid in tokenizer.rid_to_state if ids.outer(rid) in named]:
+            tokenizer.abort_request(rid=rid)
+    return JSONResponse({})
+
+
+async def pause(request: Request) -> JSONResponse:
+    """Take running requests off the batch and keep them; their cache is recomputed, hence may be flushed."""
+    await read_nothing(request)
+    weights.paused = True
+    await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+    return JSONResponse({})
+
+
+async def resume(request: Request) -> JSONResponse:
+    await read_nothing(request)
+    weights.check()
+    weights.paused = False
+    await manager().continue_generation(ContinueGenerationReqInput())
+    return JSONResponse({})
+
+
+async def sleep(request: Request) -> JSONResponse:
+    """Pause, and release the memory of weights, KV cache and graphs, where SGLang can (--enable-memory-saver)."""
+    await read_nothing(request)
+    async with weight_routes.between_updates(asleep=False):
+        await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+        await manager().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+    return JSONResponse({})
+
+
+async def wake(request: Request) -> JSONResponse:
+    """Take the memory back. The engine stays paused, and serves nothing until an update of all weights."""
+    await read_nothing(request)
+    async with weight_routes.between_updates(asleep=True):
+        await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+    return JSONResponse({})
+
+
+async def unknown(request: Request) -> JSONResponse:
+    path = request.url.path
+    if path.removeprefix("/rlspec/") in ROUTES and request.method != "POST":
+        raise Refusal(405, f"{path} is called with {request.method}; expected POST")
+    raise Refusal(404, f"no route {schemas.shown(path)}; known are {', '.join(ROUTES)} below /rlspec")
+
+
+ROUTES: dict[str, tuple[Handler, type[schemas.Strict]]] = {
+    **{f"control/{name}": (_control(name, schema), schema) for name, schema in schemas.COMMANDS.items()},
+    "generate": (generate, schemas.GenerateBody),
+    "abort": (abort, schemas.AbortBody),
+    "pause": (pause, schemas.Nothing),
+    "resume": (resume, schemas.Nothing),
+    "sleep": (sleep, schemas.Nothing),
+    "wake": (wake, schemas.Nothing),
+    "columns/send": (columns.send, schemas.SendBody),
+    "columns/fetch": (columns.fetch, schemas.FetchBody),
+    "weights/begin": (weight_routes.begin, schemas.BeginQuery),
+    "weights/bucket": (weight_routes.bucket, schemas.SessionQuery),
+    "weights/file": (weight_routes.file, schemas.FileQuery),
+    "weights/join": (weight_routes.join, schemas.JoinBody),
+    "weights/receive": (weight_routes.receive, schemas.ReceiveBody),
+    "weights/end": (weight_routes.end, schemas.SessionQuery),
+    "weights/abandon": (weight_routes.abandon, schemas.SessionQuery),
+}
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard.close_to_other_sites`)."""
+    router = APIRouter(prefix="/rlspec")
+    for path, (handler, schema) in ROUTES.items():
+        router.add_api_route(
+            f"/{path}", answering(handler), methods=["POST"], response_model=None, openapi_extra=_described(schema)
+        )
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    router.add_api_route(
+        "/{rest:path}", answering(unknown), methods=methods, response_model=None, include_in_schema=False
+    )
+    app.include_router(router)
+    guard.close_to_other_sites(app)
+    guard.keep_apart(app, weights.check)
+
+
+def _described(schema: type[schemas.Strict]) -> dict[str, Any]:
+    """Return the description of the request for /openapi.json."""
+    found = schema.model_json_schema()
+    if not issubclass(schema, schemas.BeginQuery | schemas.SessionQuery):
+        return {"requestBody": {"content": {"application/json": {"schema": found}}}}
+    required = found.get("required", [])
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": name in required, "schema": value}
+            for name, value in found["properties"].items()
+        ]
+    }

@@ -1,0 +1,548 @@
+"""`rlspec serve`: SGLang's own HTTP server with our plugin, our routes and, without a GPU, our CPU operators.
+
+Run it as a process of its own, `python -m megatron_rlspec.rollout.sglang.http.serve`: SGLang takes over the main
+thread, the environment and the signal handlers. Options that are not listed go to SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_rlspec.arguments import Parser
+from megatron_rlspec.checkpoint.eagle3 import check_drafter
+from megatron_rlspec.config import RolloutConfig, SpecSection
+from megatron_rlspec.host.loopback import is_loopback
+from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.families import FAMILIES
+from megatron_rlspec.rollout.sglang import scratch
+from megatron_rlspec.rollout.sglang.cpu import emulation
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.settings import APART, KEY, MIXED_CHUNK, Settings, known_key
+from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.speculation.solver import chains
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary, ends_of_text
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+# Set by torchrun and cluster launchers; SGLang would use them for its own process group.
+_DISTRIBUTED = {
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "WORLD_SIZE",
+}
+_CPU_ARGUMENTS = [
+    "--disable-cuda-graph",
+    "--grammar-backend=none",
+    "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
+]
+_LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class ServeError(ValueError):
+    """A user's mistake; the message is one line."""
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="rlspec serve",
+        description=__doc__.split("\n")[0],
+        epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
+        example="rlspec serve --model DIR --port 30000 --cost-table cost.json",
+        first=("--port", "--host", "--spec", "--cost-table", "--draft-model"),
+    )
+    spec = SpecSection()  # has the defaults of these options
+    p.add_argument("--model", required=True, help="Hugging Face directory of the policy, with its MTP tensors")
+    p.add_argument(
+        "--draft-model",
+        default="",
+        help="Hugging Face directory of an EAGLE-3 drafter for --model, which then needs no MTP tensors",
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --api-key")
+    p.add_argument("--port", type=int, default=30000, help="port to listen on")
+    p.add_argument("--api-key", default="", help=f"key that every request must carry; better set in {KEY}")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    p.add_argument("--spec", choices=("adaptive", "fixed", "off"), default=spec.mode, help="use of the drafter")
+    p.add_argument(
+        "--num-steps", type=int, default=spec.num_steps, help="drafter passes per round, at the start if adaptive"
+    )
+    p.add_argument(
+        "--candidate-steps", default=",".join(map(str, spec.candidate_steps)), help="step counts for --spec adaptive"
+    )
+    p.add_argument("--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it")
+    p.add_argument("--schedule", default="", help="SpecSchedule as JSON, or a file with it; default: --num-steps")
+    p.add_argument(
+        "--verifier",
+        choices=("position_keyed", "target_only", "rejection"),
+        default=spec.verifier,
+        help="position_keyed: text depends on seed, prompt and weights, not on what was drafted",
+    )
+    p.add_argument(
+        "--drafts",
+        choices=("coupled", "argmax"),
+        default=spec.drafts,
+        help="coupled: draft with the noise of --verifier position_keyed; argmax: draft the drafter's likeliest token",
+    )
+    p.add_argument(
+        "--max-running-requests", type=int, default=RolloutConfig().max_running_requests, help="decode batch limit"
+    )
+    p.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=0,
+        help="words that drafts are chosen from: the size of SGLang's token map, which a run fills; 0: all words",
+    )
+    p.add_argument("--max-total-tokens", type=int, default=0, help="KV cache; 0: 65536 on a CPU, else what fits")
+    p.add_argument("--stop-with-parent", action="store_true", help="end when the process that started this one ends")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parser().parse_known_args(argv)
+    options.api_key = known_key(options.api_key)
+    try:
+        _serve(options, rest)
+    except ServeError as error:
+        print(f"rlspec serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    if options.stop_with_parent:
+        _scratch()  # before anything slow: the process that made it may be killed at any time
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    check(options)
+    device = _device(options.device)
+    if device == "cpu" and options.verifier == "rejection":
+        raise ServeError("--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only")
+    installed_sglang()
+    if options.spec != "off" and "--enable-mixed-chunk" in rest:
+        raise ServeError(f"--enable-mixed-chunk: {MIXED_CHUNK}; remove it, or serve with --spec off")
+    if options.spec != "off" and any(text.startswith("--disaggregation-mode") for text in rest):
+        raise ServeError(f"--disaggregation-mode: {APART}; remove it, or serve with --spec off")
+    arguments, settings, slots = arguments_for(options, device)
+    if options.draft_vocabulary and options.spec != "off":
+        arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
+    if slots:
+        arguments.append(f"--speculative-adaptive-config={_adaptive_file(slots)}")
+    if is_loopback(options.host) and not any(text.startswith(("--nnodes", "--dist-init-addr")) for text in rest):
+        settings = dataclasses.replace(settings, loopback=True)
+        for name, interface in _INTERFACES.items():
+            os.environ.setdefault(name, interface)
+    for name in list(os.environ):
+        if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    settings = dataclasses.replace(settings, architectures=_architectures(options.model, options.draft_model))
+    os.environ.update(settings.to_environment())
+    if settings.architectures:  # before SGLang is imported
+        os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
+    if device == "cpu":
+        os.environ.update(installed_sglang().cpu_environment)
+        _check_emulation()
+        _install_stand_ins()
+    _launch(options, device, [*arguments, *rest])
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
+    _check_address(options)
+    if not (Path(options.model) / "config.json").is_file():
+        raise ServeError(
+            f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
+            "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
+        )
+    _check_model(options)
+
+
+@cache
+def _scratch() -> Path:
+    """Return the directory of this engine's sockets and files. It is removed however the process ends."""
+    directory = scratch.current()
+    if directory is None:
+        directory = scratch.make()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    scratch.remove_at_end(directory)
+    return directory
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    drafts = options.spec != "off"
+    try:
+        config = check_model(options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False)
+    except ModelConfigError as error:
+        raise ServeError(f"--model {options.model}: {error}") from None
+    if drafts and options.draft_model:
+        _check_drafter(options, config)
+
+
+def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
+    given = f"--draft-model {options.draft_model}"
+    if options.draft_vocabulary:
+        raise ServeError(f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary")
+    if problem := installed_sglang().without_eagle3(target):
+        raise ServeError(f"{given}: {problem}")
+    try:
+        drafter = check_drafter(options.draft_model, target, options.model)
+    except ModelConfigError as error:
+        raise ServeError(f"{given}: {error}") from None
+    if options.verifier == "rejection" and drafter.draft_vocab_size < target["vocab_size"]:
+        raise ServeError(
+            f"{given} drafts from {drafter.draft_vocab_size} of {target['vocab_size']} words, and SGLang's rejection "
+            "sampling needs all; expected another --verifier"
+        )
+    own = drafter.dtype or drafter.torch_dtype
+    wanted = target.get("dtype") or target.get("torch_dtype")
+    if options.dtype == "auto" and own and wanted and own != wanted:
+        raise ServeError(f"{given}: its type is {own}, the target's {wanted}; expected a --dtype for both")
+    if (drafter.max_position_embeddings or _LLAMAS_CONTEXT) < (target.get("max_position_embeddings") or 0):
+        # Drafters are published with the context they were trained on. SGLang then asks for this, and rotates further.
+        os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+
+
+def arguments_for(options: argparse.Namespace, device: str) -> tuple[list[str], Settings, dict[str, Any]]:
+    """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
+
+    Raises ServeError for options that exclude each other. Writes nothing.
+    """
+    arguments = [
+        f"--model-path={options.model}",
+        f"--host={options.host}",
+        f"--port={options.port}",
+        f"--device={device}",
+        f"--dtype={options.dtype}",
+        f"--max-running-requests={options.max_running_requests}",
+        "--weight-version=0",
+        "--log-level=warning",
+    ]
+    total = options.max_total_tokens or (65536 if device == "cpu" else 0)
+    if total:
+        arguments.append(f"--max-total-tokens={total}")
+    if device == "cpu":
+        arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
+    else:  # SGLang captures up to batch 256 otherwise, 512 from four GPUs on
+        arguments.append(f"--cuda-graph-max-bs-decode={options.max_running_requests}")
+    if options.verifier == "position_keyed" or device == "cpu":
+        arguments.append("--sampling-backend=pytorch")
+    if not any((Path(options.model) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        arguments.append("--skip-tokenizer-init")
+    if options.spec == "off":
+        return arguments, Settings(options.verifier), {}
+
+    schedule = _schedule(options.schedule)
+    table = _cost_table(options, schedule)
+    candidates = _candidates(options, schedule)
+    if table is None:
+        schedule = schedule or SpecSchedule.fixed(SpecConfig(options.num_steps))
+    slots = _slots(options, candidates, table, schedule)
+    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
+    drafting = [steps for steps in candidates if steps]
+    start = min(drafting) if table is not None else options.num_steps or max(drafting)
+    arguments += [
+        f"--speculative-algorithm={'EAGLE3' if options.draft_model else 'EAGLE'}",
+        f"--speculative-num-steps={start}",
+        "--speculative-eagle-topk=1",
+        f"--speculative-num-draft-tokens={start + 1}",
+        "--speculative-adaptive",
+    ]
+    if options.draft_model:
+        arguments.append(f"--speculative-draft-model-path={options.draft_model}")
+    if options.verifier == "rejection":
+        arguments.append("--speculative-use-rejection-sampling")
+    if schedule is None:
+        rule: dict[str, Any] = {"table": str(Path(options.cost_table).resolve())}
+    else:
+        rule = {"schedule": schedule.to_json()}
+    return arguments, Settings(options.verifier, rule, drafts=options.drafts), slots
+
+
+def _cost_table(options: argparse.Namespace, schedule: SpecSchedule | None) -> CostTable | None:
+    if not options.cost_table:
+        return None
+    if schedule or options.spec == "fixed":
+        raise ServeError("--cost-table is for --spec adaptive without --schedule")
+    if not Path(options.cost_table).is_file():
+        raise ServeError(f"--cost-table {options.cost_table}: no such file")
+    try:
+        table = CostTable.load(options.cost_table)
+        return table.at(table.tps[0])  # the candidates' order by cost, for which any tensor-parallel size will do
+    except CostTableError as error:
+        raise ServeError(f"--cost-table {error}") from None
+
+
+def _candidates(options: argparse.Namespace, schedule: SpecSchedule | None) -> list[int]:
+    """Return the step counts that the engine may switch between; one of them drafts."""
+    steps = {options.num_steps}
+    if options.spec == "adaptive":
+        try:
+            steps |= {int(part) for part in options.candidate_steps.split(",") if part}
+        except ValueError:
+            raise ServeError(f"--candidate-steps {options.candidate_steps}: expected integers and commas") from None
+    if schedule is not None:
+        used = {config for row in schedule.configs for config in row}
+        if any(config.topk > 1 for config in used):
+            raise ServeError("--schedule: only chains (topk 1) can be switched while the engine runs")
+        steps |= {config.num_steps for config in used}
+    if min(steps) < 0:
+        raise ServeError(f"num_steps must not be negative, got {sorted(steps)}")
+    return sorted(steps | ({1} if max(steps) == 0 else set()))
+
+
+def _slots(
+    options: argparse.Namespace, steps: Sequence[int], table: CostTable | None, schedule: SpecSchedule | None
+) -> dict[str, Any]:
+    """Return the step counts from each batch size on: those that the schedule, the table or a roofline can choose."""
+    most_batch = options.max_running_requests
+    layers = json.loads((Path(options.model) / "config.json").read_text()).get("num_hidden_layers", 1)
+    most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
+    for row in schedule.configs if schedule is not None else ():
+        most |= {SpecConfig(c.num_steps) if c.num_steps else OFF: most_batch for c in row}
+    return graphs.slots(most, most_batch)
+
+
+def _schedule(text: str) -> SpecSchedule | None:
+    if not text:
+        return None
+    try:
+        return SpecSchedule.from_json(json.loads(Path(text).read_text() if Path(text).is_file() else text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServeError(f"--schedule: {error}") from None
+
+
+_TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
+
+
+def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
+    """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ServeError."""
+    given = f"--draft-vocabulary {options.draft_vocabulary}"
+    if options.verifier == "rejection":
+        raise ServeError(f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier")
+    words_of_rest = [word for text in rest for word in text.split("=", 1)]
+    given_sizes = [size for name, size in itertools.pairwise(words_of_rest) if name in _TENSOR_PARALLEL]
+    if (size := [*given_sizes, "1"][0]) != "1":
+        raise ServeError(f"{given}: SGLang's token map needs the whole output layer; expected --tp 1, not {size}")
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    config = config.get("text_config", config)
+    if "vocab_size" not in config:
+        raise ServeError(f"{given}: config.json of --model {options.model} has no vocab_size")
+    try:
+        words = DraftVocabulary(options.draft_vocabulary, config["vocab_size"], ends_of_text(config)).ids()
+    except ValueError as error:
+        raise ServeError(f"--draft-vocabulary: {error}") from None
+    from megatron_rlspec.rollout.sglang.scheduler import draft_vocabulary
+
+    path = _scratch() / "token_map.pt"
+    draft_vocabulary.write_map(path, words.tolist())
+    return str(path)
+
+
+def _adaptive_file(slots: dict[str, Any]) -> str:
+    path = _scratch() / "adaptive.json"
+    path.write_text(json.dumps(slots))
+    return str(path)
+
+
+def _check_address(options: argparse.Namespace) -> None:
+    if not 1 <= options.port <= 65535:
+        raise ServeError(f"--port {options.port}: expected a port from 1 to 65535")
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise ServeError(f"the key of --api-key or {KEY} must consist of printable ASCII characters")
+    if not is_loopback(options.host) and not options.api_key:
+        raise ServeError(
+            f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
+        )
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    found = torch.cuda.is_available()
+    if asked == "cuda" and not found:
+        raise ServeError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+    return ("cuda" if found else "cpu") if asked == "auto" else asked
+
+
+def _check_emulation() -> None:
+    try:
+        parts = emulation.asked()
+    except ValueError as error:
+        raise ServeError(str(error)) from None
+    if parts:
+        print(f"rlspec serve: for tests, the CPU engine emulates: {', '.join(parts)}", flush=True)
+
+
+def _install_stand_ins() -> None:
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+
+    names = cpu_stand_ins.install()
+    if names:
+        print(f"rlspec serve: CPU engine with plain torch operators in place of {' and '.join(names)}", flush=True)
+
+
+def installed_sglang() -> versions.Sglang0523:
+    """Return the adapter to the installed SGLang. Raises ServeError if none is installed, or none fits."""
+    try:
+        return versions.installed()
+    except ImportError as error:
+        raise ServeError(str(error)) from None
+
+
+def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
+    try:
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+    except ImportError as error:
+        raise ServeError(f"SGLang cannot be imported here: {error}") from None
+
+    from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
+
+    if device == "cpu" and cpu_stand_ins.standing_in("sgl_kernel"):
+        installed_sglang().prepare_cpu()
+    if device == "cpu":
+        emulation.install(emulation.asked())
+        _fork_children()
+    load_plugins()
+    _name_shared_memory(_scratch())
+    started: list[Callable[[], None]] = [lambda: _confirm(options)]
+    if options.api_key:
+        from megatron_rlspec.rollout.sglang.http.guard import require_key
+
+        started.insert(0, require_key(http_server.app, options.api_key))
+    http_server.launch_server(
+        prepare_server_args(arguments),
+        execute_warmup_func=lambda _: _listening(options),
+        launch_callback=lambda: [act() for act in started],
+    )
+
+
+def _name_shared_memory(directory: Path) -> None:
+    """Let SGLang name its shared memory after our directory, so that both can be removed together."""
+    from sglang.srt.server_args import PortArgs
+
+    inner = PortArgs.init_new
+
+    def init_new(*arguments: Any, **named: Any) -> Any:
+        ports = inner(*arguments, **named)
+        ports.instance_id = directory.name
+        return ports
+
+    PortArgs.init_new = staticmethod(init_new)
+
+
+def _fork_children() -> None:
+    """Fork SGLang's processes, which is safe without CUDA. A spawned one imports SGLang again: half of the start-up."""
+    from sglang.srt.entrypoints import engine
+
+    inner = engine._set_envs_and_config
+
+    def then_fork(server_args: object) -> None:
+        inner(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = then_fork
+
+
+def _architectures(*paths: str) -> tuple[str, ...]:
+    """Return the architectures of model directories whose files in SGLang are known."""
+    configs = [json.loads((Path(path) / "config.json").read_text()) for path in paths if path]
+    names = {name for config in configs for name in config.get("architectures") or ()}
+    return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
+
+
+def _listening(options: argparse.Namespace) -> bool:
+    """Wait until the server listens. This replaces SGLang's warm-up, whose generation a CPU engine does not need."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    while True:
+        try:
+            _ask(options, "nothing")
+        except urllib.error.HTTPError:
+            break  # the route does not exist, but the server answered
+        except OSError:
+            time.sleep(0.05)
+    http_server._global_state.tokenizer_manager.server_status = ServerStatus.Up
+    return True
+
+
+def _ask(options: argparse.Namespace, path: str) -> Any:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    request = urllib.request.Request(f"http://{host}:{options.port}/{path}", b"{}")
+    request.add_header("Authorization", f"Bearer {options.api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        return json.load(response)
+
+
+def _confirm(options: argparse.Namespace) -> None:
+    """End the engine if the plugin is not active. SGLang only logs the failure of a plugin and continues without it."""
+    problem = ""
+    try:
+        answer = _ask(options, "rlspec/control/describe")
+        if options.spec != "off" and answer["controller"] != "ScheduleController":
+            problem = f"SGLang runs {answer['controller'] or 'no adaptive controller'}; see its log above"
+    except (OSError, ValueError, KeyError) as error:
+        problem = (
+            f"the scheduler does not answer our commands ({error}); is the package installed with its entry point?"
+        )
+    if problem:
+        print(f"rlspec serve: plugin not in force: {problem}", flush=True)
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(os.getpid())
+    _treat_interrupt_as_terminate()
+    print(f"rlspec serve: ready on http://{options.host}:{options.port}", flush=True)
+
+
+def _treat_interrupt_as_terminate() -> None:
+    """Treat SIGINT as SIGTERM. On SIGINT, SGLang stops its HTTP server, but not its other processes."""
+    from sglang.srt.entrypoints import http_server
+
+    loop = http_server._global_state.tokenizer_manager.event_loop
+    loop.call_soon_threadsafe(loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

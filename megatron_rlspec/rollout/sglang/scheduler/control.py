@@ -1,0 +1,376 @@
+"""Commands to a running scheduler, and the record it keeps of its rounds.
+
+Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes
+other requests on. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_rlspec.extensions.migration.sglang import kv_moves
+from megatron_rlspec.host.environment import SHARED
+from megatron_rlspec.models.config import DRAFTER
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.rollout.sglang import ids, scratch
+from megatron_rlspec.rollout.sglang.scheduler import (
+    coupled,
+    decisions,
+    draft_vocabulary,
+    eagle3,
+    mounts,
+    prefix_tree,
+    versions,
+)
+from megatron_rlspec.rollout.sglang.scheduler.rounds import RoundLog
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
+    Deliveries,
+    UnnamedError,
+    fingerprints,
+    models_of,
+    of_scheduler,
+)
+from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+
+METHOD = "rlspec"
+logger = logging.getLogger(__name__)
+_rounds = RoundLog()
+_deliveries = {"target": Deliveries(), "drafter": Deliveries()}
+_held: dict[str, Any] = {}  # the reason of `hold` and the rule that `release` restores; empty otherwise
+
+
+def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+
+    def handle(original: Callable, scheduler: Any, request: Any) -> Any:
+        return _handle(settings, original, scheduler, request)
+
+    def watch(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        _watch_loaders(settings, scheduler)
+
+    yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
+    yield "sglang.srt.managers.scheduler.Scheduler.__init__", watch, "AFTER"
+    yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
+    yield "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _mark_drafts, "BEFORE"
+    yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
+    yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
+    if versions.installed().moves:
+        yield from kv_moves.hooks()
+
+
+def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
+    if request.method != METHOD:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    body = dict(request.body)
+    command = body.pop("command", None)
+    try:
+        if command not in _COMMANDS:
+            raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+        result = _COMMANDS[command](settings, scheduler, **body)
+        answer = DumperControlReqOutput(success=True, response=[result])
+    except Exception as error:  # an exception that leaves this method ends the scheduler
+        if not isinstance(error, (ValueError, NotImplementedError)):
+            logger.exception("rlspec: %s failed", command)
+        answer = DumperControlReqOutput(success=False, response=[], error=f"{command}: {_reason(error)}")
+    versions.installed().answer(scheduler, answer, request)
+    return None
+
+
+def of_all(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the answers of an engine's data-parallel ranks into one.
+
+    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other answer is
+    the first rank's, because those commands do the same on every rank.
+    """
+    if command in ("stats", "recent_rounds"):
+        return {"rounds": [row for answer in answers for row in answer["rounds"]]}
+    if command == "not_begun":
+        return {"ids": [name for answer in answers for name in answer["ids"]]}
+    if command == "delivered":
+        first, *others = answers
+        return {
+            model: {
+                name: mark for name, mark in marks.items() if all(other[model].get(name) == mark for other in others)
+            }
+            for model, marks in first.items()
+        }
+    return answers[0]
+
+
+def _reason(error: Exception) -> str:
+    """Return the text of our own errors; for other errors of Python, one sentence."""
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return str(error)
+    if isinstance(error, (TypeError, LookupError, AttributeError)):
+        return "the request does not have the expected shape; see docs/serve.md"
+    return f"internal error ({type(error).__name__}); the engine's log has its traceback"
+
+
+def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    """Report which parts of the plugin are active, with the engine's sizes; the launcher checks the answer."""
+    worker = scheduler.draft_worker
+    adaptive = getattr(worker, "adaptive_controller", None)
+    return {
+        "sglang": importlib.metadata.version("sglang"),
+        "verifier": settings.verifier,
+        "drafts": "coupled" if coupled.active(settings) else "argmax",
+        "controller": type(adaptive).__name__ if adaptive is not None else "",
+        "configs": [[c.num_steps, c.topk, c.num_draft_tokens] for c in decisions.decider.candidates],
+        "speculative": worker is not None,
+        "tensor_parallel": scheduler.server_args.tp_size,
+        "max_total_tokens": scheduler.max_total_num_tokens,
+        "max_running_requests": scheduler.max_running_requests,
+        "draft_vocabulary": draft_vocabulary.size(worker),
+        "eagle3": eagle3.describe(scheduler),
+        "held": _held.get("reason", ""),
+        "unnamed": scheduler.rlspec_unnamed,
+        "nccl_cumem_enable": os.environ.get(SHARED, ""),
+        "columns": scratch.columns(scratch.current()),
+        "shared_memory": "" if scheduler.rlspec_apart else mounts.shared_memory(),
+    }
+
+
+def _stamp(settings: Settings, scheduler: Any, version: str) -> dict[str, Any]:
+    """End an update of weights: drop what older ones computed, and keep the version."""
+    if not scheduler.flush_cache():
+        raise ValueError("requests are running, so the cache of older weights was not dropped")
+    versions.installed().stamp(scheduler, version)
+    return {}
+
+
+def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
+    decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
+    return _stay_held()
+
+
+def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
+    decisions.decider.replace(spec_rule)
+    return _stay_held()
+
+
+def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) -> dict[str, Any]:
+    draft_vocabulary.renew(scheduler.draft_worker, words, scheduler.server_args.tp_size)
+    return {}
+
+
+def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
+    """Disable speculation until `release()`; rules set meanwhile are stored, and the latest one is restored."""
+    decider = decisions.decider
+    if decider.rule is None and not decider.stock:
+        raise ValueError("speculation cannot be switched here: the engine runs no adaptive speculation")
+    if _held:  # already held: keep the stored rule, update the reason
+        _held["reason"] = reason
+    else:
+        _set_aside(reason)
+    return {}
+
+
+def _set_aside(reason: str) -> None:
+    decider = decisions.decider
+    waiting: dict[str, Any] = {"stock": True}
+    if not decider.stock:
+        assert decider.rule is not None
+        waiting = decider.rule.to_json()
+    decider.replace({"schedule": SpecSchedule.fixed(OFF).to_json()})
+    _held.update(reason=reason, rule=waiting)
+
+
+def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if _held:
+        decisions.decider.replace(_held["rule"])
+        _held.clear()
+    return {}
+
+
+def _stay_held() -> dict[str, Any]:
+    if _held:
+        _set_aside(_held["reason"])
+    return {}
+
+
+def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    rule = decisions.decider.rule
+    return {"report": {} if rule is None else rule.report()}
+
+
+def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [asdict(s) for s in _rounds.drain()]}
+
+
+def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"ids": [ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids]}
+
+
+def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"rounds": [[asdict(config), *rest] for config, *rest in _rounds.drain_singly()]}
+
+
+def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    return {"fingerprints": fingerprints(scheduler, _deliveries["target"], _deliveries["drafter"])}
+
+
+def _watch_loaders(settings: Settings, scheduler: Any) -> None:
+    """Record the tensors that the models' loaders are given.
+
+    `scheduler.rlspec_unnamed`: why pushes are checked by these; "" if the tensors held are compared instead.
+    """
+    unnamed = _unnamed(scheduler)
+    scheduler.rlspec_unnamed = unnamed
+    if eagle3.of(scheduler):  # before the loaders are watched, which remember the names of the push
+        eagle3.separate_loaders(*models_of(scheduler))
+    scheduler.rlspec_apart = mounts.apart(versions.installed().tensor_group().cpu_group)
+    if unnamed:
+        logger.warning("rlspec: pushes are checked by what the models' loaders were given: %s", unnamed)
+    # What is stored of quantised weights cannot be compared with what was pushed.
+    scheduler.rlspec_remembers = settings.deliveries or bool(unnamed or scheduler.model_config.quantization)
+    for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
+        if model is not None:
+            deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
+
+
+def _unnamed(scheduler: Any) -> str:
+    """Return why weights cannot be read under their checkpoint's names; "" if they can."""
+    try:
+        list(of_scheduler(scheduler))
+    except UnnamedError as error:
+        return str(error)
+    return ""
+
+
+def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    if not scheduler.rlspec_remembers:
+        raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
+    return {name: deliveries.marks for name, deliveries in _deliveries.items()}
+
+
+def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
+    """Return shapes by name, the names of the drafter's own tensors, and how many numbers the engine holds at least.
+
+    Where names are not known (`unnamed` says why), there are no shapes, and the drafter's names are the family's table.
+    """
+    models = [model for model in models_of(scheduler) if model is not None]
+    elements = sum(parameter.numel() for model in models for parameter in model.parameters())
+    elements *= scheduler.server_args.tp_size
+    if scheduler.rlspec_unnamed:
+        drafter = _drafter_names(scheduler)
+        return {
+            "shapes": {},
+            "drafter": drafter,
+            "elements": elements,
+            "unnamed": scheduler.rlspec_unnamed,
+            "apart": scheduler.rlspec_apart,
+        }
+    held = list(of_scheduler(scheduler))
+    return {
+        "shapes": {part.name: list(part.shape) for part in held},
+        "drafter": [part.name for part in held if part.drafter],
+        "elements": elements,
+        "unnamed": "",
+        "apart": scheduler.rlspec_apart,
+    }
+
+
+def _drafter_names(scheduler: Any) -> list[str]:
+    """Return the drafter's names by the family's table; [] for a family without one."""
+    config = scheduler.model_config.hf_config.to_dict()
+    if worker := eagle3.of(scheduler):
+        config[DRAFTER] = worker.draft_runner.model_config.hf_config.to_dict()
+    try:
+        return list(name_table(config).drafter_names)
+    except ValueError:
+        return []
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "describe": _describe,
+    "set_schedule": _set_schedule,
+    "set_spec_rule": _set_spec_rule,
+    "set_draft_vocabulary": _set_draft_vocabulary,
+    "hold": _hold,
+    "release": _release,
+    "spec_rule_report": _spec_rule_report,
+    "stats": _stats,
+    "not_begun": _not_begun,
+    "recent_rounds": _recent_rounds,
+    "fingerprints": _fingerprints,
+    "delivered": _delivered,
+    "shapes": _shapes,
+    "stamp": _stamp,  # of `weights/end` only: no route has this name
+    "progress": kv_moves.progress,
+    "kv_offer": kv_moves.offer,
+    "kv_export": kv_moves.export,
+    "kv_detach": kv_moves.detach,
+    "kv_accept": kv_moves.accept,
+    "kv_withdraw": kv_moves.withdraw,
+    "kv_room": kv_moves.room,
+    "kv_audit": kv_moves.audit,
+}
+
+
+def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
+    """Record the round whose results SGLang processes.
+
+    The overlap scheduler launches a round before it has processed the one before. So requests that ended or were
+    retracted meanwhile take part in it once more. SGLang drops their tokens, and the record leaves them out.
+    """
+    ran = getattr(result, "rlspec_round", None)
+    if ran is not None:
+        prefix_tree.follow(batch.reqs, ran.behind(len(batch.reqs)))
+    else:
+        config = OFF if batch.spec_algorithm.is_none() else SpecConfig(result.speculative_num_draft_tokens - 1)
+        ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
+    going_on = [not (request.finished() or request.is_retracted) for request in batch.reqs]
+    returned = original(processor, batch, result)
+    if not any(going_on):
+        _rounds.interrupt()
+        return returned
+    accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
+    drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
+    counted = [accepted[i] for i in drafting if going_on[i]]
+    if decisions.decider.rule is not None:
+        decisions.decider.rule.observe(ran.config, counted, sum(going_on) - len(counted))
+    last = all(request.finished() for request in batch.reqs)
+    _rounds.observe(ran.config, ran.context_tokens, counted, last, len(accepted) - len(counted))
+    return returned
+
+
+def _mark_drafts(request: Any, accepted: int) -> None:
+    """Append one mark per output token, 1 for a draft, before SGLang appends the tokens of a round."""
+    marks = _marks(request)
+    marks += [0] * (len(request.output_ids) - len(marks))
+    if accepted:
+        marks += [1] * accepted
+    marks.append(0)
+
+
+def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
+    """Note that the next round has no start time, and that the drafters have read all of these requests' tokens.
+
+    The token that a prefill draws is no draft.
+    """
+    _rounds.interrupt()
+    prefix_tree.follow(batch.reqs, ())
+    if batch.spec_algorithm.is_none():
+        return
+    for request in batch.reqs:
+        marks = _marks(request)
+        marks += [0] * (len(request.output_ids) + 1 - len(marks))  # before SGLang sends the prefill's token
+
+
+def _marks(request: Any) -> list[int]:
+    if request.customized_info is None:
+        request.customized_info = {}
+    marks: list[int] = request.customized_info.setdefault(DRAFTED, [])
+    return marks
+
+
+def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:
+    _rounds.interrupt()

@@ -1,0 +1,118 @@
+"""Decide before every decode round, in place of SGLang's adaptive controller, and run rounds without drafter passes.
+
+This file imports SGLang; `plugin.py` imports it in SGLang's own processes only. The base class has no module-level name
+here, because SGLang's hooks rebind every module-level name of a class that they replace.
+
+SGLang calls the controller when it launches a round. Under the overlap scheduler it processes the results of the round
+before only afterwards: request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch later.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.speculative import adaptive_runtime_state
+
+from megatron_rlspec.extensions.migration.sglang import kv_moves
+from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, versions
+from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
+from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
+from megatron_rlspec.types import SpecConfig
+
+_STUBBED = ("topk_p", "topk_index", "hidden_states")  # SGLang passes these between rounds; unused while off
+
+
+def _nothing(_: int) -> int:
+    return 0
+
+
+class ScheduleController(adaptive_runtime_state.AdaptiveController):
+    """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs."""
+
+    def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
+        decisions.decider.start(self.candidate_steps, worker.speculative_num_steps)
+        self._config = SpecConfig(worker.speculative_num_steps)
+        self.gap = DrafterGap(worker)
+        self._drafting: list[int] | None = None  # indices of the requests whose drafter has caught up; None: all
+        self._batch: Any = None
+        self._context = 0  # tokens
+        self._decided = False  # whether this round was decided before SGLang asked
+        self._stub: tuple[torch.Tensor, ...] | None = None
+        self._forward = worker.forward_batch_generation
+        worker.forward_batch_generation = self._round
+        self._extend = worker.draft_worker._draft_extend_for_decode
+        worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
+
+    def init_states(self, *args: Any, **kwargs: Any) -> None:
+        super().init_states(*args, **kwargs)
+        sglang = versions.installed()
+        captured = {steps: sglang.captured(self, steps) for steps in self.candidate_steps}
+        decisions.decider.limit(captured, self.worker.speculative_num_steps)
+
+    def activate_step_by_batch(self, batch_size: int) -> None:
+        """Decide, unless `_round` has decided already. SGLang calls it before a decode round."""
+        if not self._decided:
+            self._decide(batch_size)
+        self._decided = False
+
+    def _decide(self, batch_size: int) -> None:
+        reqs = self._batch.reqs
+        gap = self.gap
+        if reqs:
+            self._context = sum(r.seqlen for r in reqs)
+            missed = partial(gap.missed, reqs) if gap.open else _nothing
+            self._config, n = decisions.decider.choose(batch_size, self._context, missed)
+            movers = kv_moves.movers(reqs)  # their drafter's cache leaves with them
+            closing = gap.open and (bool(movers) or not self._config.off)
+            drafting = gap.close(self._batch, 0 if self._config.off else n, movers) if closing else None
+            self._drafting = None if self._config.off else drafting
+        if self._config.num_steps != self.worker.speculative_num_steps:
+            self._activate(self._config.num_steps)
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        """Pass the counts to SGLang's rule if that decides.
+
+        Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
+        scheduler the present one may be another.
+        """
+        if decisions.decider.stock:
+            decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
+
+    def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._batch = batch
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
+            if self.gap.open:
+                self.gap.forget(batch.reqs)
+            return self._forward(batch, on_publish, *args, **kwargs)
+        self._decide(len(batch.reqs))
+        if self._config.off and plain_round.possible(self.worker, batch):
+            result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
+            self._leave_out(batch, result, hidden, tokens)
+        else:
+            self._decided = True
+            result = self._forward(batch, on_publish, *args, **kwargs)
+        result.rlspec_round = DecodeRound(self._config, self._context, self._drafting)
+        return result
+
+    def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
+        if batch.reqs and (self._config.off or self._drafting is not None):
+            # CUDA graphs write their outputs into the same buffers in every round.
+            hidden = result.logits_output.hidden_states.clone()
+            tokens = batch.spec_info.draft_token.clone()
+            if self._config.off:
+                self._leave_out(batch, result, hidden, tokens)
+                return
+            self.gap.record(batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ())
+        self._extend(batch, result, **kwargs)
+
+    def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
+        """Skip the drafter in this round, and keep its inputs."""
+        self.gap.record(batch.reqs, hidden, tokens)
+        if self._stub is None or len(self._stub[0]) != len(batch.reqs):
+            self.worker._stub_skipped_draft_extend(batch, result)
+            self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)
+        for name, value in zip(_STUBBED, self._stub, strict=True):
+            setattr(result.next_draft_input, name, value)

@@ -1,0 +1,168 @@
+"""Drafts with the verifier's own noise: SGLang's drafter proposes argmax(log q + noise) instead of argmax q.
+
+The position-keyed verifier samples the target's token as argmax(log p + noise) with noise of (seed, position, token).
+With the same noise the draft is that token more often (docs/losslessness.md, Coupled drafts), and the text stays what
+it was: the target's token never depends on a draft.
+
+SGLang takes the argmax of the drafter's logits in three places: after the prefill, after each round's pass over the
+accepted tokens, and in the loop over further drafts, which CUDA graphs capture. In the first two the hooks choose the
+draft again from the logits. In the loop they replace the logits by ones whose argmax is the draft. Seeds and
+temperatures lie in buffers of fixed address there, which every round fills before its graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.noise import draw, noisy
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
+from megatron_rlspec.rollout.sglang.settings import Settings
+
+DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+
+
+def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    if active(settings):
+        yield f"{DRAFT_WORKER}.__init__", _install, "AFTER"
+
+
+def active(settings: Settings) -> bool:
+    """Return whether drafts take the verifier's noise."""
+    asked = settings.verifier == "position_keyed" and settings.drafts == "coupled"
+    return asked and versions.installed().couples
+
+
+def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
+    CoupledDrafts(drafter)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What chooses the drafts of B requests, as `SamplingBatchInfo` has it.
+
+    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy. `info`, for top-k, top-p and min-p; None in a CUDA
+    graph, which cannot ask whether a batch has any: its drafts come from all tokens.
+    """
+
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    info: Any = None
+
+    @classmethod
+    def of(cls, info: Any) -> _Rows:
+        return cls(info.sampling_seed, info.temperatures, info.top_ks, info)
+
+
+class CoupledDrafts:
+    """Hooks one `EagleDraftWorker`."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self._buffers: _Rows | None = None  # of fixed address
+        self._loop: _Rows | None = None  # of the loop over drafts that runs
+        self._logits: Any = None  # LogitsProcessorOutput of the drafter's last pass
+        runner = drafter.draft_runner
+        self._forward = runner.forward
+        self._prefill = drafter._draft_extend_for_prefill
+        self._extend = drafter._draft_extend_for_decode
+        self._draft = drafter.draft
+        self._further = drafter.draft_forward
+        runner.forward = self._run
+        drafter._draft_extend_for_prefill = self._after_prefill
+        drafter._draft_extend_for_decode = self._after_extend
+        drafter.draft = self._fill_and_draft
+        drafter.draft_forward = self._further_drafts
+
+    def _run(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._forward(forward_batch, *args, **kwargs)
+        self._logits = result.logits_output
+        if self._loop is not None:
+            logits = self._logits.next_token_logits
+            drafts = self._choose(logits, forward_batch.positions[: len(logits)] + 1, self._loop)
+            self._logits.next_token_logits = torch.zeros_like(logits).scatter_(1, drafts, 1.0)
+        return result
+
+    def _after_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = self._prefill(batch, *args, **kwargs)
+        if not batch.forward_mode.is_idle():
+            drafted.topk_index = self._first(batch, batch.seq_lens, drafted.topk_index)
+        return drafted
+
+    def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = self.drafter.cuda_graph_runner_for_draft_extend
+        if graphs is not None and not hasattr(graphs, "rlspec_execute"):
+            graphs.rlspec_execute = graphs.execute
+            graphs.execute = self._remembering(graphs.execute)
+        returned = self._extend(batch, result, *args, **kwargs)
+        if not batch.forward_mode.is_idle():
+            drafted = result.next_draft_input
+            drafted.topk_index = self._first(batch, result.new_seq_lens, drafted.topk_index)
+        return returned
+
+    def _remembering(self, execute: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._logits = execute(*args, **kwargs)
+            return self._logits
+
+        return run
+
+    def _first(self, batch: Any, keys: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
+        logits = self._logits.next_token_logits
+        return self._choose(logits, keys[: len(logits)], _Rows.of(batch.sampling_info)).to(replaced.dtype)
+
+    def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not batch.forward_mode.is_idle():
+            given = _Rows.of(batch.sampling_info)
+            held = self._held(len(given.seeds), given)
+            for name in ("seeds", "temperatures", "top_ks"):
+                values = getattr(given, name)
+                getattr(held, name)[: len(values)].copy_(values)
+        return self._draft(batch, *args, **kwargs)
+
+    def _further_drafts(self, forward_batch: Any) -> Any:
+        if forward_batch.forward_mode.is_idle():
+            return self._further(forward_batch)
+        rows = forward_batch.batch_size
+        held = self._held(rows, _Rows.of(forward_batch.sampling_info))
+        in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
+        info = None if in_graph else forward_batch.sampling_info
+        self._loop = _Rows(held.seeds[:rows], held.temperatures[:rows], held.top_ks[:rows], info)
+        try:
+            return self._further(forward_batch)
+        finally:
+            self._loop = None
+
+    def _held(self, rows: int, like: _Rows) -> _Rows:
+        if self._buffers is None:
+            rows = max(rows, self.drafter.draft_runner.max_running_requests)
+            device = like.temperatures.device
+            self._buffers = _Rows(
+                torch.zeros(rows, dtype=torch.int64, device=device),
+                torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
+                torch.ones(rows, dtype=like.top_ks.dtype, device=device),
+            )
+        return self._buffers
+
+    def _choose(self, logits: torch.Tensor, keys: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """Return the drafts [B, 1], columns of `logits [B, S]`; `keys [B]`: the positions that predict them."""
+        logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
+        info = rows.info
+        if info is not None and (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+            min_ps = info.min_ps if info.need_min_p_sampling else None
+            logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
+        words = self.drafter.hot_token_id
+        if not logits.is_cuda:
+            drafts = draw(logq, rows.seeds, keys, words)[:, None]
+        elif words is None:
+            from sglang.srt.layers.sampler import multinomial_with_seed  # compiled
+
+            drafts = multinomial_with_seed(logq, rows.seeds, keys)
+        else:  # `draw` waits for the device, which a CUDA graph cannot
+            drafts = noisy(logq, rows.seeds, keys, words).argmax(-1, keepdim=True)
+        return torch.where(rows.top_ks[:, None] == 1, logits.argmax(-1, keepdim=True), drafts)

@@ -1,0 +1,89 @@
+"""SGLang's token map (FR-Spec): the words that drafts are chosen from, renewed while the engine runs.
+
+SGLang copies rows of the target's output layer into the drafter's when it starts, by the file of
+`--speculative-token-map`. The copy has three gaps. A weight update does not renew it. Where embedding and head are not
+tied, the drafter's loader fails on the head of an update, because the copy is no parameter. And the map cannot change.
+Here the rows are copied again after every update, the loader does not see the head, and a new map of the same size is
+written into the same memory, so that captured CUDA graphs read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
+
+HEAD = "lm_head.weight"
+
+
+def hooks() -> Iterator[tuple[str, Callable, str]]:
+    """Yield the hooks for versions of SGLang whose weight updates are sessions."""
+    for update in ("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
+        yield f"{MANAGER}.{update}", _after_update, "AFTER"
+    yield "sglang.srt.managers.scheduler.Scheduler.__init__", _after_start, "AFTER"
+
+
+def write_map(path: Path, words: Iterable[int]) -> None:
+    """Write a token map as SGLang reads it."""
+    torch.save(list(words), path)
+
+
+def size(worker: Any) -> int:
+    """Return how many words SGLang's token map has; 0: there is none."""
+    drafter = _drafter(worker)
+    return 0 if drafter is None else len(drafter.hot_token_id)
+
+
+def renew(worker: Any, words: list[int], tp_size: int) -> None:
+    """Choose drafts from `words` from the next round on. Raises ValueError."""
+    drafter = _drafter(worker)
+    if drafter is None:
+        raise ValueError("the engine was started without a draft vocabulary; start it with --draft-vocabulary")
+    if tp_size > 1:
+        raise ValueError(f"a draft vocabulary needs a whole output layer on each rank, but tp={tp_size}")
+    held = len(drafter.hot_token_id)
+    if len(words) != held:
+        raise ValueError(f"{len(words)} words, expected {held}: the size is fixed when the engine starts")
+    total = drafter.target_worker.model_config.vocab_size
+    if len(set(words)) != held or min(words) < 0 or max(words) >= total:
+        raise ValueError(f"words: expected different ids from 0 to {total - 1}")
+    drafter.hot_token_id.copy_(torch.tensor(sorted(words)))
+    _copy_rows(drafter)
+
+
+def _drafter(worker: Any) -> Any:
+    """Return SGLang's draft worker if it has a token map, else None. An EAGLE-3 drafter has words of its own."""
+    drafter = getattr(worker, "draft_worker", None)
+    mapped = getattr(drafter, "hot_token_id", None) is not None
+    return drafter if drafter is not None and mapped and not drafter.speculative_algorithm.is_eagle3() else None
+
+
+def _copy_rows(drafter: Any) -> None:
+    _, head = drafter._resolve_shared_embed_and_head()
+    with torch.no_grad():  # not through `.data`, so that a packed copy of the rows is seen to be old
+        drafter.draft_runner.model.lm_head.weight.copy_(head[drafter.hot_token_id])
+
+
+def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    drafter = _drafter(manager.draft_worker)
+    if drafter is not None:
+        _copy_rows(drafter)
+
+
+def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep the output layer of weight updates from the drafter's loader."""
+    drafter = _drafter(scheduler.draft_worker)
+    if drafter is None:
+        return
+    model = drafter.draft_runner.model
+    load = model.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        return load(((name, tensor) for name, tensor in weights if name != HEAD), *args, **kwargs)
+
+    model.load_weights = load_weights

@@ -1,0 +1,242 @@
+"""Rounds without any drafter pass, and a pass that fills the drafter's cache when drafting starts again.
+
+At SGLang's step 0 the drafter still extends its cache in every round. While speculation is off, this file keeps the
+inputs of that pass instead: the target's hidden state h_t and the token x_t of every new position. When drafting starts
+again, the drafter reads all of them in one extend (ReSpec, section 5.2). To try drafts, a few requests catch up. In
+those rounds the drafts of the others are random, and their texts are right all the same, since the target verifies
+every draft. The inputs that they miss are kept too.
+
+All of this runs when a round is launched, in launch order, on the stream of the forward passes. Results on the host are
+not needed: under SGLang's overlap scheduler they come a round late. Only `close` waits for the device, where it needs
+accepted counts, and sequence lengths that SGLang has not copied to the host.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.stash import Missed, Rows, SkippedRound, Stash, find, sort
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of the drafter reads: one part of each of some requests.
+
+    behind         indices of the requests in the batch
+    starts, sizes  first position and number of tokens of each part
+    hidden, tokens [n, H], [n] of all parts
+    following      the token after each part
+    """
+
+    behind: list[int]
+    starts: list[int]
+    sizes: list[int]
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    following: torch.Tensor
+
+
+class DrafterGap:
+    """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
+
+    Every `every` rounds their rows move to host memory (`Stash`). One pass of the drafter reads at most `most` tokens.
+    """
+
+    def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
+        self.worker = worker
+        self.every = every
+        self.most = most
+        self._stash = Stash()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._total = 0  # the most tokens that one request can have missed
+        self._since: dict[str, int] = {}  # `_total` when a request's drafter last was up to date; 0 if absent
+        self._rounds: list[SkippedRound] = []  # on the device
+        self._number: defaultdict[str, int] = defaultdict(count().__next__)  # by which the stash knows a request
+        self._running: list[str] = []
+        self._numbers = np.empty(0, np.int64)  # of those
+        self._stash.keep(())
+
+    @property
+    def open(self) -> bool:
+        """Return whether any round was recorded since the last complete catch-up."""
+        return self._total > 0
+
+    def record(
+        self,
+        reqs: Sequence[Any],
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        current: Collection[int] = (),
+    ) -> None:
+        """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
+
+        The tensors are not copied, so no later pass may overwrite them. `current`: indices of the requests whose
+        drafter has read them.
+        """
+        width = len(tokens) // len(reqs)
+        running = [req.rid for req in reqs]
+        if running != self._running:
+            self._running = running
+            self._numbers = np.array([self._number[rid] for rid in running])
+        self._rounds.append(SkippedRound(self._total, self._numbers, hidden, tokens, width, counts))
+        self._total += width
+        for i in current:
+            self._since[reqs[i].rid] = self._total
+        if len(self._rounds) == self.every:
+            self._store()
+
+    def forget(self, reqs: Sequence[Any]) -> None:
+        """Note that these requests' drafter cache is complete, as after a prefill."""
+        for req in reqs:
+            self._since[req.rid] = self._total
+
+    def missed(self, reqs: Sequence[Any], n: int) -> int:
+        """Return how many tokens the n least behind requests have missed in all. Refused drafts count as well."""
+        behind = [self._total - self._since.get(req.rid, 0) for req in reqs]
+        return sum(behind) if n >= len(behind) else sum(sorted(behind)[:n])
+
+    def close(self, batch: Any, n: int, also: Collection[int] = ()) -> list[int] | None:
+        """Let the drafter read what requests missed, and put their first drafts into `spec_info`.
+
+        These are the n least behind requests and `also`, indices into the batch.
+
+        Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
+        requests' indices, or None if no request is behind any more.
+        """
+        reqs = batch.reqs
+        lags = [self._total - self._since.get(req.rid, 0) for req in reqs]
+        order = sorted(range(len(reqs)), key=lags.__getitem__)
+        chosen = sorted({*order[:n], *also})
+        behind = [i for i in chosen if lags[i] > 0]
+        if self._samples_drafts():
+            _be_certain(batch, sorted(set(chosen) - set(behind)))
+        if behind:
+            self._feed(batch, behind)
+        if len(chosen) == len(reqs):
+            self._reset()
+            return None
+        self.forget([reqs[i] for i in behind])
+        return chosen
+
+    def _samples_drafts(self) -> bool:
+        return versions.installed().samples_drafts(self.worker)
+
+    def _store(self) -> None:
+        running = set(self._running)
+        self._since = {rid: self._since[rid] for rid in running if rid in self._since}
+        for rid in self._number.keys() - running:
+            del self._number[rid]
+        self._stash.put(self._rounds)
+        self._stash.keep(set(self._number.values()))
+        self._rounds = []
+
+    def _missed_by(self, rids: Sequence[str]) -> Missed:
+        asked = np.array([self._number[rid] for rid in rids]), np.array([self._since.get(rid, 0) for rid in rids])
+        found = self._stash.find(*asked)
+        if self._rounds:
+            known = [kept.counts for kept in self._rounds if kept.counts is not None]
+            accepted = torch.cat(known).tolist() if known else []  # one wait for the device
+            keys, order = sort(self._rounds, np.array(accepted))
+            places, counts = find(keys, *asked)
+            hidden, tokens = ([getattr(kept, name) for kept in self._rounds] for name in ("hidden", "tokens"))
+            found.append(Rows(order[places], counts, torch.cat(hidden), torch.cat([part.long() for part in tokens])))
+        return Missed(found, len(rids))
+
+    def _feed(self, batch: Any, behind: Sequence[int]) -> None:
+        """Run as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
+        missed = self._missed_by([batch.reqs[i].rid for i in behind])
+        lengths = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
+        shift = np.array([lengths[i] for i in behind]) - missed.ends  # from rows to positions
+        bonus = batch.spec_info.bonus_tokens.to(torch.int64)
+        total = int(missed.ends[-1])
+        for first in range(0, total, self.most):
+            last = min(first + self.most, total)
+            hidden, tokens = missed.read(first, min(last + 1, total), bonus.device)  # with the token after the last one
+            begins, ends = np.maximum(missed.ends - missed.counts, first), np.minimum(missed.ends, last)
+            here = np.flatnonzero(begins < ends)
+            begins, ends, own = begins[here], ends[here], np.array(behind)[here]
+            after = np.where(ends < missed.ends[here], ends - first, len(tokens) + own)
+            following = torch.cat([tokens, bonus])[torch.from_numpy(after).to(bonus.device)]
+            starts, sizes = (begins + shift[here]).tolist(), (ends - begins).tolist()
+            n = last - first
+            self._extend(batch, Pass(own.tolist(), starts, sizes, hidden[:n], tokens[:n], following))
+
+    def _extend(self, batch: Any, read: Pass) -> None:
+        """Run one prefill of the drafter."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative import eagle_worker_v2 as eagle
+
+        behind, starts, sizes = read.behind, read.starts, read.sizes
+        device = batch.seq_lens.device
+        index, first, counts = torch.tensor([behind, starts, sizes], device=device)
+        owner = torch.arange(len(behind), device=device).repeat_interleave(counts, output_size=len(read.tokens))
+        positions = torch.arange(len(read.tokens), device=device) + (first + counts - counts.cumsum(0))[owner]
+        slots = batch.req_pool_indices[index]
+        spec = batch.spec_info
+
+        part = copy.copy(batch)  # A shallow copy: the forward pass must not change the scheduler's batch.
+        part.forward_mode = ForwardMode.EXTEND
+        part.reqs = [batch.reqs[i] for i in behind]
+        part.input_ids = read.tokens
+        part.out_cache_loc = batch.req_to_token_pool.req_to_token[slots[owner], positions].to(torch.int64)
+        part.req_pool_indices = slots
+        part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
+        part.seq_lens = (first + counts).to(batch.seq_lens)
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+        part.orig_seq_lens = part.seq_lens.to(torch.int32)
+        part.prefix_lens = starts
+        part.extend_lens = sizes
+        part.extend_num_tokens = len(read.tokens)
+        part.extend_logprob_start_lens = sizes
+        part.return_logprob = False
+        part.multimodal_inputs = batch.multimodal_inputs and [batch.multimodal_inputs[i] for i in behind]
+        part.sampling_info = _rows_of(batch.sampling_info, index, len(batch.reqs))
+
+        drafter = self.worker.draft_worker
+        with (
+            versions.installed().drafting(drafter),
+            eagle.speculative_moe_backend_context(),
+            eagle.speculative_moe_a2a_backend_context(),
+        ):
+            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
+        for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
+            if getattr(caught_up, name) is not None:
+                values = getattr(spec, name).clone()
+                values[index] = getattr(caught_up, name).to(values.dtype)
+                setattr(spec, name, values)
+
+
+def _be_certain(batch: Any, current: Sequence[int]) -> None:
+    """Set q to one-hot at the first draft x of all but the `current` requests, so that x is accepted with p(x).
+
+    Rejection sampling is exact only with the distribution that a draft was drawn from. A round without drafts leaves
+    none. Under the overlap scheduler an older round's remains in the buffer between rounds (`FutureMap`).
+    """
+    spec = batch.spec_info
+    drawn = spec.draft_probs
+    certain = torch.zeros(len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device)
+    certain.scatter_(1, spec.topk_index[:, :1], 1.0)
+    if drawn is not None:
+        certain[list(current)] = drawn[list(current)].to(certain)
+    spec.draft_probs = certain
+
+
+def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:
+    """Return a `SamplingBatchInfo` with the rows at `index` of what drafting reads."""
+    part = copy.copy(info)
+    for name, value in vars(info).items():
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):
+            setattr(part, name, value[index])
+    return part

@@ -1,0 +1,68 @@
+"""An EAGLE-3 drafter beside its target, in one SGLang engine: which tensors of a push go to which of the two models.
+
+SGLang hands all tensors of an update to both loaders, and each skips the names that it does not know. The class of an
+EAGLE-3 drafter knows the target's `lm_head.weight`, `model.norm.weight` and layer 0, and would take them for its own.
+So the drafter's tensors travel behind `PREFIX`, and each loader sees its own alone. That also protects the drafter from
+pushes that know of no drafter, and from SGLang's `update_weights_from_disk`.
+
+The map from the drafter's words to tokens is fixed when the engine starts: SGLang copies it out of the model, and
+captured CUDA graphs read the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.models.config import PREFIX
+from megatron_rlspec.sync.fingerprint import fingerprint
+
+Tensors = Iterable[tuple[str, Tensor]]
+
+
+def of(scheduler: Any) -> Any:
+    """Return SGLang's `EagleDraftWorker` if its drafter is one of EAGLE-3, else None."""
+    worker = getattr(scheduler.draft_worker, "draft_worker", None)
+    algorithm = getattr(worker, "speculative_algorithm", None)
+    return worker if algorithm is not None and algorithm.is_eagle3() else None
+
+
+def separate_loaders(target: Any, drafter: Any) -> None:
+    """Let the target's loader see the tensors without `PREFIX`, and the drafter's those behind it, without it."""
+
+    def targets(tensors: Tensors) -> Tensors:
+        return ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
+
+    def drafters(tensors: Tensors) -> Tensors:
+        return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors if name.startswith(PREFIX))
+
+    _choose(target, targets)
+    _choose(drafter, drafters)
+
+
+def _choose(model: Any, chosen: Callable[[Tensors], Tensors]) -> None:
+    load = model.load_weights
+
+    def load_weights(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        return load(chosen(tensors), *args, **kwargs)
+
+    model.load_weights = load_weights
+
+
+def describe(scheduler: Any) -> dict[str, Any]:
+    """Return what a drafter must agree with its trainer about; {} if the engine has no EAGLE-3 drafter.
+
+    taps   layers of the target whose inputs it reads
+    words  fingerprint of the tokens [S] int64 that it drafts from, in the order of its head's rows
+    """
+    worker = of(scheduler)
+    if worker is None:
+        return {}
+    words = worker.hot_token_id
+    if words is None:
+        words = torch.arange(worker.target_worker.model_config.vocab_size)
+    model = scheduler.tp_worker.model_runner.model
+    return {"taps": sorted(set(model.model.layers_to_capture)), "words": fingerprint(words.cpu().to(torch.int64))}

@@ -1,0 +1,67 @@
+"""Run a round without drafts as an engine without speculation does: one decode pass of the target, nothing else.
+
+SGLang's step 0 takes the verify path with a tree of one node. With CUDA graphs that pass is captured, and its host work
+overlaps the device. Without graphs the verify path costs an extra read of the KV cache per layer and the walk over the
+tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.sglang.scheduler import versions
+
+
+def possible(worker: Any, batch: Any) -> bool:
+    """Return whether `run` can take the place of the verify path in this decode round of an `EAGLEWorkerV2`.
+
+    Without graphs, whose output buffers the next pass overwrites; without grammars and top logprobs, which the verify
+    path computes.
+    """
+    runner = worker.target_worker.model_runner
+    return (
+        runner.decode_cuda_graph_runner is None
+        and not batch.has_grammar
+        and batch.hisparse_coordinator is None
+        and batch.mamba_track_indices is None
+        and not any(batch.top_logprobs_nums or ())
+        and not any(ids is not None for ids in batch.token_ids_logprobs or ())
+        and batch.spec_info is not None
+        and not batch.spec_info.is_verify_input()
+    )
+
+
+def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
+
+    `on_publish` is SGLang's callback under the overlap scheduler: it gets the new sequence lengths [B].
+    """
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    tokens = batch.spec_info.bonus_tokens
+    part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
+    vars(part).update(vars(batch))
+    part.forward_mode = ForwardMode.DECODE
+    part.spec_info = None
+    part.input_ids = tokens.to(torch.int64)
+    part.out_cache_loc = worker.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
+    part.seq_lens = batch.seq_lens + 1
+    part.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
+    part.orig_seq_lens = batch.orig_seq_lens + 1
+    part.seq_lens_sum = None
+    result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
+
+    hidden = result.logits_output.hidden_states
+    if batch.return_logprob:
+        result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(-1, 1)
+    result.next_token_ids = result.next_token_ids.to(torch.int32)
+    result.speculative_num_draft_tokens = 1
+    result.accept_lens = torch.ones_like(result.next_token_ids)
+    result.new_seq_lens = part.seq_lens
+    result.next_draft_input = EagleDraftInput(bonus_tokens=result.next_token_ids)
+    if on_publish is not None:
+        on_publish(result.new_seq_lens)
+    return result, hidden, tokens

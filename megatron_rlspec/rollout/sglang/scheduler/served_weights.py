@@ -1,0 +1,309 @@
+"""Read the weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
+
+SGLang stacks several of a checkpoint's tensors into one parameter, and each rank holds a part of it. `named_tensors`
+takes these parameters apart again, for the families whose record says `pushed`. A fingerprint is a sum over a tensor's
+words, so each rank sums over its part, at the part's place in the full tensor, and only sums travel between ranks.
+
+Raises `UnnamedError` for weights whose form is not known here: another family, quantised weights, a layout for special
+kernels. Such an engine is checked by the tensors that its loaders were given (`Deliveries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_rlspec.models.families import FAMILIES
+from megatron_rlspec.sync.fingerprint import of_parts, read, unread
+
+_WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
+_ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
+_DRAFTERS = {
+    record.sglang_drafter: record.sglang_drafter_names for record in FAMILIES.values() if record.sglang_drafter
+}
+
+
+class UnnamedError(NotImplementedError):
+    """The checkpoint's names of an engine's weights are not known. The message is one line."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on.
+
+    A rank without any of it, as of other ranks' experts, has an empty `part` and `first` -1.
+    """
+
+    name: str
+    part: Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    first: int = 0
+    drafter: bool = False
+
+    def placed(self, narrow: torch.dtype | None = None) -> tuple[Tensor, int]:
+        """Return a tensor and its start, of which `of_parts` makes this part's share of the full tensor's fingerprint.
+
+        `narrow`: convert to this number type. Raises ValueError if a word crosses the part's edge.
+        """
+        part = self.part if narrow is None else self.part.to(narrow)
+        if tuple(part.shape) == self.shape or not part.numel():
+            return part, 0
+        if self.dim == 0:
+            return part, self.first * part[0].numel()
+        width = part.shape[1] * part.element_size()
+        if width % _WORD:
+            raise ValueError(f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}")
+        full = part.new_zeros(self.shape)
+        full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
+        return full, 0
+
+
+def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
+    """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed.
+
+    SGLang stores some tensors in a wider type than that (routers in float32). A part that is not exact in the pushed
+    type counts in its own. Takes two waits for a GPU.
+    """
+    pairs = zip(held, dtypes, strict=True)
+    narrow = {
+        i: (part.part.to(dtype).to(part.part.dtype) == part.part).all()
+        for i, (part, dtype) in enumerate(pairs)
+        if dtype is not None and dtype != part.part.dtype
+    }
+    exact = dict(zip(narrow, torch.stack(list(narrow.values())).tolist() if narrow else (), strict=True))
+    return of_parts(part.placed(dtypes[i] if exact.get(i) else None) for i, part in enumerate(held))
+
+
+def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
+    """Join every rank's `[tensors]` fingerprints and first rows or columns to fingerprints of the full tensors.
+
+    Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
+    """
+    found = []
+    for at, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True):
+        parts = set(zip(at, of_ranks, strict=True))
+        found.append(sum(mark for _, mark in parts) % (1 << 64))
+    return found
+
+
+@dataclass
+class Deliveries:
+    """What a model's loader was last given, by the checkpoint's names.
+
+    dtypes  number types
+    marks   fingerprints; remembered only if `watch` is told so, since they cost a pass over all weights
+    """
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    _marks: dict[str, int | Tensor] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """Read the fingerprints, those on a GPU with one wait."""
+        return dict(zip(self._marks, read(list(self._marks.values())), strict=True))
+
+    def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
+        """From now on, note every tensor that the loader of `model` is given.
+
+        This works for every architecture, and for quantised weights, whose stored form cannot be compared.
+        """
+        holder: Any = model
+        load = holder.load_weights
+
+        def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                self.dtypes[name] = tensor.dtype
+                if fingerprints:
+                    self._marks[name] = unread(tensor)
+                yield name, tensor
+
+        def load_weights(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+            return load(noted(weights), *args, **kwargs)
+
+        holder.load_weights = load_weights
+
+
+def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dict[str, int]:
+    """Compute the fingerprint of every tensor of the engine. All tensor-parallel ranks must call it.
+
+    `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
+    """
+    held = list(of_scheduler(scheduler))
+    own = marks_of(held, [(drafter if part.drafter else target).dtypes.get(part.name) for part in held])
+    mine = torch.tensor([[_signed(mark) for mark in own], [part.first for part in held]])
+    group = _parallel().tp_group.cpu_group
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    marks, firsts = zip(*(rank.tolist() for rank in found), strict=True)
+    return dict(zip((part.name for part in held), joined(marks, firsts), strict=True))
+
+
+def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
+    """Yield what this rank's live models hold. Raises UnnamedError."""
+    if _parallel().pp_size > 1:
+        raise UnnamedError("weights of an engine with pipeline parallelism cannot be read; serve with --tp alone")
+    arguments = scheduler.server_args
+    if arguments.enable_eplb or arguments.ep_num_redundant_experts:
+        raise UnnamedError("experts that SGLang places by load (EPLB) cannot be told apart")
+    width = arguments.dp_size if arguments.enable_dp_attention else getattr(arguments, "attn_dp_size", 1)
+    if width > 1:
+        raise UnnamedError("weights of ranks under attention data parallelism are not told apart")
+    return named_tensors(*models_of(scheduler))
+
+
+def models_of(scheduler: Any) -> tuple[nn.Module, nn.Module | None]:
+    """Return target and drafter, or None without speculation."""
+    runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
+    return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
+
+
+def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[TensorPart]:
+    """Yield every parameter under its checkpoint's name; those that the drafter shares with the target, once.
+
+    Raises UnnamedError.
+    """
+    name = type(target).__name__
+    if name not in FAMILIES or not FAMILIES[name].pushed:
+        raise UnnamedError(f"SGLang's {name} stores weights in a form that is not known here")
+    if drafter is not None and type(drafter).__name__ not in _DRAFTERS:
+        raise UnnamedError(f"SGLang's {type(drafter).__name__} stores weights in a form that is not known here")
+    yield from _unstacked(target)
+    if drafter is None:
+        return
+    config: Any = target.config
+    layers = str(config.num_hidden_layers)
+    prefixes = [(ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]]
+    shared = {id(parameter) for parameter in target.parameters()}
+    for part in _unstacked(drafter, shared):
+        yield replace(part, name=_renamed(part.name, prefixes), drafter=True)
+
+
+def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for ours, theirs in prefixes:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    raise UnnamedError(f"the drafter's {name} has no known name in the checkpoint")
+
+
+def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[TensorPart]:
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        stem, _, last = prefix.rpartition(".")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in without:
+                continue
+            method = type(getattr(module, "quant_method", None)).__name__
+            if not method.startswith(("Unquantized", "NoneType")):
+                raise UnnamedError(f"{prefix} is quantised ({method})")
+            if hasattr(module, "moe_tp_rank"):
+                yield from _experts(stem, module, leaf, parameter.data)
+            elif last == "kv_b_proj":
+                yield _columns(f"{prefix}.{leaf}", module, _what_decodes(modules[stem], parameter.data))
+            elif last == "fused_qkv_a_proj_with_mqa":
+                sizes = (modules[stem].q_lora_rank, len(parameter) - modules[stem].q_lora_rank)
+                for name, part in zip(("q_a_proj", "kv_a_proj_with_mqa"), parameter.data.split(sizes), strict=True):
+                    yield TensorPart(f"{stem}.{name}.{leaf}", part, tuple(part.shape))
+            else:
+                yield from _of_layer(prefix, module, leaf, parameter.data)
+
+
+def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
+    """Yield the parts of a layer's parameter that no mixture of experts and no latent attention has."""
+    stem, _, last = prefix.rpartition(".")
+    rank = _rank(module)
+    if last == "qkv_proj":
+        head = module.head_size
+        q = module.q_proj_shard_size
+        kv = module.kv_proj_shard_size
+        kv_rank = rank // module.num_kv_head_replicas
+        queries, keys, values = data.split([q, kv, kv])
+        yield _rows(f"{stem}.q_proj.{leaf}", queries, module.total_num_heads * head, q * rank)
+        yield _rows(f"{stem}.k_proj.{leaf}", keys, module.total_num_kv_heads * head, kv * kv_rank)
+        yield _rows(f"{stem}.v_proj.{leaf}", values, module.total_num_kv_heads * head, kv * kv_rank)
+    elif last == "gate_up_proj":
+        gate, up = data.split(module.output_partition_sizes)
+        yield _rows(f"{stem}.gate_proj.{leaf}", gate, module.output_sizes[0], len(gate) * rank)
+        yield _rows(f"{stem}.up_proj.{leaf}", up, module.output_sizes[1], len(up) * rank)
+    elif hasattr(module, "shard_indices"):  # Vocabularies are padded for the kernels.
+        first = module.shard_indices.org_vocab_start_index
+        end = module.shard_indices.org_vocab_end_index
+        yield _rows(f"{prefix}.{leaf}", data[: end - first], module.org_vocab_size, first)
+    elif hasattr(module, "input_is_parallel") and leaf == "weight":
+        shape = (len(data), module.input_size)
+        yield TensorPart(f"{prefix}.{leaf}", data, shape, 1, module.input_size_per_partition * rank)
+    elif hasattr(module, "output_size_per_partition"):
+        if hasattr(module, "output_sizes"):
+            raise UnnamedError(f"{prefix} stacks tensors whose names are not known here")
+        yield _columns(f"{prefix}.{leaf}", module, data)
+    else:
+        yield TensorPart(f"{prefix}.{leaf}", data, tuple(data.shape))
+
+
+def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
+    """Yield each expert's tensors of a `FusedMoE`: w13 [experts, gate and up rows, H], w2 [experts, H, columns].
+
+    SGLang may put a shared expert behind the routed ones; its loader takes it under its own name all the same.
+    """
+    special = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_flashinfer_mxfp4_moe")
+    if any(getattr(module, flag, False) for flag in special):
+        raise UnnamedError(f"{stem}.experts is laid out for another kernel than SGLang's Triton and CUTLASS ones")
+    if getattr(module.quant_method, "w13_swiglu_interleaved", False) or leaf not in ("w13_weight", "w2_weight"):
+        raise UnnamedError(f"{stem}.experts holds {leaf} in a form that is not known here")
+    width = module.intermediate_size_per_partition
+    first = width * module.moe_tp_rank
+    total = width * module.moe_tp_size
+    up_first = getattr(module.quant_method, "load_up_proj_weight_first", False)
+    routed = module._num_global_routed
+    for expert in range(routed + module.num_fused_shared_experts):
+        slot = module._map_global_expert_id_to_local_expert_id(expert)
+        name = f"{stem}.experts.{expert}" if expert < routed else f"{stem}.shared_experts"
+        part = data[slot] if slot >= 0 else data.new_empty(0, data.shape[2])
+        at = first if slot >= 0 else _ELSEWHERE
+        if leaf == "w2_weight":
+            yield TensorPart(f"{name}.down_proj.weight", part, (data.shape[1], total), 1, at)
+            continue
+        one, other = part.chunk(2) if slot >= 0 else (part, part)
+        gate, up = (other, one) if up_first else (one, other)
+        yield TensorPart(f"{name}.gate_proj.weight", gate, (total, data.shape[2]), 0, at)
+        yield TensorPart(f"{name}.up_proj.weight", up, (total, data.shape[2]), 0, at)
+
+
+def _what_decodes(attention: Any, weight: Tensor) -> Tensor:
+    """Return latent attention's `kv_b_proj` as its decode kernels read it, if they do.
+
+    They read two copies, `w_kc` and `w_vc`, which SGLang makes after loading. A push that does not renew them differs.
+    """
+    if attention.w_kc is None or attention.w_vc is None:
+        return weight
+    return torch.cat((attention.w_kc, attention.w_vc.transpose(1, 2)), dim=1).flatten(0, 1)
+
+
+def _columns(name: str, module: Any, data: Tensor) -> TensorPart:
+    """Return the part of a layer that is parallel over its outputs."""
+    return _rows(name, data, module.output_size, len(data) * _rank(module))
+
+
+def _rows(name: str, data: Tensor, total: int, first: int) -> TensorPart:
+    return TensorPart(name, data, (total, *data.shape[1:]), 0, first)
+
+
+def _rank(module: Any) -> int:
+    """Return this rank's place among those that share the layer, which may be fewer than all tensor-parallel ranks."""
+    group = getattr(module, "tp_group", None)  # of SGLang 0.5.23; layers of 0.5.15 have the number
+    return getattr(module, "tp_rank", 0) if group is None else group.rank_in_group
+
+
+def _signed(mark: int) -> int:
+    return mark - (1 << 64) if mark >> 63 else mark
+
+
+def _parallel() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()

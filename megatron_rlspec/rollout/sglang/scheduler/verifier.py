@@ -1,0 +1,137 @@
+"""Verifies drafts by sampling: at every position the target draws the token that plain decoding would have drawn.
+
+Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
+Drafts are accepted while they equal the token drawn at their position. So the text depends on seed, prompt and weights
+only. Target-only is the same walk with ordinary random draws.
+
+SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
+which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
+after SGLang has applied penalties, biases and grammar masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
+from megatron_rlspec.rollout.sglang.settings import Settings
+
+Hook = tuple[str, Callable, str]
+ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
+
+
+def hooks(settings: Settings) -> Iterator[Hook]:
+    from sglang.srt.utils import is_cpu
+
+    if settings.verifier == "position_keyed":
+        yield "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, "AFTER"
+        yield "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, "AROUND"
+    elif not is_cpu():
+        return  # SGLang's own kernels do target-only and rejection sampling where they exist.
+    yield "sglang.srt.speculative.eagle_utils.eagle_sample", _remember_pass, "AROUND"
+    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", _verify, "AROUND"
+
+
+def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
+    """Put the requests' seeds back, which SGLang drops outside its deterministic mode (that changes kernels, too)."""
+    if info.sampling_seed is None:
+        seeds = [r.sampling_params.sampling_seed for r in batch.reqs]
+        filled = torch.tensor([42 if s is None else s for s in seeds], dtype=torch.int64)
+        info.sampling_seed = filled.to(batch.device, non_blocking=True)
+    return info
+
+
+def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Key the noise by token: SGLang keys it by rank, and swapped ranks of near-equal tokens would change the text."""
+    from sglang.srt.layers.sampler import multinomial_with_seed
+
+    names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given["sampling_seed"] is None or given.get("return_filtered_probs"):
+        return original(probs, *args, **kwargs)
+    min_ps = given["min_ps"] if given["need_min_p_sampling"] else None
+    kept = filtered(probs, given["top_ks"], given["top_ps"], min_ps, kwargs.get("max_top_k"))
+    return multinomial_with_seed(torch.log(kept), given["sampling_seed"], given["positions"]).view(-1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class _VerifyPass:
+    """The verification in progress: what sampling the target's tokens needs.
+
+    logits [B * width, V] and positions [B * width] of all nodes; `width` nodes per request.
+    """
+
+    info: Any
+    logits: torch.Tensor
+    positions: torch.Tensor
+    width: int
+
+
+_pass: _VerifyPass | None = None
+
+
+def _remember_pass(
+    original: Callable, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    global _pass
+    info = batch.sampling_info
+    if not (batch.forward_mode.is_idle() or info.is_all_greedy):
+        logits, positions = logits_output.next_token_logits, verify_input.positions
+        _pass = _VerifyPass(info, logits, positions, verify_input.draft_token_num)
+        info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
+    try:
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    finally:
+        if _pass is not None:
+            info.is_all_greedy = False
+            _pass = None
+
+
+def _verify(original: Callable, **walk: Any) -> Any:
+    if _pass is not None:
+        walk["target_predict"] = sample_targets(_pass).view(walk["candidates"].shape)
+    return original(**walk)
+
+
+def sample_targets(verified: _VerifyPass) -> torch.Tensor:
+    """Draw the target's token after every node, [B * width], by the functions that plain decoding uses.
+
+    A few rows are drawn at a time: SGLang's functions make several copies of the logits, some in float64.
+    """
+    group = versions.installed().tensor_group()
+    rows = max(1, ELEMENTS // verified.logits.shape[-1])
+    starts = range(0, len(verified.logits), rows)
+    tokens = torch.cat([_sample_rows(verified, slice(start, start + rows)) for start in starts])
+    if group.world_size > 1:
+        group.broadcast(tokens, src=0)
+    return tokens.long()
+
+
+def _sample_rows(verified: _VerifyPass, rows: slice) -> torch.Tensor:
+    from sglang.srt.layers import sampler
+
+    info = verified.info
+
+    def per_node(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(verified.width, dim=0)[rows]
+
+    seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
+    positions = verified.positions[rows]
+    probs = versions.installed().softmax(verified.logits[rows] / per_node(info.temperatures))
+    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        return sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
+    return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs,
+        per_node(info.top_ks),
+        per_node(info.top_ps),
+        per_node(info.min_ps),
+        info.need_min_p_sampling,
+        seeds,
+        positions,
+        **versions.installed().known_top_k(info),
+    )

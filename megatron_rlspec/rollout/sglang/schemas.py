@@ -1,0 +1,514 @@
+"""Schemas of the routes below /rlspec, and one plain sentence for each mistake in a body.
+
+Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. Imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from megatron_rlspec.rollout.sglang import limits
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import Scope
+
+SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
+
+
+class Refusal(ValueError):
+    """A request that is not carried out: HTTP status and one sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Strict(BaseModel):
+    """`limit`: bytes that such a body may have. `rows`: its field that is a list of `row`, which may be long."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    limit: ClassVar[int] = limits.JSON_BYTES
+    rows: ClassVar[str] = ""
+    row: ClassVar[type[Strict]]
+
+
+Body = TypeVar("Body", bound=Strict)
+
+
+def _top_k(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected -1, which keeps every token, or at least 1")
+    return value
+
+
+def _path_or_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("expected a path or an object")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=256)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$")]
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
+Edge = Annotated[int, Field(ge=0, le=1 << 40)]
+ColumnsFolder = Annotated[str, Field(pattern=r"^(rlspec-kv-rlspec-engine-[A-Za-z0-9_]{1,64})?$")]
+ColumnsName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Config = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=3, max_length=3)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class SamplingBody(Strict):
+    """How a request's tokens are drawn; `types.Sampling` says what each field means."""
+
+    temperature: float = Field(1.0, ge=0, le=1000)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1), AfterValidator(_top_k)] = -1
+    max_new_tokens: int = Field(1024, ge=1, le=1 << 24)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field([], max_length=1024)
+    ignore_eos: bool = False
+    sampling_seed: int = Field(0, ge=0, le=(1 << 63) - 1)
+
+
+class RequestBody(Strict):
+    """One sample to draw. `begun`: response tokens that were drawn before; `max_new_tokens` counts them."""
+
+    id: RequestId
+    input_ids: TokenIds
+    begun: list[int] = Field([], max_length=4 << 20)
+    sampling: SamplingBody = SamplingBody()
+
+
+class GenerateBody(Strict):
+    """`progress`: also send the tokens of samples that are being drawn."""
+
+    limit: ClassVar[int] = limits.BATCH_BYTES
+    rows: ClassVar[str] = "requests"
+    row: ClassVar[type[Strict]] = RequestBody
+    requests: list[RequestBody] = Field(min_length=1, max_length=limits.REQUESTS)
+    progress: bool = False
+
+
+class AbortBody(Strict):
+    """The requests to abort; without `ids`, all of them."""
+
+    ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
+
+
+class Nothing(Strict):
+    """An empty body, or `{}`."""
+
+
+class ScheduleBody(Strict):
+    """`types.SpecSchedule`; a configuration is [num_steps, topk, num_draft_tokens]."""
+
+    batch_edges: list[Edge] = Field(min_length=1, max_length=4096)
+    context_edges: list[Edge] = Field(min_length=1, max_length=4096)
+    configs: list[list[Config]] = Field(min_length=1, max_length=4096)
+
+
+class SetSchedule(Strict):
+    schedule: ScheduleBody
+
+
+_ROOFLINE: dict[str, Any] = {
+    field.name: (Annotated[float, Field(ge=0)], ... if field.default is dataclasses.MISSING else field.default)
+    for field in dataclasses.fields(Roofline)
+}
+RooflineBody = create_model("RooflineBody", __base__=Strict, **_ROOFLINE)
+
+
+class LearntBody(Strict):
+    """`speculation.learnt_cost.LearntCost`: of each configuration (logarithm of ms, batch, context)."""
+
+    roofline: RooflineBody  # type: ignore[valid-type]
+    cells: list[tuple[Config, list[tuple[float, float, float]]]]
+
+
+class AcceptanceBody(Strict):
+    """`speculation.acceptance.Acceptance`: what was observed of each depth."""
+
+    depth: int = Field(ge=1, le=4096)
+    memory_rounds: float
+    memory_draws: float
+    prior_strength: float
+    prior: list[float]
+    hits: list[float]
+    draws: list[float]
+    ratio_hits: list[float]
+    ratio_base: list[float]
+
+
+class SpecRuleBody(Strict):
+    """`speculation.rule.SpecRule.from_json`; the scheduler checks what depends on the engine."""
+
+    version: int | None = None
+    candidates: list[Config] = Field([], max_length=256)
+    start: Config | None = None
+    margin: float = Field(0.0, ge=0, le=1)
+    probe_share: Share = 0.0
+    catch_up_share: Share = 0.0
+    acceptance: AcceptanceBody | None = None
+    forecast: list[float] | None = None
+    probing: dict[str, Any] | None = None
+    table: Annotated[Any, AfterValidator(_path_or_object)] = ""
+    roofline: RooflineBody | None = None  # type: ignore[valid-type]
+    learnt: LearntBody | None = None
+    schedule: ScheduleBody | None = None
+    tp: int = Field(1, ge=1, le=4096)
+    stock: bool = False
+
+
+class SetSpecRule(Strict):
+    spec_rule: SpecRuleBody
+
+
+class SetDraftVocabulary(Strict):
+    """Ids of the words that drafts are chosen from, as many as at the start of the engine."""
+
+    limit: ClassVar[int] = limits.BATCH_BYTES
+    words: list[Annotated[int, Field(ge=0, le=1 << 24)]] = Field(min_length=1, max_length=1 << 24)
+
+
+class Hold(Strict):
+    reason: str = Field(min_length=1, max_length=4096)
+
+
+class OfferNote(Strict):
+    """A sample that may come: the tokens known of it, and how many columns it will have at most."""
+
+    id: RequestId
+    tokens: TokenIds
+    upto: Edge
+
+
+class Offer(Strict):
+    limit: ClassVar[int] = limits.BATCH_BYTES
+    rows: ClassVar[str] = "notes"
+    row: ClassVar[type[Strict]] = OfferNote
+    version: Version
+    notes: list[OfferNote] = Field(min_length=1, max_length=limits.REQUESTS)
+
+
+class ExportNote(Strict):
+    """A sample whose columns from `first` on are written to the files `name` of this engine."""
+
+    id: RequestId
+    first: Edge
+    name: ColumnsName
+
+
+class Export(Strict):
+    notes: list[ExportNote] = Field(min_length=1, max_length=limits.REQUESTS)
+
+
+class DetachNote(Strict):
+    """A sample that leaves; without `name`, without its columns."""
+
+    id: RequestId
+    first: Edge = 0
+    name: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+
+
+class Detach(Strict):
+    notes: list[DetachNote] = Field(min_length=1, max_length=limits.REQUESTS)
+
+
+class AcceptNote(Strict):
+    """A sample whose columns are read from the files `name` in the folder of another engine, or in this one's."""
+
+    id: RequestId
+    name: ColumnsName
+    folder: ColumnsFolder = ""
+
+
+class Accept(Strict):
+    notes: list[AcceptNote] = Field(min_length=1, max_length=limits.REQUESTS)
+
+
+class Withdraw(Strict):
+    """The samples whose room is given back; without `ids`, all of them."""
+
+    ids: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
+
+
+class SendBody(Strict):
+    """The file of one rank."""
+
+    name: ColumnsName
+    rank: int = Field(ge=0, le=4095)
+
+
+class FetchBody(Strict):
+    """Files of another engine: where it answers, with which key, and of how many ranks."""
+
+    url: Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9._:%\[\]-]+(/[A-Za-z0-9._~/-]*)?$")]
+    key: Annotated[str, Field(max_length=4096, pattern=r"^[\x20-\x7e]*$")] = ""
+    names: list[ColumnsName] = Field(min_length=1, max_length=limits.REQUESTS)
+    ranks: int = Field(1, ge=1, le=4096)
+
+
+COMMANDS: dict[str, type[Strict]] = {
+    "describe": Nothing,
+    "set_schedule": SetSchedule,
+    "set_spec_rule": SetSpecRule,
+    "set_draft_vocabulary": SetDraftVocabulary,
+    "hold": Hold,
+    "release": Nothing,
+    "spec_rule_report": Nothing,
+    "stats": Nothing,
+    "not_begun": Nothing,
+    "recent_rounds": Nothing,
+    "fingerprints": Nothing,
+    "delivered": Nothing,
+    "shapes": Nothing,
+    "progress": Nothing,
+    "kv_offer": Offer,
+    "kv_export": Export,
+    "kv_detach": Detach,
+    "kv_accept": Accept,
+    "kv_withdraw": Withdraw,
+    "kv_room": Nothing,
+    "kv_audit": Nothing,
+}
+
+
+class BeginQuery(Strict):
+    """Which tensors an update has, and the version of the weights after it.
+
+    `hold`: the answer stays open as long as the update, which ends unfinished if its client closes the connection.
+    """
+
+    scope: Scope
+    version: Version
+    hold: Literal["true", "false"] = "false"
+
+
+class SessionQuery(Strict):
+    """The update that a request belongs to, by the token that `begin` returned."""
+
+    session: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class FileQuery(SessionQuery):
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^/[^\x00]*$")
+
+
+class JoinBody(Strict):
+    """A process group of the trainer, rank 0, and the ranks of engines; this engine's begin at `first`."""
+
+    address: str = Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+$")
+    port: int = Field(ge=1, le=65535)
+    size: int = Field(ge=2, le=4096)
+    first: int = Field(1, ge=1, le=4095)
+    group: str = Field(max_length=128, pattern=r"^rlspec-[A-Za-z0-9._-]+$")
+    backend: Literal["nccl", "gloo"]
+
+
+class ReceiveBody(Strict):
+    """Tensors that the trainer broadcasts in one piece: their bytes, one after the other."""
+
+    group: Text
+    names: list[Text] = Field(min_length=1, max_length=1 << 16)
+    dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(min_length=1, max_length=1 << 16)
+    shapes: list[Annotated[list[Edge], Field(max_length=8)]] = Field(min_length=1, max_length=1 << 16)
+
+
+class TensorEntry(Strict):
+    """One entry of a safetensors header."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    shape: list[Edge] = Field(max_length=8)
+    data_offsets: Annotated[list[Edge], Field(min_length=2, max_length=2)]
+
+
+def parse(model: type[Body], body: bytes) -> Body:
+    """Read a JSON body as `model`; an empty body counts as `{}`. Raises Refusal."""
+    if model.rows and len(body) > limits.REQUEST_BYTES:
+        return _in_pieces(model, body)
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise Refusal(400, sentence(error, model)) from None
+
+
+def _in_pieces(model: type[Body], body: bytes) -> Body:
+    """Read a long body row by row. pydantic keeps other threads waiting while it reads a piece."""
+    try:
+        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        pieces = msgspec.json.decode(found.pop(model.rows, b"null"), type=list[msgspec.Raw])
+        rest = msgspec.json.decode(msgspec.json.encode(found))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refusal(400, f"the body is not a JSON object in UTF-8 with a list {model.rows}") from None
+    if len(pieces) > limits.REQUESTS:
+        raise Refusal(400, f"{model.rows}: expected at most {limits.REQUESTS} entries")
+    rows = []
+    for i, piece in enumerate(pieces):
+        place = f"{model.rows}[{i}]"
+        text = bytes(piece)
+        if len(text) > limits.REQUEST_BYTES:
+            raise Refusal(413, f"{place} has {len(text)} bytes; expected at most {limits.REQUEST_BYTES}")
+        try:
+            rows.append(model.row.model_validate_json(text))
+        except ValidationError as error:
+            raise Refusal(400, sentence(error, model, (model.rows, i))) from None
+    try:
+        return model.model_validate({**rest, model.rows: rows})
+    except ValidationError as error:
+        raise Refusal(400, sentence(error, model)) from None
+
+
+def parse_query(model: type[Body], query: Sequence[tuple[str, str]]) -> Body:
+    """Read a query string's (name, value) pairs as `model`. Raises Refusal."""
+    found: dict[str, str] = {}
+    for name, value in query:
+        if name in found:
+            raise Refusal(400, f"query: {shown(name)} is given more than once; expected once")
+        found[name] = value
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        raise Refusal(400, "query: " + sentence(error, model)) from None
+
+
+def check_batch(body: GenerateBody, vocabulary: int, context: int) -> None:
+    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that come twice."""
+    for i, request in enumerate(body.requests):
+        ids = request.input_ids
+        for name, tokens in (("input_ids", ids), ("begun", request.begun)):
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+                j = next(j for j, token in enumerate(tokens) if not 0 <= token < vocabulary)
+                place = f"requests[{i}].{name}[{j}]"
+                raise Refusal(400, f"{place} is {shown(tokens[j])}; expected a token id from 0 to {vocabulary - 1}")
+        if len(ids) >= context:
+            raise Refusal(
+                400,
+                f"request {request.id}: {len(ids)} prompt tokens; expected fewer than the model's context of {context}",
+            )
+        asked = len(ids) + request.sampling.max_new_tokens
+        if asked > context:
+            raise Refusal(
+                400,
+                f"request {request.id}: {len(ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} "
+                f"make {asked}; expected at most the model's context of {context}",
+            )
+    names = sorted(request.id for request in body.requests)
+    for before, after in zip(names, names[1:], strict=False):
+        if before == after:
+            raise Refusal(400, f"id {shown(before)} is given to two requests; expected distinct ids")
+
+
+def sentence(error: ValidationError, model: type[BaseModel], within: Sequence[int | str] = ()) -> str:
+    """Format the first mistake of a body, or of the part `within` it, in words: place, value, what was expected."""
+    first = error.errors(include_url=False)[0]
+    path = (*within, *first["loc"])
+    place = _place(path)
+    kind = first["type"]
+    context = first.get("ctx", {})
+    if kind == "json_invalid":
+        where = re.search(r"line \d+ column \d+", str(context.get("error", "")))
+        return "the body is not JSON" + (f" ({where.group()})" if where else "") + "; expected a JSON object in UTF-8"
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        *parents, name = path
+        known = list(_fields(model, parents))
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}" if known else ""
+        return f"{_place((*parents, name))} is not known{hint or '; expected no fields'}"
+    if kind in ("too_long", "string_too_long", "too_short", "string_too_short"):
+        return f"{place or 'the body'}: {_expected(kind, context)}"
+    return f"{place or 'the body'} is {shown(first['input'])}; {_expected(kind, context)}"
+
+
+def shown(value: Any) -> str:
+    """Format a value as JSON, cut to a readable length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def plain(name: str) -> str:
+    """Format a name without quotes. Characters that are not printable ASCII are escaped; a long name is cut."""
+    return json.dumps(name)[1:-1][:200]
+
+
+_KINDS = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "a smaller integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_unicode": "text in Unicode",
+    "string_pattern_mismatch": "a string of the form {pattern}",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+}
+
+
+def _expected(kind: str, context: Mapping[str, Any]) -> str:
+    if kind == "value_error":
+        return str(context["error"])
+    text = _KINDS.get(kind)
+    if text is None:
+        return "expected another value; see docs/serve.md"
+    words = {name: _number(value) for name, value in context.items()}
+    if kind == "literal_error":
+        words["expected"] = words["expected"].replace("'", "")
+    return "expected " + text.format(**words)
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _place(path: Sequence[int | str]) -> str:
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{plain(part)}" if text else plain(part)
+    return text
+
+
+def _fields(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[str]:
+    """Yield the fields that a body may hold at `path`."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        inner = list(_models(model.model_fields[part].annotation))
+        if not inner:
+            return
+        model = inner[0]
+    yield from model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

@@ -1,0 +1,128 @@
+"""The checkpoints of a run directory: which there are, and the small files beside the trainer's own directory.
+
+`checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
+the checkpoint is whole. `step-000012.json` holds the data order and what speculation has learnt; `step-000012.groups`
+holds the rollout that was drawn ahead, if there is one, `step-000012.replay` the drafter's buffer of rollouts, and
+`step-000012.begun` the groups of partial rollouts. All are covered by checksums in the JSON file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_rlspec import files, wire
+from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.types import Group, OpenGroup
+
+_CHECKSUM = "checksum"
+# Files of groups; each has a checksum in the JSON file, such as groups_checksum.
+_FORMATS: dict[str, tuple[Callable[[list[Any]], bytes], Callable[[bytes], list[Any]]]] = {
+    ".groups": (wire.encode_groups, wire.decode_groups),
+    ".replay": (wire.encode_groups, wire.decode_groups),
+    ".begun": (wire.encode_open_groups, wire.decode_open_groups),
+}
+
+
+class Drawn(NamedTuple):
+    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups."""
+
+    ahead: Sequence[Group] = ()
+    replay: Sequence[Group] = ()
+    begun: Sequence[OpenGroup] = ()
+
+
+class Checkpoints:
+    """Checkpoints of `run_dir`, of which `prune` keeps the newest `keep`."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """Return the path of the trainer's directory after `step` optimizer steps."""
+        return self.folder / f"step-{step:06d}"
+
+    def whole(self) -> list[Path]:
+        """Return the whole checkpoints, the oldest first."""
+        return sorted(self.folder.glob("step-*/"))
+
+    def write_state(self, step: int, state: Mapping[str, Any], drawn: Drawn) -> None:
+        """Write the small files. Raises OSError."""
+        content: dict[str, Any] = {"step": step, **state}
+        for (suffix, (encode, _)), groups in zip(_FORMATS.items(), drawn, strict=True):
+            if groups:
+                encoded = encode(list(groups))
+                files.write(self.path(step).with_suffix(suffix), encoded)
+                content[_checksum_name(suffix)] = hashlib.sha256(encoded).hexdigest()
+        content[_CHECKSUM] = _checksum(content)
+        files.write(self.path(step).with_suffix(".json"), json.dumps(content))
+
+    def read_state(self, path: Path) -> tuple[dict[str, Any], Drawn]:
+        """Return what `write_state` wrote for the checkpoint `path`. Raises CheckpointError."""
+        file = path.with_suffix(".json")
+        try:
+            state = read_json(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {advice(path)}") from None
+        if state.pop(_CHECKSUM, None) != _checksum(state) or state.get("step") != int(path.name.removeprefix("step-")):
+            raise CheckpointError(_damaged(file))
+        parts = [
+            _read_groups(path.with_suffix(suffix), state.pop(_checksum_name(suffix), ""), decode)
+            for suffix, (_, decode) in _FORMATS.items()
+        ]
+        return state, Drawn(*parts)
+
+    def discard(self, step: int) -> None:
+        """Remove the small files of a checkpoint that could not be written."""
+        if not self.path(step).exists():
+            for suffix in (".json", *_FORMATS):
+                self.path(step).with_suffix(suffix).unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove all but the newest `keep`, and what an interrupted write left."""
+        for old in self.whole()[: -self.keep]:
+            shutil.rmtree(old)
+        for left in self.folder.glob(".step-*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for suffix in (".json", *_FORMATS):
+            for file in self.folder.glob(f"step-*{suffix}"):
+                if not file.with_suffix("").exists():
+                    file.unlink()
+
+
+def advice(path: Path) -> str:
+    """Return the advice for a checkpoint that cannot be read."""
+    return f"remove {path} to go on without it"
+
+
+def _checksum_name(suffix: str) -> str:
+    return f"{suffix.removeprefix('.')}_checksum"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _read_groups(file: Path, checksum: str, decode: Callable[[bytes], list[Any]]) -> list[Any]:
+    """Return the groups of a file with this checksum; none if the checkpoint has no such file."""
+    if not checksum:
+        return []
+    try:
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise CheckpointError(_damaged(file))
+        return decode(content)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: {files.reason(error)}; {advice(file.with_suffix(''))}") from None
+
+
+def _damaged(file: Path) -> str:
+    return f"{file}: its checksum differs from what was written: the file is damaged; {advice(file.with_suffix(''))}"

@@ -1,0 +1,223 @@
+"""The recorded trajectory of a run: each step's rollouts, and the policy that trained on them (`train.record`).
+
+The policy of our loop does not depend on its drafter. So a drafter can be trained again along the trajectory, without
+rollouts and without a backward pass of the policy (`rlspec replay`).
+
+`trajectory/step-000012.safetensors` holds what step 12 starts from:
+
+    policy/NAME            a full tensor under its Hugging Face name
+    at/NAME, to/NAME       or, if that is smaller, the positions and the new values of the elements that changed since
+                           the file before. A tensor without any change is left out
+    rollouts               `wire.encode_groups` of the step's groups, as bytes; absent after the last step
+
+Every tensor has a checksum, and a file appears whole or not at all. Each file names its run, its step, and the digest
+of the header of the file before it. Headers hold the tensors' checksums, so a chain of headers names all bits before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from megatron_rlspec import wire
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
+from megatron_rlspec.types import Group
+
+FOLDER = "trajectory"
+ROLLOUTS = "rollouts"
+_NOTE = "rlspec.trajectory"  # key in a file's metadata
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Link(msgspec.Struct, forbid_unknown_fields=True):
+    """A file's place in its trajectory.
+
+    run     digest of the header of step 0, which has "": runs with the same first step have the same
+    before  digest of the header of the file before; "" for step 0
+    """
+
+    run: str
+    step: int
+    before: str
+
+
+def file_of(run_dir: Path, step: int) -> Path:
+    """Return the path of what `step` starts from."""
+    return run_dir / FOLDER / f"step-{step:06d}.safetensors"
+
+
+class TrajectoryWriter:
+    """Record a run from step `done` on, in at most `limit` bytes. It holds one copy of the policy.
+
+    ended  why nothing more is recorded; "" while recording goes on. A trajectory has no gaps: files of `done` and later
+           steps are removed first, and if earlier ones are missing nothing is recorded
+    """
+
+    def __init__(self, run_dir: Path, limit: int, done: int) -> None:
+        self.run_dir = run_dir
+        self.limit = limit
+        self.ended = ""
+        self._link = Link("", 0, "")  # of the next file
+        self._held: dict[str, Tensor] = {}
+        recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
+        for file in recorded:
+            if file >= file_of(run_dir, done):
+                file.unlink()
+        kept = [file_of(run_dir, step) for step in range(done)]
+        missing = [step for step, file in enumerate(kept) if not file.exists()]
+        if missing:
+            self.ended = f"nothing is recorded: step {missing[0]} was not, and a replay needs every step before"
+        elif kept:
+            try:
+                self._link = _next(kept[-1])
+            except CheckpointError as error:
+                self.ended = f"nothing is recorded: {error}"
+        self._bytes = sum(file.stat().st_size for file in kept if not missing)
+
+    def keep(self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()) -> str:
+        """Write what `step` starts from. Returns a line for the first step and for the last that fits, else "".
+
+        `policy` yields full tensors; `groups` are the step's rollouts, none after the last step. Raises OSError.
+        """
+        new = dict(policy)
+        stored = _difference(self._held, new)
+        self._held = new
+        if groups:
+            stored[ROLLOUTS] = torch.frombuffer(bytearray(wire.encode_groups(list(groups))), dtype=torch.uint8)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        if self._bytes + size > self.limit:
+            self.ended = (
+                f"recording ends before step {step}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
+                f"train.record_gib={self.limit / 2**30:g} are used; {max(0, step - 1)} steps can be replayed"
+            )
+            self._held = {}
+            return self.ended
+        path = file_of(self.run_dir, step)
+        path.parent.mkdir(exist_ok=True)
+        tensor_file.save(stored, path, {_NOTE: msgspec.json.encode(self._link).decode()})
+        self._link = _next(path)
+        self._bytes += path.stat().st_size
+        if step:
+            return ""
+        return f"step 0 takes {_gib(size)}; recording ends when train.record_gib={self.limit / 2**30:g} are used"
+
+
+class Trajectory:
+    """Read a recorded run. Raises CheckpointError for a run without a trajectory, for files that are missing, damaged,
+    exchanged or of another run, and for others beside them. It reads every file's header before any tensor.
+
+    digest  of all that it holds
+    steps   how many steps can be replayed: those with the policy before and after them
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._policy: dict[str, Tensor] = {}
+        self._at = -1
+        folder = run_dir / FOLDER
+        found = sorted(path.name for path in folder.glob("[!.]*"))
+        if not found:
+            raise CheckpointError(f"{run_dir}: no {FOLDER}/; expected a run with --train.record true")
+        expected = Link("", 0, "")
+        for step, name in enumerate(found):
+            path = file_of(run_dir, step)
+            if name != path.name and path.name < name <= f"step-{'9' * 6}.safetensors":
+                raise CheckpointError(f"{path}: no such file, but {name} is there; a replay needs every step before")
+            if name != path.name:
+                raise CheckpointError(f"{folder / name}: not a file of a trajectory; expected {path.name}, or nothing")
+            link = _link(path)
+            if link != expected:
+                raise CheckpointError(f"{path}: {_fault(link, expected)}")
+            expected = _next(path)
+        self.digest = expected.before
+        self.steps = expected.step - 1
+
+    def groups(self, step: int) -> list[Group]:
+        """Return the rollouts that `step` trained on."""
+        path = file_of(self.run_dir, step)
+        with TensorFile(path) as file:
+            content = file[ROLLOUTS].numpy().tobytes()
+        try:
+            return wire.decode_groups(content)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{path}: {ROLLOUTS}: {error}") from None
+
+    def policy(self, step: int) -> Mapping[str, Tensor]:
+        """Return the full policy before `step`, valid until the next call. Ascending steps read each file once."""
+        if step < self._at:
+            self._at = -1
+            self._policy = {}
+        while self._at < step:
+            self._at += 1
+            self._apply(file_of(self.run_dir, self._at))
+        return self._policy
+
+    def _apply(self, path: Path) -> None:
+        with TensorFile(path) as file:
+            for key in file:
+                kind, _, name = key.partition("/")
+                if kind == "policy":
+                    self._policy[name] = file[key].clone()  # later files change it
+                elif kind == "at":
+                    if name not in self._policy:
+                        raise CheckpointError(f"{path}: {key} changes a tensor that no file before it holds")
+                    self._policy[name].view(-1)[file[key].long()] = file[f"to/{name}"]
+
+
+def _link(path: Path) -> Link:
+    """Return a file's place. Raises CheckpointError, also for a truncated file."""
+    with TensorFile(path) as file:
+        note = file.notes.get(_NOTE)
+    if note is None:
+        raise CheckpointError(f"{path}: an earlier version recorded it, without the run's name; record the run again")
+    try:
+        return msgspec.json.decode(note, type=Link)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: {_NOTE}: {error}") from None
+
+
+def _next(path: Path) -> Link:
+    """Return the place after a file. Raises CheckpointError."""
+    link = _link(path)
+    with path.open("rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+    digest = hashlib.sha256(header).hexdigest()
+    return Link(link.run or digest, link.step + 1, digest)
+
+
+def _fault(found: Link, expected: Link) -> str:
+    if found.step != expected.step:
+        return f"it holds step {found.step}"
+    if found.run != expected.run:
+        return "it is of another run than step 0"
+    return "it does not continue the file before it: one of the two is of another run, or from before a resume"
+
+
+def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what leads from `old` to `new`, bit for bit, as the file stores it."""
+    stored = {}
+    for name, tensor in new.items():
+        flat = tensor.reshape(-1)
+        if name in old:
+            bits = _INTEGERS[tensor.element_size()]
+            at = (flat.view(bits) != old[name].reshape(-1).view(bits)).nonzero()[:, 0]
+            if not len(at):
+                continue
+            at = at.int() if len(flat) < 2**31 else at
+            if len(at) * (at.element_size() + tensor.element_size()) < len(flat) * tensor.element_size():
+                stored[f"at/{name}"] = at
+                stored[f"to/{name}"] = flat[at.long()]
+                continue
+        stored[f"policy/{name}"] = tensor.contiguous()
+    return stored
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"

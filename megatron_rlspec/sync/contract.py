@@ -1,0 +1,119 @@
+"""The push contract: the actions after a push that an engine does not hold, or does not compute, correctly.
+
+    examine ─► finding ─► hold speculation ─► push again ─► examine ─┬─► speculate
+       └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong
+                                                                     └─► drop: the target may be wrong
+
+`health.py` drives it in our own loop, `integrations/slime/engines.py` after slime's weight updates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.sync.detectors import Action, Finding, decide
+
+logger = logging.getLogger(__name__)
+Findings = Mapping[str, Sequence[Finding]]  # by engine; an engine without findings is sound
+_REASON_CHARACTERS = 500
+
+
+class HealthError(RuntimeError):
+    """No engine may serve, or `health.on_failure` is stop. The message lists the findings."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The action for each engine. `records`: one for each engine with a finding, for the log."""
+
+    actions: Mapping[str, Action]
+    records: tuple[dict[str, Any], ...]
+
+    def engines(self, action: Action) -> tuple[str, ...]:
+        """Return the names of the engines with this action."""
+        return tuple(name for name, decided in self.actions.items() if decided == action)
+
+
+def enforce(
+    version: int,
+    first: Findings,
+    push_again: Callable[[Sequence[str]], Findings] | None,
+    hold: Callable[[str, Sequence[Finding]], object],
+) -> Verdict:
+    """Choose an action for every engine. Pushes once more to engines with a finding.
+
+    first       findings after the push of `version`, for every engine
+    push_again  pushes all tensors at least to the engines named, and returns the findings after that. None if the push
+                cannot be repeated: the first findings then count as those after the second push
+    hold        disables speculation of an engine; called before the second push, and if speculation must stay off
+    """
+    doubted = [name for name, findings in first.items() if decide(findings, None) == "push_again"]
+    second: Findings = {}
+    if doubted:
+        for name in doubted:
+            hold(name, first[name])
+        second = {name: first[name] for name in doubted} if push_again is None else push_again(doubted)
+    actions: dict[str, Action] = {}
+    records = []
+    for name, findings in first.items():
+        # The second push may also reach engines without a finding after the first. Then its findings count.
+        actions[name] = decide(findings or second.get(name, ()), second.get(name))
+        if findings or second.get(name):
+            records.append(_record(version, name, findings, second[name], actions[name]))
+        if actions[name] == "plain":
+            hold(name, second[name])
+    return Verdict(actions, tuple(records))
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """Format each finding as "detector: message"."""
+    return [f"{finding.detector}: {finding.message}" for finding in findings]
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Format a record in one line: engine, version, action, findings."""
+    outcomes = {"speculate": "healthy after a second push", "plain": "no speculation until a later push"}
+    outcome = outcomes.get(record["action"], "may not serve")
+    lasting = record["after_second_push"] or record["found"]
+    return f"{record['engine']}, version {record['version']}: {outcome}: {'; '.join(lasting)}"
+
+
+def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
+    """Disable speculation until `release`. Returns False if the engine cannot be reached.
+
+    Such an engine keeps speculating. With a stale drafter it is slower, but its text is right, because the target
+    verifies it.
+    """
+    try:
+        engine.hold("; ".join(finding.message for finding in findings)[:_REASON_CHARACTERS])
+    except EngineError as error:
+        logger.warning("speculation could not be turned off: %s", error)
+        return False
+    return True
+
+
+def release(engine: RolloutEngine) -> bool:
+    """Enable speculation again. Returns False if the engine cannot be reached."""
+    try:
+        engine.release()
+    except EngineError as error:
+        logger.warning("speculation could not be turned on again: %s", error)
+        return False
+    return True
+
+
+def _record(
+    version: int, name: str, first: Sequence[Finding], second: Sequence[Finding], action: Action
+) -> dict[str, Any]:
+    return {
+        "event": "health",
+        "version": version,
+        "engine": name,
+        "found": lines(first),
+        "after_second_push": lines(second),
+        "action": action,
+    }

@@ -1,0 +1,202 @@
+"""Health of the engines of our own loop: push, check, repair, and watch until the next push.
+
+    push ─► fingerprints ─► canary ─► speculate
+               │ finding        │ finding
+               └──► hold ─► push again ─► fingerprints ─► canary ─► speculate, with one record
+                                               │ finding again
+                                               └─► plain | out of rotation | stop
+
+`canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py` turns
+findings into actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.engine import RolloutEngine
+from megatron_rlspec.sync.canary import Canary, CanaryResult
+from megatron_rlspec.sync.contract import HealthError, Verdict, enforce, hold, release
+from megatron_rlspec.sync.detectors import DriftWatch, Finding, HealthSettings
+from megatron_rlspec.sync.fingerprint import Difference
+from megatron_rlspec.sync.push import Pusher, PushReport, Source
+from megatron_rlspec.types import Prompt, RoundStats, Sampling, Scope, SpecConfig
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """The result of `Health.push`.
+
+    pushes   the first push, and the second one if there was one
+    serving  names of the engines that may generate
+    plain    names of the serving engines that must not speculate
+    records  one per incident, for the log
+    """
+
+    pushes: tuple[PushReport, ...]
+    serving: tuple[str, ...]
+    plain: tuple[str, ...]
+    records: tuple[dict[str, Any], ...]
+    accept_lengths: Mapping[str, float] = field(default_factory=dict)
+    canary_seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return `push/*` of the first push and `health/*`."""
+        found = self.pushes[0].metrics()
+        found["health/incidents"] = float(len(self.records))
+        found["health/serving_engines"] = float(len(self.serving))
+        found["health/plain_engines"] = float(len(self.plain))
+        found["health/canary_seconds"] = self.canary_seconds
+        if self.accept_lengths:
+            found["health/canary_accept_length"] = float(np.mean(list(self.accept_lengths.values())))
+        return found
+
+
+class Health:
+    """Pushes weights, checks the engines, and repairs them.
+
+    is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
+                is sound
+    speculate   sets an engine to the run's own rule or schedule, after canaries and repairs. None in a run without
+                speculation: the canary then checks version stamps only
+    canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts only
+                fingerprints are compared
+    incident    called with the record of every incident, before an error is raised because of it
+    """
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        is_drafter: Callable[[str], bool],
+        speculate: Callable[[RolloutEngine], None] | None = None,
+        canary: Sequence[Prompt] = (),
+        sampling: Sampling | None = None,
+        settings: HealthSettings | None = None,
+        incident: Callable[[dict[str, Any]], None] = lambda record: None,
+    ) -> None:
+        self.pusher = pusher
+        self.is_drafter = is_drafter
+        self.speculate = speculate
+        self.prompts = tuple(canary)
+        self.sampling = sampling or Sampling()
+        self.settings = settings or HealthSettings()
+        self.incident = incident
+        self._canary = Canary(self.settings)
+        self._drift = DriftWatch(self.settings)
+        self._held: set[str] = set()
+
+    def push(
+        self,
+        version: int,
+        source: Source,
+        scope: Scope = "all",
+        predicted: float | None = None,
+    ) -> HealthReport:
+        """Push one version and check every engine.
+
+        `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. Raises HealthError if no
+        engine may serve, and if a finding remains after the second push and `settings.on_failure` is "stop". Raises
+        PushError as `Pusher.push` does.
+        """
+        seconds = self._canary.seconds
+        results: dict[str, CanaryResult] = {}
+        pushes = [self.pusher.push(version, source, scope)]
+        due = self._canary.due() or bool(self._held)
+
+        def push_again(names: Sequence[str]) -> dict[str, list[Finding]]:
+            pushes.append(self.pusher.push(version, source, "all", only=names))
+            return self._examine(pushes[-1], predicted, results, canary=True)
+
+        first = self._examine(pushes[0], predicted, results, canary=due)
+        verdict = enforce(version, first, push_again, self._hold)
+        for record in verdict.records:
+            self.incident(record)
+        for name in verdict.actions:
+            self._drift.begin(name)
+        for name in verdict.engines("speculate"):
+            self._resume(name, results.get(name))
+        self._refuse(verdict)
+        plain = verdict.engines("plain")
+        serving = tuple(name for name, action in verdict.actions.items() if action != "drop")
+        lengths = {name: result.accept_length for name, result in results.items() if any(result.accepted)}
+        return HealthReport(tuple(pushes), serving, plain, verdict.records, lengths, self._canary.seconds - seconds)
+
+    def join(self, name: str, engine: RolloutEngine) -> None:
+        """Add an engine, or replace the one of this name. The next push runs its canary and sets its speculation."""
+        self.pusher.engines[name] = engine
+        self.pusher.forget(name)
+        self._canary.forget(name)
+        self._held.add(name)
+
+    def watch(self, name: str, stats: Sequence[RoundStats], predicted: Mapping[SpecConfig, float]) -> Finding | None:
+        """Run one engine's drift test on the result of its `stats()`. A finding disables its speculation.
+
+        A finding is returned once. The next push starts a new test.
+        """
+        finding = self._drift.observe(name, stats, predicted)
+        if finding is not None:
+            self._hold(name, [finding])
+        return finding
+
+    def after_sleep(self, names: Sequence[str] | None = None) -> dict[str, Finding]:
+        """Compare fingerprints again after engines released and resumed their memory.
+
+        Returns the finding of every engine that differs. The next push sends all tensors to the engines in `names`.
+        """
+        differences = self.pusher.verify(names)
+        return {name: self._bits(difference) for name, difference in differences.items() if not difference.empty}
+
+    def _bits(self, difference: Difference) -> Finding:
+        return Finding("fingerprint", str(difference), target=not all(map(self.is_drafter, difference.names)))
+
+    def _examine(
+        self, report: PushReport, predicted: float | None, results: dict[str, CanaryResult], canary: bool
+    ) -> dict[str, list[Finding]]:
+        """Return the findings of every engine. Adds the canaries' results to `results`."""
+        findings: dict[str, list[Finding]] = {name: [] for name in report.engines}
+        for name, engine in report.engines.items():
+            if engine.error:
+                findings[name].append(Finding("session", engine.error, target=True))
+            elif not engine.difference.empty:
+                findings[name].append(self._bits(engine.difference))
+        if not (canary and self.prompts):
+            return findings
+        sound = {name: self.pusher.engines[name] for name, found in findings.items() if not found}
+        versions = dict.fromkeys(sound, report.version)
+        chain = SpecConfig(self.settings.canary_steps) if self.speculate is not None else None
+        for name, result in self._canary.run(sound, versions, self.prompts, self.sampling, chain, predicted).items():
+            results[name] = result
+            findings[name] += result.findings
+            if result.error:
+                findings[name].append(Finding("canary", result.error, target=True))
+        return findings
+
+    def _hold(self, name: str, findings: Sequence[Finding]) -> None:
+        if self.speculate is None:
+            return
+        self._held.add(name)
+        if not hold(self.pusher.engines[name], findings):
+            self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
+
+    def _resume(self, name: str, canary: CanaryResult | None) -> None:
+        """Set the run's speculation again if a canary or `hold` changed it."""
+        if canary is not None:
+            self._canary.remember(name, canary)
+        engine = self.pusher.engines[name]
+        if self.speculate is not None and (canary is not None or name in self._held):
+            if name in self._held:
+                release(engine)
+            self.speculate(engine)
+        self._held.discard(name)
+
+    def _refuse(self, verdict: Verdict) -> None:
+        """Raise HealthError if the run must stop."""
+        lasting = [f"{r['engine']}: {found}" for r in verdict.records for found in r["after_second_push"]]
+        if lasting and self.settings.on_failure == "stop":
+            raise HealthError("unhealthy after a second push, and health.on_failure is stop: " + "; ".join(lasting))
+        if all(action == "drop" for action in verdict.actions.values()):
+            raise HealthError("no engine is left to serve: " + "; ".join(lasting))

@@ -1,0 +1,434 @@
+"""One push: stream tensors from the trainer to every engine at once, as one versioned session, and compare there.
+
+    source(scope) ──(name, tensor)──► fingerprint, finite? ──► buckets ──► a feed per engine ──► engine.update_weights
+                                            │                                                           │
+                                      what is expected  ◄───────────── compare ──────────────  engine.fingerprints
+
+Fingerprints and finite checks run where the tensors are, and are read once per bucket. A bucket is copied once, into
+one of two pieces of memory, and serves every engine: one piece is filled while the other one travels.
+
+After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until a
+later push succeeds. `contract.py` decides what follows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.host.ranks import job
+from megatron_rlspec.sync.bucket import Bucket, Memory, Named, bucket_bytes, buckets, size
+from megatron_rlspec.sync.fingerprint import Difference, compare, fingerprints
+from megatron_rlspec.types import Scope
+
+Source = Callable[[Scope], Iterable[Named]]
+
+
+class PushError(RuntimeError):
+    """The trainer's side of a push failed: the exporter yielded a tensor that may not be sent to any engine."""
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine's part of a push.
+
+    error       why the engine may not serve; "" if the session succeeded
+    difference  between the tensors that it holds and the trainer's
+    """
+
+    seconds: float
+    sent_bytes: int
+    sent_tensors: int
+    error: str = ""
+    difference: Difference = Difference()
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and self.difference.empty
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """One push. `fingerprint_seconds`: the trainer's part of the check; `verify_seconds`: the slowest engine's."""
+
+    version: int
+    scope: Scope
+    seconds: float
+    total_bytes: int
+    tensors: int
+    fingerprint_seconds: float
+    verify_seconds: float
+    engines: Mapping[str, EngineReport] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Return one line for every engine that may not serve, by name."""
+        return {n: e.error or str(e.difference) for n, e in self.engines.items() if not e.ok}
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "push/seconds": self.seconds,
+            "push/bytes": float(self.total_bytes),
+            "push/tensors": float(self.tensors),
+            "push/sent_bytes": float(sum(e.sent_bytes for e in self.engines.values())),
+            "push/fingerprint_seconds": self.fingerprint_seconds,
+            "push/verify_seconds": self.verify_seconds,
+            "push/failed_engines": float(len(self.failed)),
+        }
+
+
+class Pusher:
+    """Push to `engines` (name -> engine), and remember the tensors that a comparison has shown in each of them.
+
+    delta       send an engine only the tensors that differ from those that it holds; the comparison afterwards covers
+                all tensors. Not for engines that need all tensors (the embedded one) or re-pack layers (SGLang with
+                AMX), and not for latent attention, of which SGLang drops a projection that comes without its pair
+    frozen      names of tensors that no push sends because they are not trained. Engines may hold them
+    feed_bytes  bytes by which the exporter may run ahead of the slowest engine that takes single tensors. Engines with
+                a `bucket_memory` take buckets of it, and the exporter runs ahead by two of them
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        *,
+        delta: bool = False,
+        frozen: Collection[str] = (),
+        feed_bytes: int = 1 << 30,
+    ) -> None:
+        self.engines = dict(engines)
+        self.frozen = frozenset(frozen)
+        self.delta = delta
+        self.feed_bytes = feed_bytes
+        self.expected: dict[str, int] = {}
+        self.version = -1
+        self._proven: dict[str, dict[str, int]] = {}
+
+    def push(self, version: int, source: Source, scope: Scope = "all", only: Sequence[str] | None = None) -> PushReport:
+        """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
+
+        A narrower scope than "all" becomes "all" if no comparison has shown that every engine holds the rest, as after
+        a start or a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
+        serve nothing until a later push.
+        """
+        began = time.perf_counter()
+        names = list(self.engines) if only is None else list(only)
+        if scope != "all" and any(name not in self._proven for name in names):
+            scope = "all"
+        proven = {name: self._proven.pop(name, {}) for name in names}  # until the comparison
+        feeds = {}
+        for name in names:
+            memory = getattr(self.engines[name], "bucket_memory", None)
+            feeds[name] = Feed(self.feed_bytes, proven[name] if self.delta else {}, memory)
+        limit = min(bucket_bytes(), max(1, self.feed_bytes // 4))
+        with ThreadPoolExecutor(max(1, len(names))) as threads:
+            updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}
+            try:
+                new, total, spent = _stream(source(scope), list(feeds.values()), limit)
+            finally:
+                for feed in feeds.values():
+                    feed.close(PushError("the exporter stopped early"))  # no effect on a feed that has ended
+            errors = {name: update.result() for name, update in updates.items()}
+            for memory in {id(feed.memory): feed.memory for feed in feeds.values() if feed.memory}.values():
+                memory.close()
+            self.expected = new if scope == "all" else {**self.expected, **new}
+            self.version = version
+            verified = time.perf_counter()
+            checks = {n: threads.submit(self._compare, n) for n in names if not errors[n]}
+            results = {name: check.result() for name, check in checks.items()}
+        ended = time.perf_counter()
+        reports = {}
+        for name in names:
+            error, difference = results.get(name, (errors[name], Difference()))
+            feed = feeds[name]
+            reports[name] = EngineReport(feed.seconds, feed.sent_bytes, feed.sent_tensors, error, difference)
+            if reports[name].ok:
+                self._proven[name] = dict(self.expected)
+        return PushReport(version, scope, ended - began, total, len(new), spent, ended - verified, reports)
+
+    def verify(self, only: Sequence[str] | None = None) -> dict[str, Difference]:
+        """Compare again without pushing, after an engine slept, was restarted or was changed from elsewhere.
+
+        The next push sends all tensors to engines that differ. An engine that does not answer differs in every tensor.
+        """
+        found = {}
+        for name in list(self.engines) if only is None else only:
+            error, difference = self._compare(name)
+            found[name] = Difference(missing=tuple(sorted(self.expected))) if error else difference
+            if not found[name].empty:
+                self._proven.pop(name, None)
+        return found
+
+    def _compare(self, name: str) -> tuple[str, Difference]:
+        """Return the error, or "", and the difference between what an engine was sent and what it holds."""
+        try:
+            held = self.engines[name].fingerprints()
+        except EngineError as error:
+            return str(error), Difference()
+        unsent = self.frozen - self.expected.keys()
+        return "", compare(self.expected, {tensor: mark for tensor, mark in held.items() if tensor not in unsent})
+
+    def forget(self, name: str) -> None:
+        """Forget what this engine holds: the next push sends it all tensors."""
+        self._proven.pop(name, None)
+
+
+@contextmanager
+def exporting(export: Source) -> Iterator[Source | None]:
+    """Let rank 0 call a collective `export` as often as it likes, while the other ranks follow.
+
+        with exporting(trainer.export) as source:
+            if source is not None:          # rank 0
+                pusher.push(version, source)
+
+    On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
+    """
+    scopes: tuple[Scope, ...] = get_args(Scope)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield export
+        return
+    ranks = job()
+    done = len(scopes)
+    failed = len(scopes) + 1
+    if ranks.rank == 0:
+
+        def source(scope: Scope) -> Iterator[Named]:
+            ranks.number(scopes.index(scope))
+            return iter(export(scope))
+
+        try:
+            yield source
+        except BaseException:
+            ranks.number(failed)
+            raise
+        ranks.number(done)
+        return
+    while (order := ranks.number(done)) < done:
+        deque(export(scopes[order]), maxlen=0)
+    if order == failed:
+        raise PushError("the push failed on rank 0")
+    yield None
+
+
+class Feed:
+    """What one engine gets of a push: buckets in `memory`, or single tensors of the exporter if it has none.
+
+    An iterator over (name, tensor), bounded in bytes; `buckets` yields whole buckets. Leaves out what the engine holds.
+    """
+
+    def __init__(self, limit: int, proven: Mapping[str, int], memory: Memory | None = None) -> None:
+        self.limit = limit
+        self.proven = proven
+        self.memory = memory
+        self.reading = True
+        self.sent_bytes = 0
+        self.sent_tensors = 0
+        self.seconds = 0.0
+        self._queue: deque[Bucket] = deque()
+        self._taken: deque[Bucket] = deque()
+        self._left: deque[Named] = deque()  # of the bucket that is read tensor by tensor
+        self._bytes = 0
+        self._ended: BaseException | bool = False
+        self._changed = threading.Condition()
+
+    def wants(self, named: Sequence[Named], marks: Sequence[int]) -> tuple[int, ...]:
+        """Return which of these tensors the engine is to get."""
+        if not self.reading or self._ended:
+            return ()
+        return tuple(i for i, (name, _) in enumerate(named) if self.proven.get(name) != marks[i])
+
+    def put(self, bucket: Bucket) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes < self.limit or not self.reading)
+            if self.reading:
+                self._queue.append(bucket)
+                self._bytes += bucket.bytes
+                self._changed.notify_all()
+                return
+        bucket.done()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Announce the end of the tensors. With `error`, the reader raises it after the queued tensors."""
+        with self._changed:
+            self._ended = self._ended or error or True
+            self._changed.notify_all()
+
+    def stop_reading(self) -> None:
+        """Drop everything that is put from now on: the engine reads no more."""
+        with self._changed:
+            self.reading = False
+            undone = [*self._taken, *self._queue]
+            self._taken.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+        for bucket in undone:
+            bucket.done()
+
+    def buckets(self) -> Iterator[tuple[Bucket, bool]]:
+        """Yield (bucket, whether it is the last). A bucket's memory goes back when the next one is asked for."""
+        following = self._take()
+        while following is not None:
+            bucket = following
+            following = self._take()
+            self.sent_bytes += bucket.bytes
+            self.sent_tensors += len(bucket.names)
+            yield bucket, following is None
+            self._done(bucket)
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Named:
+        while not self._left:
+            if self._taken:
+                self._done(self._taken[0])
+            bucket = self._take()
+            if bucket is None:
+                raise StopIteration
+            if bucket.piece is not None:
+                raise TypeError("an engine with a `bucket_memory` reads buckets, with `in_buckets`")
+            self._left.extend(bucket.tensors)
+        name, tensor = self._left.popleft()
+        self.sent_bytes += size(tensor)
+        self.sent_tensors += 1
+        return name, tensor
+
+    def unread(self) -> str:
+        """Return the name of the first tensor that was not read, "" if there is none. Raises the exporter's error."""
+        if self._left:
+            return self._left[0][0]
+        if len(self._taken) > 1:  # `buckets` takes one ahead
+            return self._taken[1].names[0]
+        if self._taken:  # else the exporter may wait for its memory
+            self._done(self._taken[0])
+        bucket = self._take()
+        return "" if bucket is None else bucket.names[0]
+
+    def _take(self) -> Bucket | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._ended)
+            if not self._queue:
+                if isinstance(self._ended, BaseException):
+                    raise self._ended
+                return None
+            bucket = self._queue.popleft()
+            self._taken.append(bucket)
+            self._bytes -= bucket.bytes
+            self._changed.notify_all()
+            return bucket
+
+    def _done(self, bucket: Bucket) -> None:
+        with self._changed:
+            if bucket not in self._taken:  # `stop_reading` came first
+                return
+            self._taken.remove(bucket)
+        bucket.done()
+
+
+def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[tuple[Bucket, bool]]:
+    """Yield (bucket, whether it is the last) of a feed, or of any tensors, packed into `memory`."""
+    if isinstance(tensors, Feed):
+        yield from tensors.buckets()
+        return
+    lots = buckets(tensors, bucket_bytes())
+    following = next(lots, None)
+    while following is not None:
+        bucket = Bucket(following)
+        bucket.pack(memory)
+        following = next(lots, None)
+        try:
+            yield bucket, following is None
+        finally:
+            bucket.done()
+
+
+def _stream(tensors: Iterable[Named], feeds: Sequence[Feed], limit: int) -> tuple[dict[str, int], int, float]:
+    """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
+
+    Returns fingerprints by name, bytes, and seconds of fingerprinting.
+    """
+    marks: dict[str, int] = {}
+    total = 0
+    spent = 0.0
+    refused = ""
+    for lot in buckets(tensors, limit):
+        began = time.perf_counter()
+        found = fingerprints([tensor for _, tensor in lot])
+        finite = _finite([tensor for _, tensor in lot])
+        for (name, tensor), mark, sound in zip(lot, found, finite, strict=True):
+            if name in marks:
+                refused = refused or f"the exporter gave {name} twice"
+            elif not sound:
+                refused = refused or f"{name} holds NaN or infinity"
+            marks[name] = mark
+            total += size(tensor)
+        spent += time.perf_counter() - began
+        if refused:
+            for feed in feeds:
+                feed.close(PushError(refused))
+        else:
+            _distribute(lot, found, feeds)
+    if not marks and not refused:
+        refused = "the exporter gave no tensor"
+    for feed in feeds:
+        feed.close(PushError(refused) if refused else None)
+    if refused:
+        raise PushError(refused)
+    return marks, total, spent
+
+
+def _distribute(lot: Sequence[Named], marks: Sequence[int], feeds: Sequence[Feed]) -> None:
+    """Make one bucket for all feeds that want the same of these tensors in the same memory."""
+    alike: dict[tuple[int, tuple[int, ...]], list[Feed]] = {}
+    for feed in feeds:
+        wanted = feed.wants(lot, marks)
+        if wanted:
+            alike.setdefault((id(feed.memory), wanted), []).append(feed)
+    for (_, wanted), readers in alike.items():
+        bucket = Bucket([lot[i] for i in wanted], len(readers))
+        memory = readers[0].memory
+        if memory is not None:
+            bucket.pack(memory, drop=True)
+        for feed in readers:
+            feed.put(bucket)
+
+
+def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> str:
+    """Run one engine's session. Returns the error, or ""."""
+    began = time.perf_counter()
+    try:
+        engine.update_weights(version, feed, scope)
+        left = feed.unread()
+        return f"stopped reading at {left}" if left else ""
+    except (EngineError, PushError) as error:
+        return str(error)
+    finally:
+        feed.seconds = time.perf_counter() - began
+        feed.stop_reading()
+
+
+def _finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether all of it is finite. Answers on a GPU are read together, with one wait."""
+    found = [True] * len(tensors)
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and tensor.numel():
+            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
+    places = [i for group in alike.values() for i in group]
+    # NaN propagates into the smallest and the largest number.
+    ranges = [torch.stack([end for i in group for end in torch.aminmax(tensors[i])]) for group in alike.values()]
+    sound = [torch.isfinite(ends).view(-1, 2).all(-1) for ends in ranges]
+    for i, one in zip(places, torch.cat(sound).tolist() if sound else (), strict=True):
+        found[i] = one
+    return found

@@ -1,0 +1,577 @@
+"""Read prompts and demonstrations from JSONL and Parquet, in slime's format, and draw them in a reproducible order.
+Prompts can also be questions of an environment (`environments.py`).
+
+A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
+instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An
+error names file and line of the row. Rows that are too long are dropped and counted; no other row is dropped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from megatron_rlspec import files
+from megatron_rlspec import reasoning_gym as environments
+from megatron_rlspec.config import Config, DataConfig
+from megatron_rlspec.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row")
+TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
+LONGEST_LINE = 1 << 28  # bytes of one JSONL row; metadata can hold a program's test cases
+CHECKED_ROWS = 20_000  # rows that are checked before a run starts; the others are checked when they are read
+
+
+class DataError(ValueError):
+    """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
+
+
+@dataclass
+class Order:
+    """The order in which `size` rows are drawn, epoch after epoch. With `shuffle` it depends on (seed, epoch).
+
+    No step has a row twice unless it takes more rows than there are. At the end of an epoch a row that the step has
+    already is put off: it is `late`, and comes first in the next step. `restore(state)` continues exactly at the place
+    of `state()`, also within an epoch. Raises ValueError for no rows.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+    epoch: int = 0
+    position: int = 0
+    late: list[int] = field(default_factory=list)
+    _permutation: tuple[int, list[int]] = (-1, [])  # an epoch, and its order
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError("the dataset has no rows; expected at least one")
+
+    def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
+        """Return the next `count` indices of a step that has the rows `beside` already."""
+        taken: list[int] = []
+        held = set(beside)
+        while len(taken) < count:
+            if len(held) == self.size:  # every row is in the step
+                held = set()
+            taken.append(self._next(held))
+            held.add(taken[-1])
+        return taken
+
+    def _next(self, held: Collection[int]) -> int:
+        """Return the next row that is not held. At least one must not be."""
+        for place, row in enumerate(self.late):
+            if row not in held:
+                return self.late.pop(place)
+        while True:
+            row = self._of_epoch()[self.position]
+            self.position += 1
+            if self.position == self.size:
+                self.epoch += 1
+                self.position = 0
+            if row not in held:
+                return row
+            self.late.append(row)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`."""
+        place = {"epoch": self.epoch, "position": self.position, "late": list(self.late)}
+        return place | {"seed": self.seed, "size": self.size}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue at the place of `state`. Raises DataError if it is malformed or for another seed or dataset size."""
+        given = dict(state) if isinstance(state, Mapping) else {}
+        for name in ("size", "seed", "epoch", "position"):
+            value = given.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise DataError(f"cannot resume the data order: {name}={value!r}, expected an integer from 0 on")
+        for name in ("size", "seed"):
+            if given[name] != getattr(self, name):
+                raise DataError(
+                    f"cannot resume the data order: {name} was {given[name]}, but is {getattr(self, name)} now"
+                )
+        if given["position"] >= self.size:
+            raise DataError(
+                f"cannot resume the data order: position={given['position']}, expected a number below size={self.size}"
+            )
+        late = given.get("late")
+        if not isinstance(late, list) or not all(type(row) is int and 0 <= row < self.size for row in late):
+            raise DataError(
+                f"cannot resume the data order: late={late!s:.80}, expected a list of rows below {self.size}"
+            )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.late = list(late)
+
+    def _of_epoch(self) -> list[int]:
+        """Return the order of the present epoch."""
+        if self._permutation[0] != self.epoch:
+            rows = np.arange(self.size)
+            if self.shuffle:
+                rows = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
+            self._permutation = self.epoch, rows.tolist()
+        return self._permutation[1]
+
+
+class Source(Generic[Row]):
+    """Rows in memory, drawn in an `Order`. `dropped` counts rows that were too long."""
+
+    def __init__(self, rows: list[Row], dropped: int, seed: int, shuffle: bool) -> None:
+        self.rows = rows
+        self.dropped = dropped
+        self.order = Order(len(rows), seed, shuffle)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, count: int) -> list[Row]:
+        """Return the next `count` rows. None comes twice unless there are fewer rows."""
+        return [self.rows[i] for i in self.order.take(count)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`."""
+        return self.order.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue at the place of `state`. Raises DataError, as `Order.restore`."""
+        self.order.restore(state)
+
+
+class Prompts(Source[Prompt]):
+    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError.
+
+    level  of an environment's curriculum; None: the prompts have no levels, or `data.raise_level_at` is 0
+    """
+
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+        self._source = str(path)
+        self._tokenizer = tokenizer
+        self._config = config
+        self._threshold = config.data.raise_level_at
+        self.level: int | None = None
+        if self._threshold:
+            try:
+                self.hardest = environments.hardest(self._source)
+                self.level = environments.first_level(self._source)
+            except environments.TaskError as error:
+                raise DataError(f"data.raise_level_at={self._threshold:g}: {error}") from None
+        self._read()
+
+    def raise_level(self, reward: float) -> bool:
+        """Take the next level if `reward`, the mean of a step, reaches `data.raise_level_at`. Returns whether it did.
+
+        The new level's rows are drawn in an order of their own, from the start.
+        """
+        if self.level is None or self.level >= self.hardest or reward < self._threshold:
+            return False
+        self.level += 1
+        self._read()
+        return True
+
+    def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
+        """Return the next `count` prompts of a step that has the prompts `beside` already."""
+        places = {prompt.id: place for place, prompt in enumerate(self.rows)}
+        held = {places[prompt.id] for prompt in beside if prompt.id in places}
+        return [self.rows[i] for i in self.order.take(count, held)]
+
+    def state(self) -> dict[str, Any]:
+        return self.order.state() | ({} if self.level is None else {"level": self.level})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.level is not None:
+            level = state.get("level")
+            if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= self.hardest:
+                raise DataError(f"cannot resume the curriculum: level={level!r}, expected 0 to {self.hardest}")
+            self.level = level
+            self._read()
+        super().restore(state)
+
+    def _read(self) -> None:
+        config = self._config
+        longest = config.model.max_length - config.rollout.max_new_tokens
+        rows, dropped = read_prompts(self._source, config.data, self._tokenizer, longest, self.level)
+        super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
+
+
+class Demonstrations(Source[Sample]):
+    """Demonstrations of at most `model.max_length` tokens. Raises DataError."""
+
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+        longest = config.model.max_length
+        rows, dropped = read_demonstrations(path, config.data, tokenizer, longest, config.sft.response_key)
+        self.held_out: list[Sample] = []
+        if config.sft.held_out:
+            rows, self.held_out = without_prompts(rows, config.sft.held_out, config.train.seed, path)
+        super().__init__(rows, dropped, config.train.seed, config.data.shuffle)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError for a token id that the model does not have."""
+        for sample in (*self.rows, *self.held_out):
+            if sample.tokens.max() >= vocab_size:
+                raise DataError(
+                    f"{sample.request_id}: token {sample.tokens.max()}; expected ids below vocab_size={vocab_size}, "
+                    "of answers by this model"
+                )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local model directory. Raises DataError."""
+    from transformers import AutoTokenizer  # takes seconds to import, and reading rows does not need it
+
+    if not Path(path).is_dir():
+        raise DataError(f"{path}: no such directory; expected a Hugging Face checkpoint with a tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot read
+        raise DataError(f"{path}: no tokenizer that Transformers can load ({_first_line(error)})") from None
+    if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
+        raise DataError(f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer")
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise DataError if the tokenizer has ids for which the model's embedding has no row."""
+    if len(tokenizer) > vocab_size:
+        raise DataError(
+            f"{tokenizer.name_or_path}: the tokenizer has {len(tokenizer)} tokens, but config.json says "
+            f"vocab_size={vocab_size}; expected the tokenizer of this model"
+        )
+
+
+def read_rows(path: str | Path, level: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of every row. The place is "file:line" for JSONL and "file: row n" for Parquet.
+
+    `level` is that of an environment's curriculum. Raises DataError.
+    """
+    if environments.is_source(str(path)):
+        try:
+            yield from environments.rows(str(path), level)
+        except environments.TaskError as error:
+            raise DataError(str(error)) from None
+        return
+    path = Path(path)
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
+        raise DataError(f"{path}: expected a name that ends in {' or '.join(readers)}")
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise DataError(f"{path}: expected a regular file, found a {files.kind(mode)}")
+        yield from readers[path.suffix](path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or _first_line(error)}") from None
+
+
+def check_prompts(path: str | Path, options: DataConfig) -> None:
+    """Check the first rows of a file of prompts, without a tokenizer. Raises DataError."""
+    rows = 0
+    for where, row in islice(read_rows(path), CHECKED_ROWS):
+        _prompt(where, row, options)
+        _label(where, row, options.label_key)
+        _metadata(where, row, options.metadata_key)
+        rows += 1
+    _require(path, range(rows), 0, "prompts")
+
+
+def check_demonstrations(path: str | Path, options: DataConfig, response_key: str) -> None:
+    """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
+    rows = 0
+    for where, row in islice(read_rows(path), CHECKED_ROWS):
+        if _ids(where, row) is None:
+            _prompt(where, row, options)
+            _response(where, row, response_key)
+        rows += 1
+    _require(path, range(rows), 0, "samples")
+
+
+def read_prompts(
+    path: str | Path,
+    options: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    level: int | None = None,
+) -> tuple[list[Prompt], int]:
+    """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
+
+    `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the tokenized text; no special
+    tokens are added to it. Raises DataError, also if no prompt is short enough.
+    """
+    rows = []
+    for where, row in read_rows(path, level):
+        text = _text(where, row, options, tokenizer)
+        rows.append((text, _label(where, row, options.label_key), _metadata(where, row, options.metadata_key)))
+    prompts = []
+    dropped = 0
+    for i, tokens in enumerate(_tokenize(tokenizer, [text for text, *_ in rows], max_tokens)):
+        text, label, metadata = rows[i]
+        if tokens is None or len(tokens) > max_tokens:
+            dropped += 1
+        else:
+            prompts.append(Prompt(i, tokens, label, text, metadata))
+    _require(path, prompts, dropped, f"prompts of at most {max_tokens} tokens")
+    return prompts, dropped
+
+
+def read_demonstrations(
+    path: str | Path,
+    options: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    response_key: str = "response",
+) -> tuple[list[Sample], int]:
+    """Return all demonstrations as samples of at most `max_tokens` tokens, and the number of longer ones.
+
+    The response is trained, and after a written one the end-of-sequence token. Prompt and response are tokenized apart,
+    as in a rollout, where the policy generates from the prompt's last token on. A row of `rlspec answer` is neither
+    tokenized nor ended: its ids are those that a model drew. Raises DataError.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn")
+    drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    texts: list[tuple[str, str]] = []
+    for i, (where, row) in enumerate(read_rows(path)):
+        if ids := _ids(where, row):
+            drawn[i] = ids
+            texts.append(("", ""))
+        else:
+            texts.append((_text(where, row, options, tokenizer), _response(where, row, response_key)))
+    prompts = _tokenize(tokenizer, [prompt for prompt, _ in texts], max_tokens)
+    responses = _tokenize(tokenizer, [response for _, response in texts], max_tokens)
+    samples = []
+    dropped = 0
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if i in drawn:
+            prompt, response = drawn[i]
+        elif response is not None:
+            response = np.append(response, tokenizer.eos_token_id)
+        if prompt is None or response is None or len(prompt) + len(response) > max_tokens:
+            dropped += 1
+            continue
+        tokens = np.concatenate([prompt, response])
+        mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
+        no_logprobs = np.zeros(len(tokens), np.float32)
+        text, written = texts[i]
+        samples.append(Sample(f"row-{i}", Prompt(i, prompt, text=text), tokens, mask, no_logprobs, text=written))
+    _require(path, samples, dropped, f"samples of at most {max_tokens} tokens")
+    return samples, dropped
+
+
+def without_prompts(
+    rows: Sequence[Sample], held_out: int, seed: int, path: str | Path
+) -> tuple[list[Sample], list[Sample]]:
+    """Split off all rows of `held_out` prompts, which `seed` chooses: (rows to train on, rows to evaluate on).
+
+    Raises DataError if no prompt is left to train on.
+    """
+    prompts = list(dict.fromkeys(row.prompt.tokens.tobytes() for row in rows))
+    if held_out >= len(prompts):
+        raise DataError(f"{path}: {len(prompts)} different prompts; sft.held_out={held_out} leaves none to train on")
+    chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:held_out]}
+    parts: tuple[list[Sample], list[Sample]] = ([], [])
+    for row in rows:
+        parts[row.prompt.tokens.tobytes() in chosen].append(row)
+    return parts
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number in count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            where = f"{path}:{number}"
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{where}: a line of more than {LONGEST_LINE} bytes; expected one row per line")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield where, json_row(where, line)
+
+
+def json_row(where: str, line: bytes) -> dict[str, Any]:
+    """Parse one row of JSONL. Raises DataError, which begins with `where`."""
+    try:
+        row = files.parse_json(line.decode(), where)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line") from None
+    except files.FileError as error:
+        raise DataError(str(error)) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {_kind(row)}, expected an object")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: truncated or not Parquet ({_first_line(error)})") from None
+
+
+def _field(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
+    if key not in row:
+        columns = ", ".join(map(str, row)) or "nothing"
+        raise DataError(f"{where}: no {key}; the row has {files.shown(columns)}; {option} names the column")
+    if row[key] is None:
+        raise DataError(f"{where}: {key} is null, expected a value")
+    return row[key]
+
+
+def _well_formed(where: str, key: str, text: str) -> str:
+    """Return the text. Raises DataError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key} holds a lone surrogate, {text[error.start]!r} at character {error.start}; expected text "
+            "that UTF-8 can encode"
+        ) from None
+    return text
+
+
+def _prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | list[dict[str, Any]]:
+    """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
+    prompt = _field(where, row, options.prompt_key, "data.prompt_key")
+    if prompt in ("", []):
+        raise DataError(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        return _well_formed(where, "the prompt", prompt)
+    if not options.apply_chat_template:
+        raise DataError(
+            f"{where}: the prompt is {_kind(prompt)}, expected text; chat messages need data.apply_chat_template=true"
+        )
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: the prompt is {_kind(prompt)}, expected text or a list of messages")
+    for message in prompt:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: a message is {_kind(message)}, expected an object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
+                raise DataError(f"{where}: {key} of a message is {_kind(message[key])}, expected text")
+            _well_formed(where, f"{key} of a message", message[key])
+    return prompt
+
+
+def _text(where: str, row: Mapping[str, Any], options: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that the policy continues. Raises DataError."""
+    prompt = _prompt(where, row, options)
+    text = _render_chat(where, prompt, tokenizer, options.system_prompt) if options.apply_chat_template else str(prompt)
+    if not text:
+        raise DataError(f"{where}: the prompt is empty")
+    return text
+
+
+def _render_chat(
+    where: str, prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, system_prompt: str
+) -> str:
+    if tokenizer.chat_template is None:
+        raise DataError(f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program, and can raise any error
+        raise DataError(f"{where}: the chat template refuses the messages: {_first_line(error)}") from None
+
+
+def _ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
+    if "response_tokens" not in row:
+        return None
+    found = []
+    for key in ("prompt_tokens", "response_tokens"):
+        ids = row.get(key)
+        fits = isinstance(ids, list) and ids and all(type(one) is int and 0 <= one < 2**31 for one in ids)
+        if not fits:
+            raise DataError(f"{where}: {key} is {_kind(ids)}, expected a list of token ids, at least one")
+        found.append(np.asarray(ids, np.int64))
+    return found[0], found[1]
+
+
+def _response(where: str, row: Mapping[str, Any], key: str) -> str:
+    response = _field(where, row, key, "sft.response_key")
+    if not isinstance(response, str):
+        raise DataError(f"{where}: {key} is {_kind(response)}, expected text")
+    return _well_formed(where, key, response)
+
+
+def _label(where: str, row: Mapping[str, Any], key: str) -> str:
+    """Return the label as text; "" if `key` is empty. Raises DataError for anything but text and finite numbers."""
+    if not key:
+        return ""
+    label = _field(where, row, key, "data.label_key")
+    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
+        raise DataError(f"{where}: {key} is {_kind(label)}, expected text or a number")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise DataError(f"{where}: {key} is {label}, expected text or a finite number")
+    return _well_formed(where, key, str(label))
+
+
+def _metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    metadata = row.get(key)
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise DataError(f"{where}: {key} is {_kind(metadata)}, expected an object")
+    try:
+        _well_formed(where, key, json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False))
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where}: {key} holds NaN or infinity, expected finite numbers") from None
+    return metadata
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int) -> list[np.ndarray | None]:
+    """Return `[P] int64` per text. No special tokens are added; a chat template writes them itself.
+
+    A text with more characters than `max_tokens` times the longest token is not tokenized and gives None.
+    """
+    longest = max_tokens * max(map(len, tokenizer.get_vocab()))
+    tokens: list[np.ndarray | None] = [None] * len(texts)
+    short = [index for index, text in enumerate(texts) if len(text) <= longest]
+    for start in range(0, len(short), TOKENIZER_BATCH):
+        chosen = short[start : start + TOKENIZER_BATCH]
+        batch = tokenizer([texts[index] for index in chosen], add_special_tokens=False)
+        for index, ids in zip(chosen, batch["input_ids"], strict=True):
+            tokens[index] = np.asarray(ids, np.int64)
+    return tokens
+
+
+def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> None:
+    if not kept:
+        reason = f"all {dropped} rows are longer" if dropped else "the file has no rows"
+        raise DataError(f"{path}: no {what}; {reason}")
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value in JSON's terms."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

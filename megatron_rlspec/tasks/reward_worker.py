@@ -1,0 +1,258 @@
+"""The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND LIMIT SOCKET`.
+
+Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
+the socket, a Unix socket that keeps message boundaries: {"id", "reward"} or {"id", "error"}. Nothing is pickled. The
+module imports little beside the standard library, so that a worker starts fast.
+
+Two processes run for each worker. The *guard* is the one that the trainer starts; the *worker* is its child and calls
+the reward. When the worker ends, or the trainer closes standard input (also by dying), the guard kills everything that
+the worker started. It finds processes that left the session, too, because it is their subreaper.
+
+User code cannot answer for a sample by accident. Programs that it starts do not inherit standard input and the socket.
+Children that it forks close both. The trainer drops a message whose id is not that of the current task.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import json
+import logging
+import math
+import numbers
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from megatron_rlspec.texts import one_line, shown
+
+Reward = Callable[..., Any]  # prompt, response, label and metadata, by name
+SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
+LARGEST = 2.0**127  # a reward beyond it is no finite number to the trainer, which computes in float32
+STARTED = "started"  # id of the message that says whether the reward could be imported
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def final_answer(text: str) -> str:
+    """Return the text after the last run of `#` (GSM8K's `#### 72`), else the whole text, stripped of white space."""
+    return re.split(r"#+", text)[-1].strip()
+
+
+def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
+    """Return 1 if response and label, or the final answers of both, are equal character by character; else 0."""
+    return float(response.strip() == label.strip() or final_answer(response) == final_answer(label))
+
+
+def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
+    """Return 1 if math-verify finds the last expressions equal (1/2, \\frac{1}{2} and 0.5 are), else 0."""
+    from math_verify import parse, verify
+
+    # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
+    # SIGALRM and are switched off, because the trainer limits the time.
+    stated = final_answer(label)
+    gold = parse(stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"label {label!r} is no mathematical expression")
+    answer = parse(final_answer(response) if "####" in response else response, parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))
+
+
+def http_reward(url: str, limit: float) -> Reward:
+    """Return a reward that POSTs the sample as JSON. The server answers a number, or an object with `reward`."""
+    import requests
+
+    session = requests.Session()
+
+    def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
+        body: dict[str, Any] = {"prompt": prompt, "response": response, "label": label, "metadata": dict(metadata)}
+        answer = session.post(url, json=body, timeout=limit)
+        answer.raise_for_status()
+        value = answer.json()
+        return value["reward"] if isinstance(value, dict) else value
+
+    return reward
+
+
+def named_function(name: str) -> Reward:
+    """Import `module:function` from the working directory. It must take the four keyword arguments of `SIGNATURE`.
+
+    Raises TypeError if it does not, and any error that the import of its module raises.
+    """
+    module, _, function = name.partition(":")
+    found = getattr(importlib.import_module(module), function)
+    if not callable(found):
+        raise TypeError(f"{name} is not a function; expected {function}{SIGNATURE}")
+    if inspect.iscoroutinefunction(found):
+        raise TypeError(f"{name} is async; expected a plain function {function}{SIGNATURE}")
+    _check_signature(function, found)
+
+    def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
+        return found(prompt=prompt, response=response, label=label, metadata=metadata)
+
+    return reward
+
+
+def _check_signature(function: str, found: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    try:
+        signature.bind(prompt="", response="", label="", metadata={})
+    except TypeError as error:
+        raise TypeError(f"{function}{signature}: {error}; expected {function}{SIGNATURE}") from None
+
+
+def build(kind: str, limit: float) -> Reward:
+    """Return the reward that `kind` names. Raises any error that the import of a `module:function` raises."""
+    if kind == "exact":
+        return exact
+    if kind == "math":
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        math_reward("", "1", "1", {})  # imports the library and builds its parsers before the first sample
+        return math_reward
+    if kind == "reasoning_gym":
+        import reasoning_gym  # noqa: F401  takes seconds: before the first sample
+
+        from megatron_rlspec import reasoning_gym as environments
+
+        return environments.score
+    if kind.startswith(("http://", "https://")):
+        return http_reward(kind, limit)
+    return named_function(kind)
+
+
+def number(value: Any) -> float:
+    """Return `value` as a finite number, also that of an array or tensor of one element. Raises ValueError."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        reward = float(plain) if isinstance(plain, numbers.Real) else math.nan
+    except BaseException as error:  # the value's own methods can raise anything
+        raise ValueError(f"a reward of type {type(value).__name__} is no number ({one_line(error)})") from None
+    if not abs(reward) <= LARGEST:
+        raise ValueError(f"reward is {shown(value)}, expected one finite number")
+    return reward
+
+
+class _Channel:
+    """Receives tasks and sends answers. Only the worker may use it: a forked child that calls `answer` ends at once."""
+
+    def __init__(self, tasks: int, answers: socket.socket) -> None:
+        self._tasks = os.fdopen(tasks, "rb")
+        self._answers = answers
+        self._process = os.getpid()
+        os.register_at_fork(after_in_child=self._close)
+
+    def task(self) -> dict[str, Any] | None:
+        """Return the next task, or None after the last one."""
+        line = self._tasks.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def answer(self, task: str, **content: Any) -> None:
+        self.leave_if_forked()
+        self._answers.send(json.dumps({"id": task, **content}).encode())
+
+    def leave_if_forked(self) -> None:
+        """End this process if it is a child that the reward forked."""
+        if os.getpid() != self._process:
+            os._exit(0)
+
+    def _close(self) -> None:
+        os.close(self._tasks.fileno())
+        self._answers.close()
+
+
+def _work(kind: str, limit: float, channel: _Channel) -> None:
+    """Answer tasks until the trainer closes the channel."""
+    try:
+        reward = build(kind, limit)
+    except (Exception, KeyboardInterrupt) as error:
+        channel.answer(STARTED, error=one_line(error))
+        return
+    channel.answer(STARTED)
+    while (task := channel.task()) is not None:
+        name = task.pop("id")
+        try:
+            content: dict[str, Any] = {"reward": number(reward(**task))}
+        except (Exception, KeyboardInterrupt) as error:
+            content = {"error": one_line(error)}
+        finally:
+            channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here
+        channel.answer(name, **content)
+
+
+def _guard(worker: int, tasks: int) -> int:
+    """Wait for the worker, or for the trainer to close its end of `tasks`; then kill everything the worker started.
+
+    Returns the worker's exit code, negative for a signal.
+    """
+    either = select.poll()
+    either.register(os.pidfd_open(worker), select.POLLIN)
+    either.register(tasks, 0)  # no event but the hang-up
+    either.poll()
+    _kill_descendants(worker)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _kill_descendants(worker: int) -> None:
+    """Stop every descendant, then kill them all. A stopped process cannot fork new ones during the search.
+
+    Returns when they are gone, at the latest after 2 s. The caller reads the worker's exit code.
+    """
+    import psutil
+
+    found: set[psutil.Process] = set()
+    while new := set(psutil.Process().children(recursive=True)) - found:
+        found |= new
+        for process in new:
+            with suppress(psutil.Error):
+                process.suspend()
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs([process for process in found if process.pid != worker], timeout=2)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def main() -> None:
+    """Run as the guard, and fork the worker."""
+    kind = sys.argv[1]
+    limit = float(sys.argv[2])
+    answers = socket.socket(fileno=int(sys.argv[3]))
+    answers.set_inheritable(False)
+    tasks = os.dup(0)  # not inherited by programs that the reward starts
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    guard = os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker:
+        answers.close()
+        code = _guard(worker, tasks)
+        if code < 0:  # end by the same signal, because the trainer reports the guard's exit code
+            os.kill(guard, -code)
+        os._exit(abs(code))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    sys.path.insert(0, os.getcwd())
+    try:
+        _work(kind, limit, _Channel(tasks, answers))
+    except OSError:  # the reward closed the worker's channels, or the trainer has ended
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
+
+A reward may begin when its sample ends, while engines still draw the others (`Scoring`).
+
+`exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
+process can be stopped when a reward hangs. A worker over the time limit is killed with every process that it started,
+and a new worker replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.config.reward import BUILT_IN
+from megatron_rlspec.tasks.reward_worker import STARTED, exact
+from megatron_rlspec.types import Sample
+
+START_SECONDS = 120.0  # a reward's module may import heavy libraries
+STOP_SECONDS = 5.0  # for a guard to kill what its worker started
+KINDS = f"{', '.join(BUILT_IN)}, module:function, http://... and https://..."
+
+
+class Scorer:
+    """Compute rewards with `options.workers` workers. `close`, or leaving the `with` block, ends them.
+
+    `options.kind` is one of
+    exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
+    math             1 if math-verify finds text and label equal; else 0
+    reasoning_gym    the score of the task that the prompt comes from (`environments.score`)
+    module:function  called as function(prompt=..., response=..., label=..., metadata=...); returns a number. The module
+                     is imported from the working directory
+    http(s)://...    receives the same four values as a JSON object by POST; answers a number or {"reward": number}
+
+    Raises ConfigError for any other kind, and for a function that cannot be imported or takes other arguments.
+    """
+
+    def __init__(self, options: RewardConfig) -> None:
+        kind = options.kind
+        if kind not in BUILT_IN and (":" not in kind or ("://" in kind and not kind.startswith("http"))):
+            raise ConfigError(f"reward.kind={kind}: expected one of {KINDS}")
+        self.options = options
+        self._interrupted = threading.Event()
+        self._workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(options.workers)
+        if kind == "exact":
+            return
+        workers = [_Worker(options, self._interrupted) for _ in range(options.workers)]
+        for worker in workers:
+            self._workers.put(worker)
+        try:
+            for worker in workers:
+                worker.await_start()
+        except _Failed as error:
+            self.close()
+            raise ConfigError(f"reward.kind={kind}: {error}") from None
+
+    def score(self, samples: Sequence[Sample]) -> list[str]:
+        """Set `reward` of every sample, and return one line per failure.
+
+        A reward that raises, takes too long, ends its process or is no finite number counts as failed: the sample gets
+        reward 0 and the reason in `metadata["reward_error"]`.
+        """
+        return Scoring(self).finish(samples)
+
+    def interrupt(self) -> None:
+        """Make a `score` that runs in another thread return soon; samples without a reward count as failed."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """End the workers. Safe to repeat."""
+        self._threads.shutdown()
+        while not self._workers.empty():
+            self._workers.get().stop()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _judge(self, sample: Sample) -> tuple[float, str | None]:
+        """Return (reward, None), or (0, reason)."""
+        task: dict[str, Any] = {
+            "prompt": sample.prompt.text,
+            "response": sample.text,
+            "label": sample.prompt.label,
+            "metadata": dict(sample.prompt.metadata),
+        }
+        if self.options.kind == "exact":
+            return exact(**task), None
+        worker = self._workers.get()
+        try:
+            return worker.ask(task), None
+        except _Failed as error:
+            return 0.0, str(error)
+        finally:
+            self._workers.put(worker)
+
+
+class Scoring:
+    """The rewards of one rollout, each computed from `add` on.
+
+    hidden  seconds in which rewards were computed while engines still drew, since `finish`
+    waited  seconds that `finish` took
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._results: dict[int, Future[str | None]] = {}  # by the sample's identity
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._busy = 0.0
+        self.hidden = 0.0
+        self.waited = 0.0
+
+    def add(self, sample: Sample) -> Future[str | None]:
+        """Begin to compute the reward of a sample that has ended. Any thread may call this.
+
+        The result is the reason if the reward failed.
+        """
+        future = self._results[id(sample)] = self._scorer._threads.submit(self._timed, sample)
+        return future
+
+    def finish(self, samples: Sequence[Sample]) -> list[str]:
+        """Set the rewards of these samples, as `Scorer.score` does; those that were not added begin now."""
+        began = time.perf_counter()
+        with self._lock:
+            self.hidden = self._busy + (began - self._since if self._running else 0.0)
+        for sample in samples:
+            if id(sample) not in self._results:
+                self.add(sample)
+        errors = [(sample.request_id, self._results[id(sample)].result()) for sample in samples]
+        failures = [f"{name}: {error}" for name, error in errors if error is not None]
+        self.waited = time.perf_counter() - began
+        return failures
+
+    def cancel(self) -> None:
+        """Drop rewards that have not begun: nothing will ask for them."""
+        for future in list(self._results.values()):
+            future.cancel()
+
+    def _timed(self, sample: Sample) -> str | None:
+        with self._lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+        try:
+            sample.reward, error = self._scorer._judge(sample)
+            sample.metadata.pop("reward_error", None)
+            if error is not None:
+                sample.metadata["reward_error"] = error
+            return error
+        finally:
+            with self._lock:
+                self._running -= 1
+                if self._running == 0:
+                    self._busy += time.perf_counter() - self._since
+
+
+def failed(sample: Sample) -> bool:
+    """Return whether the last `score` found no reward for this sample."""
+    return "reward_error" in sample.metadata
+
+
+def known(samples: Sequence[Sample]) -> list[float]:
+    """Return the rewards of those samples whose reward did not fail."""
+    return [sample.reward for sample in samples if not failed(sample)]
+
+
+class RewardsFailedError(RuntimeError):
+    """Every reward failed in too many steps in a row. The message holds the first failure of the last step."""
+
+
+class FailedSteps:
+    """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+
+    def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
+        """Count a step in which `failures` of `samples` rewards failed. Raises RewardsFailedError at the limit."""
+        self.count = self.count + 1 if len(failures) == samples else 0
+        if 0 < self.most <= self.count:
+            raise RewardsFailedError(
+                f"{name}: all {samples} rewards failed (reward.max_failed_steps={self.most}); the first: {failures[0]}"
+            )
+
+
+class _Failed(Exception):
+    """The reward of a sample failed. The message is the reason, in one line."""
+
+
+class _Worker:
+    """One reward process. `ask` starts a new one if it ended or had to be killed."""
+
+    def __init__(self, options: RewardConfig, interrupted: threading.Event) -> None:
+        self.options = options
+        self._interrupted = interrupted
+        self._ready = False  # whether the reward is imported
+        self._start()
+
+    def await_start(self) -> None:
+        """Wait until the reward is imported. Raises _Failed."""
+        if not self._ready:
+            self._answer(STARTED, START_SECONDS)
+            self._ready = True
+
+    def ask(self, task: dict[str, Any]) -> float:
+        """Return the reward. Raises _Failed."""
+        if self._process.poll() is not None:
+            self.stop()
+            self._start()
+        self.await_start()
+        name = secrets.token_hex(8)
+        deadline = time.monotonic() + self.options.timeout_seconds
+        self._send(json.dumps({"id": name, **task}, default=str).encode() + b"\n", deadline)
+        reward: float = self._answer(name, deadline - time.monotonic())["reward"]
+        return reward
+
+    def stop(self) -> None:
+        """Kill the worker and everything that it started. Safe to repeat."""
+        self._tasks.close()  # the guard sees the hang-up and kills the worker's processes
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode < 0:  # the guard itself was killed: kill the worker's session here
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._answers.close()
+
+    def _start(self) -> None:
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "megatron_rlspec.tasks.reward_worker", self.options.kind]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(self.options.timeout_seconds), str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,  # a reward's output goes to stderr
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # keeps Ctrl-C away from the worker
+            )
+        assert self._process.stdin is not None
+        self._tasks = self._process.stdin
+        os.set_blocking(self._tasks.fileno(), False)
+        self._ready = False
+
+    def _send(self, line: bytes, deadline: float) -> None:
+        """Write a task without blocking on a worker that does not read. Raises _Failed."""
+        while line:
+            try:
+                line = line[os.write(self._tasks.fileno(), line) :]
+            except BlockingIOError:
+                self._check_time(deadline)
+                time.sleep(0.01)
+            except BrokenPipeError:
+                raise _Failed(self._ending()) from None
+
+    def _answer(self, name: str, seconds: float) -> dict[str, Any]:
+        """Return the answer to the task `name`. Messages with another id are dropped. Raises _Failed."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._check_time(deadline)
+            self._answers.settimeout(min(0.5, max(0.001, deadline - time.monotonic())))
+            try:
+                message = self._answers.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not message:
+                raise _Failed(self._ending())
+            answer = _read(message)
+            if answer.get("id") != name:
+                continue
+            if "error" in answer:
+                raise _Failed(answer["error"])
+            return answer
+
+    def _check_time(self, deadline: float) -> None:
+        if self._interrupted.is_set():
+            raise _Failed("the run was interrupted")
+        if time.monotonic() >= deadline:
+            self.stop()
+            limit = self.options.timeout_seconds if self._ready else START_SECONDS
+            raise _Failed(f"no answer within {limit:g} s")
+
+    def _ending(self) -> str:
+        self.stop()
+        return f"the reward's process ended with exit code {self._process.returncode}"
+
+
+def _read(message: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(message)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

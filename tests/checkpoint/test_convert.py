@@ -1,0 +1,244 @@
+"""Conversion: exact round trips, resumption, fresh drafters, and Megatron's own loader on the other side."""
+
+import contextlib
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from moe_oracles import DEEPSEEK_V3, GLM4_MOE, checkpoint
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from weight_oracles import mimo_checkpoint, one_rank
+
+from megatron_rlspec.checkpoint import convert as module
+from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.commands.convert import main
+from megatron_rlspec.models.families import Row
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
+
+
+def hf_directory(tmp_path, model="mimo", **changes):
+    if model == "mimo":
+        config, tensors = mimo_checkpoint(**changes)
+    else:
+        config = {**(GLM4_MOE if model == "glm4_moe" else DEEPSEEK_V3), **changes}
+        tensors = checkpoint(config, tmp_path)
+    write_hf(tmp_path / "hf", config, tensors, shard_bytes=200_000)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "hf" / "tokenizer.json"))
+    return config, tensors
+
+
+def same(tensors, directory) -> bool:
+    again = read_hf(directory)[1]
+    return set(again) == set(tensors) and all(
+        torch.equal(again[n], t) and again[n].dtype == t.dtype for n, t in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("model", ["mimo", "tied", "glm4_moe", "deepseek_v3"])
+def test_round_trip_is_exact(tmp_path, model, spec):
+    config, tensors = hf_directory(tmp_path, *(("mimo",) if model == "tied" else (model,)),
+                                   **({"tie_word_embeddings": True} if model == "tied" else {}))  # fmt: skip
+    convert(plan(tmp_path / "hf", tmp_path / "megatron", spec=spec))
+    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    assert same(tensors, tmp_path / "back")
+    assert read_hf(tmp_path / "back")[0] == config and (tmp_path / "back" / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bfloat16_keeps_its_bits(tmp_path):
+    config, tensors = mimo_checkpoint()
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    write_hf(tmp_path / "hf", config, tensors)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    assert same(tensors, tmp_path / "back")
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_an_interrupted_conversion_continues(tmp_path, to, monkeypatch):
+    _, tensors = hf_directory(tmp_path)
+    if to == "hf":
+        convert(plan(tmp_path / "hf", tmp_path / "source"))
+    source = tmp_path / ("hf" if to == "megatron" else "source")
+    done = []
+
+    def interrupted(label, size):
+        done.append((label, size))
+        if len(done) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan(source, tmp_path / "out"), interrupted)
+    assert not (tmp_path / "out").exists()
+    again = []
+    convert(plan(source, tmp_path / "out"), lambda label, size: again.append(size))
+    assert again[:4] == [0, 0, 0, 0] and all(size > 0 for size in again[4:])
+    if to == "megatron":
+        convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(tensors, tmp_path / ("back" if to == "megatron" else "out"))
+
+
+def test_another_source_starts_again(tmp_path):
+    config, _ = hf_directory(tmp_path)
+    other = mimo_checkpoint(seed=5)[1]
+    write_hf(tmp_path / "other", config, other)
+
+    def interrupted(label, size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan(tmp_path / "hf", tmp_path / "out"), interrupted)
+    convert(plan(tmp_path / "other", tmp_path / "out"))
+    convert(plan(tmp_path / "out", tmp_path / "back"))
+    assert same(other, tmp_path / "back")
+
+
+def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
+    """Qwen2 becomes a MiMo with the same target."""
+    config, tensors = mimo_checkpoint(architectures=["Qwen2ForCausalLM"], num_nextn_predict_layers=0)
+    write_hf(tmp_path / "hf", config, tensors)
+    convert(plan(tmp_path / "hf", tmp_path / "out", add_mtp=True, to="hf"))
+    new_config, lazy = read_hf(tmp_path / "out")
+    assert new_config == {**config, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
+    mtp = {n.removeprefix("model.mtp_layers.0."): lazy[n] for n in lazy if "mtp_layers" in n}
+    first = {n.removeprefix("model.layers.0."): t for n, t in tensors.items() if n.startswith("model.layers.0.")}
+    assert all(torch.equal(mtp[name], tensor) for name, tensor in first.items())
+    # MiMo's order: hidden, embedding.
+    assert torch.equal(mtp["input_proj.weight"], torch.cat((torch.zeros(64, 64), torch.eye(64)), 1))
+    # Scales are the model's own: the embedding's root mean square, and a final norm for logits of deviation 1.
+    rms = tensors["model.embed_tokens.weight"].square().mean().sqrt()
+    torch.testing.assert_close(mtp["token_layernorm.weight"], rms.expand(64))
+    torch.testing.assert_close(mtp["hidden_layernorm.weight"], rms.expand(64))
+    norm = tensors["model.norm.weight"]
+    head = tensors["lm_head.weight"]
+    deviation = (head * norm).square().sum(1).mean().sqrt()
+    assert deviation > 1
+    torch.testing.assert_close(mtp["final_layernorm.weight"], norm / deviation)
+    # The same by way of Megatron, and the check compares logits with Transformers'.
+    assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp", "--quiet"]) == 0
+    code, report = one_rank(run, str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet", "--check")
+    assert code == 0, report
+    assert same(dict(lazy), tmp_path / "back")
+
+
+@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
+def test_a_fresh_drafter_with_experts_takes_the_first_layer_that_has_them(tmp_path, model):
+    config, tensors = hf_directory(tmp_path, model, num_nextn_predict_layers=0)
+    own = {n: t for n, t in tensors.items() if not n.startswith("model.layers.4.")}
+    write_hf(tmp_path / "plain", config, own)
+    convert(plan(tmp_path / "plain", tmp_path / "out", add_mtp=True, to="hf"))
+    lazy = read_hf(tmp_path / "out")[1]
+    for name, tensor in own.items():
+        assert torch.equal(lazy[name], tensor)
+        if name.startswith("model.layers.1."):
+            assert torch.equal(lazy[name.replace("layers.1.", "layers.4.")], tensor)
+    assert torch.equal(lazy["model.layers.4.eh_proj.weight"], torch.cat((torch.eye(64), torch.zeros(64, 64)), 1))
+    assert torch.equal(lazy["model.layers.4.shared_head.head.weight"], own["lm_head.weight"])
+
+
+def run(*arguments):
+    """Run the command; return its exit status and what it printed."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        code = main(arguments)
+    return code, text.getvalue()
+
+
+def without_swap(*arguments):
+    """Run with a table that does not swap the halves of `eh_proj`. It is patched here: ranks inherit no patch."""
+    real = module.name_table
+
+    def wrong(*args, **kwargs):
+        family = real(*args, **kwargs)
+        name = "mtp.layers.0.eh_proj.weight"
+        family.rows[name] = Row(name, family.rows[name].hf)
+        return family
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "name_table", wrong)
+        return run(*arguments)
+
+
+def test_check_detects_a_wrong_table(tmp_path):
+    """The same mistake in both directions: the round trip is exact, and only the logits differ."""
+    _, tensors = hf_directory(tmp_path)
+    code, report = one_rank(run, str(tmp_path / "hf"), str(tmp_path / "good"), "--quiet", "--check")
+    assert code == 0 and max(map(float, re.findall(r"\d\.\de-\d+", report))) < 1e-4, report
+    assert without_swap(str(tmp_path / "hf"), str(tmp_path / "bad"), "--quiet")[0] == 0
+    assert without_swap(str(tmp_path / "bad"), str(tmp_path / "back"), "--quiet")[0] == 0
+    assert same(tensors, tmp_path / "back")
+    code, report = one_rank(without_swap, str(tmp_path / "hf"), str(tmp_path / "bad2"), "--quiet", "--check")
+    assert code == 1 and "the drafter's logits differ from Transformers'" in report
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    hf_directory(tmp_path)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "decoder.layers.3" in text and "mtp.layers.0" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_mistakes_are_reported_in_one_line(tmp_path, capsys):
+    config, tensors = hf_directory(tmp_path)
+    hf = str(tmp_path / "hf")
+    plain = {n: t for n, t in tensors.items() if "mtp" not in n}
+    write_hf(tmp_path / "plain", config, plain)
+    write_hf(tmp_path / "quantised", {**config, "quantization_config": {"quant_method": "fp8"}}, tensors)
+    write_hf(tmp_path / "qwen3", {**config, "architectures": ["Qwen3ForCausalLM"], "num_nextn_predict_layers": 0}, {})
+    write_hf(tmp_path / "experts", GLM4_MOE, checkpoint(GLM4_MOE, tmp_path / "made"))
+    convert(plan(hf, tmp_path / "megatron"))
+    (tmp_path / "megatron" / "release" / "config.json").unlink()
+    capsys.readouterr()
+    for arguments, message in (
+        ([str(tmp_path / "none"), "x"], "none: no such directory"),
+        ([hf, hf], "exists already"),
+        ([hf, str(tmp_path / "x"), "--to", "hf"], "is a hf checkpoint already; nothing to do"),
+        ([hf, str(tmp_path / "x"), "--add-mtp"], "has a drafter already"),
+        ([str(tmp_path / "plain"), str(tmp_path / "x")], "lacks 16 of the drafter's 16 tensors"),
+        ([str(tmp_path / "quantised"), str(tmp_path / "x")], "quantised weights are not converted"),
+        (
+            [str(tmp_path / "qwen3"), str(tmp_path / "x"), "--add-mtp"],
+            "architecture Qwen3ForCausalLM is not given a drafter; those are Llama",
+        ),
+        ([str(tmp_path / "megatron"), str(tmp_path / "x")], "config.json: No such file"),
+        (
+            [str(tmp_path / "experts"), str(tmp_path / "x"), "--check"],
+            "architecture Glm4MoeForCausalLM is not checked; those are Llama",
+        ),
+    ):
+        assert main([*arguments, "--quiet"]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert main([str(tmp_path / "megatron"), str(tmp_path / "x"), "--hf", hf, "--quiet"]) == 0
+
+
+def test_a_foreign_pickle_is_not_opened(tmp_path):
+    hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+
+    class Evil:
+        def __reduce__(self):
+            return print, ("owned",)
+
+    index = tmp_path / "megatron" / "release" / ".metadata"
+    index.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="refers to builtins.print, which no checkpoint index needs"):
+        plan(tmp_path / "megatron", tmp_path / "x")
+    index.write_bytes(b"\x80\x04not a pickle")
+    with pytest.raises(CheckpointError, match="unreadable index"):
+        plan(tmp_path / "megatron", tmp_path / "x")
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    hf_directory(tmp_path)
+    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+    file = tmp_path / "megatron" / "release" / "__3_0.distcp"
+    file.write_bytes(file.read_bytes()[:-9000])
+    with pytest.raises(CheckpointError, match="__3_0.distcp: truncated; "):
+        convert(plan(tmp_path / "megatron", tmp_path / "x"))

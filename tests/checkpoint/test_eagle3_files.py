@@ -1,0 +1,136 @@
+"""The directory of an EAGLE-3 drafter: what `rlspec convert --add-eagle3` writes, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from weight_oracles import mimo_checkpoint
+
+from megatron_rlspec.checkpoint.drafter_files import make_drafter, read_drafters, read_model, weights_of, words
+from megatron_rlspec.checkpoint.eagle3 import check_drafter
+from megatron_rlspec.commands.convert import main
+from megatron_rlspec.models.config import DRAFTER, ModelConfigError
+from megatron_rlspec.models.hf_files import CheckpointError, write_hf
+from megatron_rlspec.models.names import name_table
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Write a small model with an MTP layer, and return (its directory, its config.json, its tensors)."""
+    config, tensors = mimo_checkpoint(num_hidden_layers=LAYERS, eos_token_id=100)
+    folder = tmp_path_factory.mktemp("target") / "model"
+    write_hf(folder, config, tensors)
+    (folder / "tokenizer.model").write_bytes(b"0")
+    return folder, config, tensors
+
+
+@pytest.fixture
+def drafter(model, tmp_path):
+    make_drafter(model[0], tmp_path / "drafter", 16)
+    return tmp_path / "drafter"
+
+
+def test_a_fresh_drafter_has_the_layout_that_sglang_loads(model, tmp_path, capsys):
+    folder, hf, tensors = model
+    assert main([str(folder), str(tmp_path / "drafter"), "--add-eagle3", "--draft-vocabulary", "16"]) == 0
+    assert "drafts from 16 words and reads the outputs of layers 0, 1, 2" in capsys.readouterr().out
+    config = json.loads((tmp_path / "drafter/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 16
+    found = load_file(tmp_path / "drafter/model.safetensors")
+    ids = found["d2t"] + torch.arange(16)  # SGLang's hot_token_id
+    assert ids.tolist() == [*range(15), 100] and found["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"][ids])
+    assert found["fc.weight"].shape == (hf["hidden_size"], 3 * hf["hidden_size"])
+    assert found["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * hf["hidden_size"]
+    assert set(name_table(config).drafter_names) == set(found)
+
+
+def test_a_small_vocabulary_is_drafted_from_whole(model, tmp_path):
+    config = make_drafter(model[0], tmp_path / "drafter")
+    assert config["draft_vocab_size"] == model[1]["vocab_size"]
+    assert not load_file(tmp_path / "drafter/model.safetensors")["d2t"].any()
+
+
+def test_target_and_drafter_are_one_model_in_memory(model, drafter):
+    config, tensors = read_model(model[0], drafter)
+    table = name_table(config)
+    assert set(table.target_names) | set(table.drafter_names) | {"eagle3.d2t", "eagle3.t2d"} == set(tensors)
+    assert all(name.startswith("eagle3.") for name in table.drafter_names)
+    assert config[DRAFTER]["draft_vocab_size"] == 16 and words(tensors, config).tolist() == [*range(15), 100]
+    assert tensors.shape("eagle3.lm_head.weight") == tuple(tensors["eagle3.lm_head.weight"].shape)
+
+
+def test_drafters_to_compare_are_of_one_kind_with_the_same_words(model, drafter, tmp_path):
+    make_drafter(model[0], tmp_path / "other", 17)
+    config, found = read_drafters(model[0], {"a": str(drafter), "b": str(drafter)})
+    assert config[DRAFTER]["draft_vocab_size"] == 16 and list(found) == ["a", "b"]
+    assert {name for name, _ in weights_of(found["b"])} == found["b"].keys() - {"eagle3.d2t", "eagle3.t2d"}
+    for second, message in ((model[0], "not both"), (tmp_path / "other", "differs in config.json or words")):
+        with pytest.raises(CheckpointError, match=message):
+            read_drafters(model[0], {"a": str(drafter), "b": str(second)})
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+FLIPPED = torch.isin(torch.arange(128), torch.tensor([*range(15), 50, 100]))
+REFUSED = {
+    "a layer that the target lacks": ({"eagle_config": {IDS: [0, 1, 3]}}, {}, "the target has 4 layers"),
+    "a layer twice": ({"eagle_config": {IDS: [0, 1, 1]}}, {}, "ascending numbers from -1"),
+    "layers in another order": ({"eagle_config": {IDS: [2, 1, 0]}}, {}, "ascending"),
+    "SGLang's default of a small target": ({"eagle_config": None}, {}, "SGLang default [1, 1, 0]"),
+    "another number of layers": ({"eagle_config": {IDS: [0, 1]}}, {}, "fc.weight has shape"),
+    "another hidden size": ({"hidden_size": 32}, {}, "hidden_size=32"),
+    "two layers": ({"num_hidden_layers": 2}, {}, "num_hidden_layers=2: expected 1"),
+    "a norm before fc": ({"fc_norm": True}, {}, "fc_norm=true"),
+    "an architecture": ({"architectures": ["LlamaForCausalLM"]}, {}, "expected [LlamaForCausalLMEagle3]"),
+    "an unknown key": ({"parallel_drafts": 3}, {}, "parallel_drafts=3: unknown"),
+    "no map": ({}, {"d2t": None}, "lacks d2t"),
+    "a map out of order": ({}, {"d2t": torch.arange(16).flip(0) * 3}, "must ascend"),
+    "a map beyond the vocabulary": ({}, {"d2t": torch.full((16,), 10_000)}, "must ascend within 0 to"),
+    "a map whose ids wrap": ({}, {"d2t": torch.full((16,), 2**63 - 1)}, "must ascend within 0 to 127"),
+    "a map of half floats": ({}, {"d2t": torch.zeros(16, dtype=torch.bfloat16)}, "d2t is BF16 [16], expected I64 or"),
+    "a map back of half floats": (
+        {},
+        {"t2d": torch.zeros(128, dtype=torch.bfloat16)},
+        "t2d is BF16 [128], expected BOOL",
+    ),
+    "a map of another size": ({}, {"d2t": torch.arange(15)}, "d2t is I64 [15]"),
+    "another map back": ({}, {"t2d": torch.arange(128) == 5}, "t2d says that token 0 is not a word of drafts, and d2t"),
+    "a flipped bit in the map back": ({}, {"t2d": FLIPPED}, "t2d says that token 50 is a word of drafts, and d2t"),
+    "a short map back": ({}, {"t2d": torch.ones(100, dtype=torch.bool)}, "t2d is BOOL [100], expected BOOL, [128]"),
+    "a float map back": ({}, {"t2d": torch.ones(128)}, "t2d is F32 [128], expected BOOL"),
+    "no fc": ({}, {"fc.weight": None}, "lacks fc.weight"),
+    "a second layer's tensor": ({}, {"layers.1.fc": torch.zeros(1)}, "layers.1.fc is not part"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_drafter_that_does_not_fit_is_refused_in_one_line(case, model, drafter):
+    config, tensors, message = REFUSED[case]
+    check_drafter(drafter, model[1], str(model[0]))
+    stated = json.loads((drafter / "config.json").read_text()) | config
+    (drafter / "config.json").write_text(json.dumps(stated))
+    held = load_file(drafter / "model.safetensors") | tensors
+    save_file({name: x for name, x in held.items() if x is not None}, drafter / "model.safetensors")
+    with pytest.raises(ModelConfigError) as error:
+        check_drafter(drafter, model[1], str(model[0]))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--draft-vocabulary", "16"], "--draft-vocabulary has no effect without --add-eagle3"),
+        (["--add-eagle3", "--to", "hf"], "--to has no effect with --add-eagle3"),
+        (["--dry-run", "--check"], "--check has no effect with --dry-run"),
+        (["--add-eagle3", "--draft-vocabulary", "9999"], "--draft-vocabulary 9999"),
+    ],
+)
+def test_convert_refuses_what_it_cannot_add(options, message, model, tmp_path, capsys):
+    try:
+        code = main([str(model[0]), str(tmp_path / "drafter"), *options])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and message in capsys.readouterr().err and not (tmp_path / "drafter").exists()

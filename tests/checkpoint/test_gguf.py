@@ -1,0 +1,299 @@
+"""GGUF files that the test writes itself, as llama.cpp's converter does: read as a Hugging Face checkpoint."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from test_pushed_families import checkpoint, config_of
+
+from megatron_rlspec.checkpoint.gguf_header import read_header
+from megatron_rlspec.commands.convert import main
+from megatron_rlspec.models.config import check_config
+from megatron_rlspec.models.families import record_of
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.models.tensor_file import CheckpointError
+from megatron_rlspec.tasks.data import load_tokenizer
+
+WORDS = ["<|end|>", *(chr(97 + i) for i in range(26)), "Ġ", "ab", "abc"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def model(architecture: str, folder, **changes):
+    config = config_of(architecture, vocab_size=len(WORDS), tie_word_embeddings=True, **changes)
+    tensors = checkpoint(config, folder)
+    return config, {name: tensor for name, tensor in tensors.items() if "mtp" not in name and "lm_head" not in name}
+
+
+def permuted(name: str, array: np.ndarray, config) -> np.ndarray:
+    """Order the channels of a head as llama.cpp does for Llama: pairs (i, i + D/2) become neighbours."""
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}.get(name.split("attn.")[-1][0], 0)
+    if not heads or "_proj" not in name:
+        return array
+    rows = array.reshape(heads, 2, -1, array.shape[-1])
+    return np.ascontiguousarray(np.stack([rows[:, 0], rows[:, 1]], 2).reshape(array.shape))
+
+
+def write(path, config, tensors, arch="llama", kind=Kind.F32, extra=None, lost="", words=WORDS, rope=10000.0, keys=()):
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(256)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if not any("key_length" in str(key) for key in keys):
+        writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(rope)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_types([3] + [1] * (len(words) - 1))
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    for add, *values in keys:
+        getattr(writer, add)(*values)
+    for name, tensor in {**tensors, **(extra or {})}.items():
+        stem, _, leaf = name.rpartition(".")
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        theirs = f"blk.{layer}.{NAMES[part]}" if layer.isdigit() else NAMES.get(stem, stem)
+        array = tensor.numpy()
+        if arch == "llama":
+            array = permuted(name, array, config)
+        if lost and lost in theirs:
+            continue
+        if kind != Kind.F32 and array.ndim == 2:
+            writer.add_tensor(f"{theirs}.{leaf}", gguf.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{theirs}.{leaf}", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_file_becomes_a_checkpoint(architecture, tmp_path):
+    config, tensors = model(architecture, tmp_path / "names")
+    arch = record_of(config).transformers.lower()
+    write(tmp_path / "m.gguf", config, tensors, arch)
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--dtype", "float32", "--quiet"]) == 0
+    found, lazy = read_hf(tmp_path / "hf")
+    assert found["architectures"] == [architecture] and found["tie_word_embeddings"] and found["dtype"] == "float32"
+    check_config(found, "the model")
+    for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"):
+        assert found[key] == config[key]
+    assert set(lazy) == set(tensors)
+    assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
+    tokenizer = load_tokenizer(tmp_path / "hf")
+    assert tokenizer("abcx")["input_ids"] == [WORDS.index("abc"), WORDS.index("x")]
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<|end|>")
+
+
+def test_quantised_tensors_are_dequantised_and_the_drafter_added(tmp_path):
+    config, tensors = model("LlamaForCausalLM", tmp_path / "names")
+    write(tmp_path / "m.gguf", config, tensors, kind=Kind.Q8_0)
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--add-mtp", "--quiet"]) == 0
+    found, lazy = read_hf(tmp_path / "hf")
+    assert found["architectures"] == ["MiMoForCausalLM"] and found["dtype"] == "bfloat16"
+    for name, tensor in tensors.items():
+        assert lazy[name].dtype == torch.bfloat16
+        torch.testing.assert_close(lazy[name].float(), tensor, atol=0.02, rtol=0.02)
+    assert "model.mtp_layers.0.input_proj.weight" in lazy
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
+    config, tensors = model("LlamaForCausalLM", tmp_path / "names")
+    whole = write(tmp_path / "whole.gguf", config, tensors).read_bytes()
+    norm = {"model.norm.weight": tensors["model.norm.weight"]}
+    files = {
+        "half.gguf": whole[: len(whole) // 2],
+        "text.gguf": b"not a model",
+        "lost.gguf": {"lost": "blk.1.attn_k"},
+        "more.gguf": {"extra": {"blk.0.attn_sinks.weight": norm["model.norm.weight"]}},
+        "rope.gguf": {"extra": {"rope_freqs.weight": norm["model.norm.weight"]}},
+        "bert.gguf": {"arch": "bert"},
+    }
+    expected = {
+        "half.gguf": "truncated or not GGUF",
+        "text.gguf": "truncated or not GGUF",
+        "lost.gguf": "lacks blk.1.attn_k.weight, which LlamaForCausalLM needs",
+        "more.gguf": "blk.0.attn_sinks.weight has no place in LlamaForCausalLM",
+        "rope.gguf": "scaled rotary embeddings are not read from GGUF",
+        "bert.gguf": "general.architecture is bert; expected llama, qwen2, qwen3",
+    }
+    for name, made in files.items():
+        path = tmp_path / name
+        if isinstance(made, bytes):
+            path.write_bytes(made)
+        else:
+            write(path, config, tensors, **made)
+        capsys.readouterr()
+        assert main([str(path), str(tmp_path / "out"), "--quiet"]) == 2
+        error = capsys.readouterr().err
+        assert expected[name] in error and name in error and error.count("\n") == 1, error
+        assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "whole.gguf"), str(tmp_path / "out"), "--check", "--to", "megatron"]) == 2
+    assert main([str(tmp_path / "names"), str(tmp_path / "out"), "--dtype", "float32"]) == 2
+    assert "is no GGUF file" in capsys.readouterr().err
+
+
+def with_tensor(content: bytes, name: str, **changes: int) -> bytes:
+    """Change the type or the offset of a tensor in the header, or its first values."""
+    found = bytearray(content)
+    at = content.index(name.encode()) + len(name)
+    dimensions = int.from_bytes(content[at : at + 4], "little")
+    place = at + 4 + 8 * dimensions
+    for field, value in changes.items():
+        begin, size = {"kind": (place, 4), "offset": (place + 4, 8)}[field]
+        found[begin : begin + size] = value.to_bytes(size, "little")
+    return bytes(found)
+
+
+PLACES = {
+    "half of the bytes": {"kind": Kind.F16},
+    "another width": {"kind": Kind.Q4_0},
+    "unaligned": {"offset": 1},
+    "the place of another": {"offset": 0},
+    "wrapped": {"offset": 2**64 - 64},
+    "beyond the end": {"offset": 2**40},
+    "no type": {"kind": 999},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("names")
+    return model("LlamaForCausalLM", folder)
+
+
+def refused(path, capsys) -> str:
+    capsys.readouterr()
+    assert main([str(path), str(path.parent / "out"), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"rlspec convert: {path}: ") or f"of {path}: " in error, error
+    assert error.count("\n") == 1 and not (path.parent / "out").exists()
+    return error
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "last"])
+def test_tensors_lie_one_after_the_other(small, place, name, tmp_path, capsys):
+    whole = write(tmp_path / "m.gguf", *small).read_bytes()
+    if name == "last":
+        name = read_header(tmp_path / "m.gguf").tensors.popitem()[0]
+    (tmp_path / "m.gguf").write_bytes(with_tensor(whole, name, **PLACES[place]))
+    error = refused(tmp_path / "m.gguf", capsys)
+    assert "truncated or not GGUF" in error
+    assert any(words in error for words in (name, "of the data; expected", "bytes of tensors; expected"))
+
+
+def test_a_file_that_goes_on_after_its_tensors_is_refused(small, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small)
+    path.write_bytes(path.read_bytes() + b"x" * 64)
+    assert "bytes of tensors; expected" in refused(path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "expects"),
+    [
+        ({"rope": 0.0}, "rope_theta=0"),
+        ({"words": [*WORDS, "more"]}, "31 tokens, but token_embd.weight has 30 rows"),
+        ({"keys": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "llama.rope.scaling.factor is 4.0"),
+        ({"keys": [("add_rope_dimension_count", 4)]}, "llama.rope.dimension_count is 4; expected 16"),
+        ({"keys": [("add_value_length", 4)]}, "llama.attention.value_length is 4; expected 16"),
+        ({"keys": [("add_sliding_window", 64)]}, "llama.attention.sliding_window is 64; expected 0"),
+        ({"keys": [("add_expert_count", 8)]}, "llama.expert_count is 8; expected 0"),
+        ({"keys": [("add_causal_attention", False)]}, "llama.attention.causal is False; expected True"),
+        ({"keys": [("add_logit_scale", 0.25)]}, "llama.logit_scale is 0.25; expected 0 or 1"),
+        ({"keys": [("add_embedding_scale", 12.0)]}, "llama.embedding_scale is 12.0; expected 0 or 1"),
+        ({"keys": [("add_uint16", "split.count", 2)]}, "split.count is 2; expected 0 or 1"),
+        ({"keys": [("add_string", "general.type", "adapter")]}, "general.type is adapter; expected model"),
+        ({"keys": [("add_float32", "llama.swing", 1.0)]}, "llama.swing is 1.0; this key is not read from GGUF"),
+        ({"keys": [("add_array", "general.tags", [["a"], ["b"]])]}, "an array inside an array"),
+        ({"keys": [("add_array", "llama.attention.key_length", [8, 8])]}, "expected one number for all layers"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_metadata_by_which_llama_cpp_computes_something_else_is_refused(small, options, expects, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small, **options)
+    assert expects in refused(path, capsys)
+
+
+def test_neutral_metadata_is_taken(small, tmp_path):
+    keys = [
+        ("add_rope_dimension_count", 16),
+        ("add_value_length", 16),
+        ("add_logit_scale", 1.0),
+        ("add_expert_count", 0),
+    ]
+    keys += [
+        ("add_string", "general.license", "mit"),
+        ("add_string", "maker.note", "x"),
+        ("add_causal_attention", True),
+    ]
+    path = write(tmp_path / "m.gguf", *small, keys=keys)
+    assert main([str(path), str(tmp_path / "out"), "--quiet"]) == 0
+
+
+def test_values_that_are_not_finite_are_refused(small, tmp_path, capsys):
+    config, tensors = small
+    spoilt = {**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], torch.nan)}
+    path = write(tmp_path / "m.gguf", config, spoilt)
+    assert "output_norm.weight holds NaN or infinite values" in refused(path, capsys)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_header_with_random_bytes_is_one_line_or_read(small, seed, tmp_path):
+    """No length in the header makes the reader read beyond the file, or for ever."""
+    path = write(tmp_path / "m.gguf", *small)
+    content = bytearray(path.read_bytes())
+    draw = np.random.default_rng(seed)
+    at = int(draw.integers(4, 1500))
+    content[at : at + 8] = draw.integers(0, 256, 8, dtype=np.uint8).tobytes()
+    path.write_bytes(content)
+    try:
+        read_header(path)
+    except CheckpointError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+
+
+def test_what_a_file_holds_drives_no_terminal(small, tmp_path, capsys):
+    path = write(tmp_path / "m.gguf", *small, keys=[("add_uint32", "llama.\x1b[2J", 1)])
+    assert r"llama.\x1b[2J is 1; this key is not read" in refused(path, capsys)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"output_norm.weight\x01", b"output_norm.w\x1b[2J\x00\x09"))
+    told = refused(path, capsys)
+    assert r"w\x1b[2J\x00 has 9 dimensions" in told
+
+
+def test_a_type_that_is_not_dequantised_is_refused(tmp_path, capsys, monkeypatch):
+    config, tensors = model("LlamaForCausalLM", tmp_path / "names")
+    write(tmp_path / "m.gguf", config, tensors)
+
+    def refuse(data, kind):
+        raise NotImplementedError
+
+    monkeypatch.setattr(gguf, "dequantize", refuse)
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--quiet"]) == 2
+    assert "is F32, which the package gguf does not dequantise" in capsys.readouterr().err

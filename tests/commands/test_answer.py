@@ -1,0 +1,261 @@
+"""`rlspec answer`: ids as the engine drew them, resumable, and read by the warm start as they are."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import short_run
+import tiny_mimo
+import torch
+from safetensors.torch import load_file, save_file
+from train_ranks import on_ranks
+
+from megatron_rlspec import files
+from megatron_rlspec.commands import answer
+from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
+from megatron_rlspec.tasks import data
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+
+DRAFTS = (1, 3, 5)
+
+
+def options(start: Path, path: Path, **more: str):
+    found = {
+        name: str(value) for name, value in short_run.SMALL.items() if not name.startswith(("reward", "train", "spec"))
+    }
+    found |= {"model.path": str(start / "model"), "data.path": str(start / "task/rl.jsonl"), "answer.path": str(path)}
+    found |= {"rollout.engine": "embedded", "answer.prompts": "12", "spec.mode": "off"}
+    return load(None, found | {name.replace("__", "."): value for name, value in more.items()})
+
+
+def answered(config) -> list[dict]:
+    print(answer.answer(config, check_model(config.model.path, "serve", drafter=False)))
+    return [json.loads(line) for line in Path(config.answer.path).read_text().splitlines()]
+
+
+def by_id(rows: list[dict]) -> dict:
+    return {(row["row"], row["sample"]): row for row in rows}
+
+
+def test_rows_hold_what_the_engine_drew(start, tmp_path):
+    config = options(start, tmp_path / "a.jsonl")
+    rows = by_id(answered(config))
+    assert set(rows) == {(prompt, number) for prompt in range(12) for number in range(4)}
+    tokenizer = data.load_tokenizer(start / "model")
+    end = tokenizer.eos_token_id
+    for row in rows.values():
+        assert row["status"] == ("finished" if row["response_tokens"][-1] == end else "truncated")
+        assert len(row["response_tokens"]) <= 24 and row["label"]
+        assert tokenizer.decode(row["prompt_tokens"]) == row["prompt"]
+    assert {row["status"] for row in rows.values()} == {"finished", "truncated"}
+
+    # The warm start takes these ids: it tokenises nothing, and adds no end.
+    samples, dropped = data.read_demonstrations(tmp_path / "a.jsonl", config.data, tokenizer, 256)
+    assert dropped == 0
+    texts = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    for sample, row in zip(samples, texts, strict=True):
+        assert sample.tokens.tolist() == row["prompt_tokens"] + row["response_tokens"]
+        assert sample.loss_mask.sum() == len(row["response_tokens"])
+
+
+def test_an_interrupted_command_goes_on(start, tmp_path):
+    whole = by_id(answered(options(start, tmp_path / "whole.jsonl")))
+    config = options(start, tmp_path / "half.jsonl")
+    answered(config)
+    content = Path(config.answer.path).read_bytes()
+    Path(config.answer.path).write_bytes(content[: len(content) * 2 // 5])  # in the middle of a row
+    assert by_id(answered(config)) == whole
+    more = options(start, tmp_path / "half.jsonl", rollout__samples_per_prompt="5")
+    rows = by_id(answered(more))
+    assert len(rows) == 60 and whole.items() <= rows.items()
+    (tmp_path / "half.jsonl.settings.json").unlink()
+    with pytest.raises(ConfigError, match="expected another file"):
+        answered(config)
+
+
+def changed_model(folder: Path, file: str, old: str, new: str) -> None:
+    path = folder / "model" / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+# What an answer's text, or its row, follows from: the change, and the part of the identity that tells it.
+CHANGES = {
+    "sampling": ({"rollout__temperature": "0.5"}, "temperature"),
+    "seed": ({"train__seed": "2"}, "seed"),
+    "prompts of another column": ({"data__prompt_key": "other"}, "prompts"),
+    "prompts with another system prompt": (
+        {"data__apply_chat_template": "true", "data__system_prompt": "Be brief."},
+        "prompts",
+    ),
+    "labels": ({"data__label_key": "other"}, "prompts"),
+    "prompts that are left out": ({"model__max_length": "30"}, "prompts"),
+    "tokenizer": (lambda folder: changed_model(folder, "tokenizer.json", '"version"', ' "version"'), "model"),
+    "end of text": (lambda folder: changed_model(folder, "config.json", "{", '{ "eos_token_id": 5,'), "model"),
+    "weights": (lambda folder: halve(folder / "model/model.safetensors"), "model"),
+    "type of the weights": ({"model__dtype": "float64"}, "dtype"),
+    "verifier": ({"spec__verifier": "target_only"}, "verifier"),
+}
+
+
+def halve(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: tensor / 2 for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
+    shutil.copytree(start / "model", tmp_path / "model")
+    rows = [json.loads(line) for line in (start / "task/rl.jsonl").read_text().splitlines()]
+    rows = [row | {"other": f"{row['label']} and more"} for row in rows]
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def held(**changes: str) -> dict:
+        config = options(tmp_path, tmp_path / "a.jsonl", **changes)
+        tokenizer = data.load_tokenizer(config.model.path)
+        longest = config.model.max_length - config.rollout.max_new_tokens
+        prompts, _ = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+        return answer.settings(config, prompts)
+
+    template = {"data__apply_chat_template": "true"} if "system" in change else {}
+    if template:
+        changed_model(tmp_path, "tokenizer_config.json", "{", '{"chat_template": "{{ messages }}",')
+    before = held(**template)
+    answer.Journal(tmp_path / "a.jsonl", before, [])
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    os.utime(tmp_path / "model/config.json", (0, 0))
+    answer.Journal(tmp_path / "b.jsonl", held(**template), [])  # the same contents, of another date
+    assert (tmp_path / "b.jsonl.settings.json").read_text() == (tmp_path / "a.jsonl.settings.json").read_text()
+    what, part = CHANGES[change]
+    what(tmp_path) if callable(what) else None
+    with pytest.raises(ConfigError, match=f"another `{part}` .*expected another file"):
+        answer.Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
+
+
+def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, monkeypatch):
+    """Engines at rollout.urls hold what others gave them; here embedded ones answer in their place."""
+    hf_config, tensors = read_hf(start / "model")
+    scale = 1.0
+
+    class Served:
+        def __init__(self, config, *_):
+            weights = ((name, tensors[name] * scale) for name in tensors)
+            self.engine = EmbeddedEngine(hf_config, weights, max_total_tokens=8192, max_length=256)
+
+        def launch(self):
+            pass
+
+        def wait(self):
+            return {"http://127.0.0.1:30000": self.engine}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(answer, "StartingEngines", Served)
+    config = options(start, tmp_path / "a.jsonl", rollout__engine="sglang", rollout__urls="http://127.0.0.1:30000")
+    rows = answered(config)
+    assert answered(config) == rows and len(rows) == 48
+    scale = 1.01
+    with pytest.raises(ConfigError, match="another `served`"):
+        answered(config)
+
+
+def test_one_command_at_a_time_writes_a_file(start, tmp_path):
+    with (
+        files.locked(tmp_path / "a.jsonl"),
+        pytest.raises(files.LockedError, match=r"a\.jsonl: another process uses it"),
+    ):
+        answered(options(start, tmp_path / "a.jsonl"))
+    assert (tmp_path / "a.jsonl").read_bytes() == b"" and not (tmp_path / "a.jsonl.settings.json").exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"response_tokens": [1, "2"]}, "response_tokens is a list, expected a list of token ids"),
+        ({"response_tokens": []}, "response_tokens is a list, expected a list of token ids, at least one"),
+        ({"prompt_tokens": None}, "prompt_tokens is null"),
+    ],
+)
+def test_rows_that_are_no_answers_are_refused(start, tmp_path, change, message):
+    row = {"prompt_tokens": [1, 2], "response_tokens": [3], "prompt": "x", "response": "y"} | change
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tokenizer = data.load_tokenizer(start / "model")
+    for read in (
+        lambda path: data.check_demonstrations(path, load().data, "response"),
+        lambda path: data.read_demonstrations(path, load().data, tokenizer, 100),
+    ):
+        with pytest.raises(data.DataError, match=message):
+            read(tmp_path / "rows.jsonl")
+
+
+def test_held_out_prompts_are_not_trained(start, tmp_path):
+    config = options(start, tmp_path / "a.jsonl", sft__held_out="5")
+    answered(config)
+    tokenizer = data.load_tokenizer(start / "model")
+    rows = data.Demonstrations(config.answer.path, tokenizer, config)
+    prompts = [{row.prompt.tokens.tobytes() for row in part} for part in (rows.rows, rows.held_out)]
+    assert len(prompts[1]) == 5 and not prompts[0] & prompts[1] and len(rows.rows) + len(rows.held_out) == 48
+    with pytest.raises(data.DataError, match="sft.held_out=12 leaves none to train on"):
+        data.Demonstrations(config.answer.path, tokenizer, options(start, tmp_path / "a.jsonl", sft__held_out="12"))
+    rows.check_ids(vocab_size=10_000)
+    with pytest.raises(data.DataError, match="expected ids below vocab_size=3"):
+        rows.check_ids(vocab_size=3)
+
+
+def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
+    config = options(start, tmp_path / "a.jsonl")
+    answered(config)
+    run_dir = tmp_path / "run"
+    warm = {"sft.path": config.answer.path, "sft.drafter_only": "true", "sft.held_out": 3, "sft.eval_every": 1}
+    warm |= {"sft.plateau": 1.0, "sft.steps": 9, "sft.samples_per_step": 8, "data.eval_path": "", "train.save_every": 2}
+    output = short_run.run(start, run_dir, command="sft", **warm, **{"drafter.loss": "forward_kl"})
+    lines = output.splitlines()
+    assert f"rlspec sft: loading {start / 'model'} (MiMoForCausalLM" in lines[0]
+    assert f"written: {run_dir / 'hf'}, policy and drafter as a Hugging Face checkpoint" in lines
+    found = [event for event in read_records(run_dir / "events.jsonl") if event["kind"] == "drafter"]
+    assert [event["step"] for event in found] == [1, 2, 3], "two evaluations without a rise end it"
+    assert [event["tokens"] for event in found] == sorted({event["tokens"] for event in found})
+    assert all(1 <= event[f"accept_length_{k}"] <= k + 1 for event in found for k in DRAFTS)
+    policy = [dict(read_hf(path)[1]) for path in (start / "model", run_dir / "hf")]
+    assert all(torch.equal(policy[1][name], tensor) == ("mtp" not in name) for name, tensor in policy[0].items())
+
+
+def replayed(hf_config, tensors, samples) -> dict[int, float]:
+    from megatron_rlspec.train.step import Trainer
+
+    trainer = Trainer(load(None, {"model.dtype": "float32", "drafter.depth": "2"}), hf_config)
+    trainer.load_hf(tensors)
+    found = trainer.accept_lengths(pack(samples, depth=5, tokens_per_micro_batch=512), DRAFTS)
+    assert trainer.drafter.depth == 2
+    return found
+
+
+def test_the_trainer_measures_what_an_engine_accepts():
+    """The drafter's argmax is often the policy's token: the engine's accept lengths, and a forward over its texts."""
+    hf_config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=40)
+    tensors = tiny_mimo.agreeing(tiny_mimo.weights(hf_config, std=0.3), 40)
+    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts="argmax")
+    asked = [Request(f"r{i:02d}", Prompt(i, np.arange(3, 9 + i % 3)), seed=i) for i in range(24)]
+    expected = {}
+    texts = set()
+    for k in DRAFTS:
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
+        samples = engine.generate(asked, Sampling(0.6, max_new_tokens=40, ignore_eos=True))
+        texts.add(tuple(tuple(sample.tokens.tolist()) for sample in samples))
+        expected[k] = accept_length(pooled(sample.accepted for sample in samples))
+    assert len(texts) == 1
+    (found,) = on_ranks(1, replayed, hf_config, dict(tensors), samples)
+    print(f"accept lengths: trainer {found}, engine {expected}")
+    assert 1.3 < expected[1] < 1.9 and expected[5] > expected[1] + 0.2
+    np.testing.assert_allclose([found[k] for k in DRAFTS], [expected[k] for k in DRAFTS], rtol=0.03)

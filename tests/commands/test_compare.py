@@ -1,0 +1,166 @@
+"""Accept lengths compared in pairs: the intervals, and drafters measured on one policy by a real engine."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.commands import compare
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.files import FileError
+from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.records.metrics import RewardWatch
+from megatron_rlspec.speculation.acceptance import accept_length
+
+
+def tables(gain: float, prompts: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """Return rounds of two drafters on prompts of very different difficulty; the first accepts `gain` more a round."""
+    draw = np.random.default_rng(0)
+    rounds = draw.integers(5, 40, prompts)
+    rate = draw.uniform(0.2, 2.8, prompts)  # of the prompt, for every drafter
+    found = []
+    for extra in (gain, 0.0):
+        accepted = draw.poisson(rounds * (rate + extra))
+        found.append(np.stack([rounds, accepted], 1))
+    return found[0], found[1]
+
+
+def test_a_paired_difference_sees_what_separate_intervals_hide():
+    better, worse = tables(gain=0.1)
+    one, other = compare.estimate(better), compare.estimate(worse)
+    assert one.low < other.high, "the intervals of the two overlap"
+    pair = compare.estimate(better, worse)
+    assert pair.low > 0 and pair.shown == "above 0"
+    assert pair.value == pytest.approx(one.value - other.value)
+    assert pair.high - pair.low < 0.6 * (one.high - one.low)
+    assert compare.estimate(worse, better).shown == "below 0"
+    assert compare.estimate(better, better) == compare.Estimate(0.0, 0.0, 0.0)
+
+
+def test_equal_drafters_are_rarely_called_different():
+    """Of 200 pairs without a difference about 5 % have an interval beside 0."""
+    draw = np.random.default_rng(1)
+    called = 0
+    for _ in range(200):
+        rounds = draw.integers(5, 40, 60)
+        rate = draw.uniform(0.5, 2.5, 60)
+        pair = [np.stack([rounds, draw.poisson(rounds * rate)], 1) for _ in range(2)]
+        called += compare.estimate(*pair).shown != "not shown"
+    assert 1 <= called <= 24
+
+
+def test_an_accept_length_is_a_ratio_of_sums_and_pairs_must_match():
+    table = np.array([[10, 5], [1, 3]])  # of 11 rounds, 5 accepted one draft and 1 accepted three
+    assert compare.estimate(table).value == accept_length([5, 5, 0, 1])
+    with pytest.raises(ValueError, match="not of the same prompts"):
+        compare.estimate(table, table[:1])
+
+
+def test_a_held_out_reward_has_wilsons_interval(tmp_path):
+    """22 of 128 right answers: 11.6 to 24.7 %; 128 right ones: at least 97.1 %."""
+    events = [("first", 22 / 128), ("last", 1.0)]
+    rows = [{"kind": "evaluation", "name": name, "reward": reward, "prompts": 128.0} for name, reward in events]
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps({"time": 0.0, "message": ""} | row) + "\n" for row in rows)
+    )
+    found = compare.held_out_rewards(tmp_path)
+    assert (round(found["first"].low, 3), round(found["first"].high, 3)) == (0.116, 0.247)
+    assert (round(found["last"].low, 3), round(found["last"].high, 3)) == (0.971, 1.0)
+
+
+@pytest.fixture(scope="module")
+def drafters(start, tmp_path_factory):
+    """Return two model directories that differ in their drafter alone."""
+    config, tensors = read_hf(start / "model")
+    torch.manual_seed(0)
+    other = {name: tensors[name] for name in tensors}
+    for name in other:
+        if name.endswith("input_proj.weight"):
+            other[name] = torch.randn_like(other[name])
+    path = tmp_path_factory.mktemp("drafters") / "other"
+    write_hf(path, config, other, tokenizer_from=start / "model")
+    return {"own": start / "model", "other": path}
+
+
+def test_drafters_of_one_policy_draw_one_text(start, drafters, tmp_path, capsys):
+    out = tmp_path / "table.json"
+    words = [str(start / "model"), *(f"{name}={path}" for name, path in drafters.items())]
+    words += [
+        "--prompts",
+        str(start / "task/eval.jsonl"),
+        "--steps",
+        "1,3",
+        "--max-new-tokens",
+        "16",
+        "--out",
+        str(out),
+    ]
+    assert compare.main([*words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["prompts"] == found["equal_texts"] == 8
+    assert [(row["steps"], row["drafter"]) for row in found["accept_lengths"]] == [
+        (1, "own"),
+        (1, "other"),
+        (3, "own"),
+        (3, "other"),
+    ]
+    for row in found["differences"]:
+        own, other = (
+            next(r["value"] for r in found["accept_lengths"] if (r["steps"], r["drafter"]) == (row["steps"], name))
+            for name in ("own", "other")
+        )
+        assert row["value"] == pytest.approx(own - other) and row["low"] <= row["value"] <= row["high"]
+    assert "texts equal under all drafters: 8 of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["nameless"], ["a="], ["a=x", "a=y"]], ids=["no name", "no directory", "twice"])
+def test_a_drafter_without_a_name_is_refused(start, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        compare.main([str(start / "model"), *words, "--prompts", "p.jsonl"])
+    assert ended.value.code == 2 and "expected NAME=DIR, each name once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "link", "policy/config.json", "drafter/config.json", "run/metrics.jsonl"])
+def test_an_output_never_replaces_an_input(tmp_path, name):
+    for folder in ("policy", "drafter", "run"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    (tmp_path / "p.jsonl").write_text("{}")
+    (tmp_path / "link").symlink_to("p.jsonl")
+    words = [str(tmp_path / "policy"), f"d={tmp_path / 'drafter'}", "--prompts", str(tmp_path / "p.jsonl")]
+    words += ["--run", str(tmp_path / "run"), "--out", str(tmp_path / name)]
+    with pytest.raises(FileError, match="this file is read"):
+        compare.main(words)
+
+
+def test_options_without_effect_are_refused(start, tmp_path, capsys):
+    words = [str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    for more, line in {
+        "--max-new-tokens 100000": "--max-new-tokens 100000: ",
+        "--run nosuch": "--run nosuch: no metrics.jsonl",
+        "--url http://127.0.0.1:1 --max-total-tokens 9": "--max-total-tokens has no effect with --url",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            compare.main([*words, *more.split()])
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and line in err and err.count("\n") == 1
+
+
+def test_answers_of_one_token_are_one_line(start, tmp_path):
+    words = [str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    with pytest.raises(ConfigError, match="ended with its first token"):
+        compare.main([*words, "--max-new-tokens", "1", "--steps", "1", "--out", str(tmp_path / "o.json")])
+    assert not (tmp_path / "o.json").exists()
+    some = np.array([[0, 0]] * 300 + [[3, 1]])  # half of the resamples hold no round
+    assert np.isfinite([*vars(compare.estimate(some)).values()]).all()
+
+
+def test_a_reward_that_halves_is_told_once():
+    watch = RewardWatch()
+    told = [watch.observe(reward) for reward in [0.6] * 6 + [0.2] * 8 + [0.7] * 6 + [0.1] * 6]
+    assert [i for i, line in enumerate(told) if line] == [9, 22]
+    assert told[9] == "the reward has halved: 0.280 over the last 5 steps, 0.600 at its best"
+    resumed = RewardWatch([0.6] * 6 + [0.2] * 3)
+    assert resumed.observe(0.2) == told[9] and not RewardWatch().observe(float("nan"))

@@ -1,0 +1,57 @@
+import runpy
+from pathlib import Path
+
+import pytest
+
+from megatron_rlspec.config import Config, ConfigError, load, options, upstream
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[optimizer]\nlr = 1e-5\n[spec]\ncandidate_steps = [0, 3]\n")
+    config = load(path, {"optimizer.lr": "2e-5", "spec.num_steps": "0"})
+    assert config.optimizer.lr == 2e-5 and config.spec.candidate_steps == (0, 3) and config.spec.num_steps == 0
+    assert load(path, {"spec.candidate_steps": "1,3"}).spec.candidate_steps == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"optimizer.lrr": "1"}, "unknown option optimizer.lrr; did you mean optimizer.lr?"),
+        ({"optimiser.lr": "1"}, "unknown option optimiser; did you mean optimizer?"),
+        ({"optimizer.lr": "fast"}, "optimizer.lr: expected a number greater than 0 and at most 1 (got 'fast')"),
+        ({"optimizer.lr": "-1"}, "optimizer.lr: expected a number greater than 0 and at most 1 (got -1.0)"),
+        ({"spec.num_steps": "4"}, "num_steps=4 is not among candidate_steps"),
+        ({"parallel.sequence": "true"}, "sequence=true needs tensor > 1, but tensor=1"),
+        ({"rollout.max_new_tokens": "9999"}, "rollout.max_new_tokens=9999 leaves no room"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_file_mistakes(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("x = = 1")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_every_option_is_documented():
+    assert not [option.name for option in options() if not option.help]
+    assert Config().optimizer.lr == {option.name: option.default for option in options()}["optimizer.lr"]
+
+
+def test_the_page_of_options_is_up_to_date():
+    root = Path(__file__).parents[2]
+    page = runpy.run_path(str(root / "tools/configuration_page.py"))["page"]
+    assert (root / "docs/configuration.md").read_text() == page(), "run python tools/configuration_page.py"
+
+
+def test_every_upstream_name_leads_to_an_option():
+    known = {option.name for option in options()}
+    assert set(upstream.OURS.values()) <= known
+    assert not known & upstream.OURS.keys() and not upstream.OURS.keys() & upstream.ELSEWHERE.keys()

@@ -1,0 +1,130 @@
+"""Every option has an effect, or is refused: what each needs is declared beside it."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+import megatron_rlspec
+from megatron_rlspec import cli
+from megatron_rlspec.commands import training
+from megatron_rlspec.config import Config, ConfigError, load, load_replay, options
+from megatron_rlspec.config.base import Needs
+from megatron_rlspec.config.effects import option
+
+PACKAGE = Path(megatron_rlspec.__file__).parent
+DEFAULTS = Config()
+DECLARED = [
+    (known.name, needs)
+    for known in options()
+    for needs in option(DEFAULTS, known.name)[1].metadata
+    if isinstance(needs, Needs)
+]
+# Values that other checks want, where "another than the default" is not enough.
+OTHERS = {"spec.candidate_steps": "0,3", "drafter.loss": "tv", "tail.rebalance": "kv", "rollout.function": "m:f"}
+OTHERS |= {"rollout.over_sampling": "64", "spec.num_steps": "2", "spec.num_draft_tokens": "4", "tail.tp": "1,2"}
+OTHERS |= {"spec.cost_table": "costs.json", "sft.eval_drafts": "1,2", "rollout.urls": "http://127.0.0.1:1"}
+OTHERS |= {"push.transport": "http", "data.eval_path": "e.jsonl"}
+
+
+def another(name: str) -> str:
+    """Return a value that is not the default, as a command line writes it."""
+    value, field = option(DEFAULTS, name)
+    if name in OTHERS:
+        return OTHERS[name]
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return next(str(choice) for choice in get_args(kind) if choice != value)
+    if isinstance(value, bool):
+        return str(not value).lower()
+    return str(value + 1 if isinstance(value, int) else value * 0.9 or 0.1) if not isinstance(value, str) else "other"
+
+
+def setting(text: str, holds: bool) -> dict[str, str]:
+    """Return the option that makes a setting of `Needs` hold, or not hold."""
+    name, equals, wanted = text.partition("=")
+    name, differs = name.removesuffix("!"), name.endswith("!")
+    value = option(DEFAULTS, name)[0]
+    if not equals:
+        return {} if value is holds else {name: another(name)} if holds != (value is True) else {}
+    if differs == holds:
+        return {} if str(value) != wanted else {name: another(name)}
+    return {name: wanted}
+
+
+@pytest.mark.parametrize(("name", "needs"), DECLARED, ids=lambda value: str(value)[:50])
+def test_an_option_without_effect_is_refused(name, needs, tmp_path):
+    missing = {key: value for text in needs.settings for key, value in setting(text, False).items()}
+    with pytest.raises(ConfigError, match="has no effect while") as told:
+        load(None, {name: another(name), **missing})
+    assert name in str(told.value) and "\n" not in str(told.value)
+    if not missing:
+        return
+    section, _, key = name.partition(".")
+    value = another(name)
+    text = value if re.fullmatch(r"[\d.e-]+|true|false", value) else f"[{value}]" if "," in value else json.dumps(value)
+    (tmp_path / "c.toml").write_text(f"[{section}]\n{key} = {text}\n")
+    load(tmp_path / "c.toml", missing)  # a command line switches off what a file sets up
+
+
+@pytest.mark.parametrize(("name", "needs"), DECLARED, ids=lambda value: str(value)[:50])
+def test_an_option_with_what_it_needs_is_taken(name, needs):
+    given: dict[str, str] = {}
+    for other, further in DECLARED:
+        given |= setting(further.settings[0], True) if other == name else {}
+    given |= {"tail.rebalance": "kv"} if name.startswith("tail.") else {}
+    loaded = load(None, {**given, name: another(name)})
+    assert option(loaded, name)[0] != option(DEFAULTS, name)[0]
+
+
+def test_every_option_is_read():
+    """An option that no code reads has no effect at all."""
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    unread = [known.name for known in options() if not re.search(rf"\.{known.name.partition('.')[2]}\b", text)]
+    assert not unread
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ({"reward.kind": "math"}, "reward.kind"),
+        ({"rollout.samples_per_prompt": "4"}, "rollout.samples_per_prompt"),
+        ({"train.seed": "9"}, "train.seed"),
+        ({"train.seed": "9", "drafter.replay": "uniform"}, ""),
+        ({"train.seed": "9", "replay.fresh_drafter": "true"}, ""),
+        ({"reward.kind": "math", "replay.policy_step": "3"}, ""),
+        ({"reward.kind": "exact", "drafter.lr": "1e-3"}, ""),
+    ],
+)
+def test_a_replay_that_follows_recorded_rollouts_refuses_what_draws_them(overrides, refused, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEFAULTS.model_dump()))
+    given = {"train.run_dir": str(tmp_path / "again"), **overrides}
+    if not refused:
+        load_replay(str(tmp_path), None, given)
+        return
+    with pytest.raises(ConfigError, match=f"^{refused} has no effect on a replay"):
+        load_replay(str(tmp_path), None, given)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("train", "sft.steps"), ("sft", "algorithm.kl_coef"), ("answer", "optimizer.lr"), ("train", "replay.policy_step")],
+)
+def test_a_command_line_holds_no_option_of_another_command(command, name):
+    with pytest.raises(ConfigError, match=f"{name} has no effect on rlspec {command}"):
+        training.parse(command, [f"--{name}", another(name)])
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "convert", "compare", "report", "watch", "doctor", "profile"])
+def test_every_option_of_a_command_is_read(command):
+    """By its name, in the module of the command. What an option needs beside it names options that exist."""
+    module = importlib.import_module(cli.COMMANDS[command][0].partition(":")[0])
+    parser = module.parser()
+    text = Path(module.__file__).read_text()
+    own = [action.dest for action in parser._actions if not {"--help", "--help-all"} & {*action.option_strings}]
+    assert [dest for dest in own if not re.search(rf"\b(args|options)\.{dest}\b|\"{dest}\"", text)] == []
+    known = {name for action in parser._actions for name in (*action.option_strings, action.dest)}
+    assert {name for _, others, names in parser._rules for name in f"{others} {names}".split()} <= known

@@ -1,0 +1,146 @@
+"""What one rank of the tests of a fleet does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import embedded_oracle as oracle
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.embedded import link
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+LONG = Sampling(max_new_tokens=60, ignore_eos=True)
+STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)
+MODEL: dict[str, Any] = {"drafter": "close", "sharpness": 2.0}
+
+
+def requests(group: int = 3):
+    return oracle.requests(PROMPTS, group=group)
+
+
+def engine(**options: Any) -> Any:
+    made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, dtype=torch.float64, max_length=128, version=1, **options)
+    made.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    return made
+
+
+def scenario(meeting: str, modes: tuple[str, ...]) -> Any:
+    """Join the job. Rank 0 drives the fleet and returns what it saw; the others follow."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+    )
+    planner = None
+    if modes:
+        planner = Rebalancer(STEEP, (SpecConfig(3),), Transport(rounds=1.0), gain=0.02, modes=modes)
+    plans = []
+    if planner is not None:
+        plan = planner.plan
+        planner.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    # Without moves few samples run at once, so that other ranks take those that wait.
+    member = Member(engine(max_running_requests=256 if modes else 2), Ranks(), planner)
+    if rank:
+        Follower(member).close()
+        member.engine.cache.audit()
+        return [str(p) for p in plans if p]
+    fleet = Fleet(member, every=4)
+    found = lead(fleet)
+    found["plans"] = [str(p) for p in plans if p]
+    fleet.close()
+    return found
+
+
+def link_of(meeting: str) -> list[link.Link]:
+    """Measure the link, twice: the second time it is read from the file, also if that was changed."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    path = Path(f"{meeting}.json")
+    ranks = Ranks()
+    drawing = engine()
+    found = [link.once(path, ranks, drawing, STEEP)]
+    assert not drawing.stats() and not drawing.recent_rounds()
+    if rank == 0:
+        path.write_text(path.read_text().replace('"ms_per_unit":', '"ms_per_unit":1'))
+    return [*found, link.once(path, ranks, drawing, STEEP)]
+
+
+def lead(fleet: Fleet) -> dict[str, Any]:
+    """Draw, push, draw while another thread pauses and aborts, and provoke errors."""
+    found: dict[str, Any] = {}
+    deal = fleet._deal
+    # All to rank 0, so that samples must move.
+    fleet._deal = lambda: [
+        [request for part in deal() for request in part],
+        *([] for _ in range(1, fleet.member.ranks.size)),
+    ]
+    seen: list[str] = []
+    first = fleet.generate(requests(), LONG, lambda sample: seen.append(sample.request_id))
+    found["texts"] = [s.tokens.tolist() for s in first]
+    found["versions"] = [s.policy_versions for s in first]
+    found["seen"] = sorted(seen) == sorted(r.id for r in requests())
+    found["moved"] = fleet.record()
+    found["rounds"] = sum(stats.rounds for stats in fleet.stats())
+
+    fleet.update_weights(2, oracle.tiny(**MODEL)[1].items())
+    try:
+        fleet.update_weights(3, [("model.norm.weight", torch.ones(3))])
+    except EngineError as error:
+        found["refused"] = str(error)
+    try:
+        fleet.generate(requests()[:1], LONG)
+    except EngineError as error:
+        found["broken"] = str(error)
+    fleet.update_weights(4, oracle.tiny(**MODEL)[1].items())
+    found["same"] = fleet.fingerprints() == engine().fingerprints()
+
+    later: list[Any] = []
+    other = [replace(r, id=f"b{r.id}") for r in requests()]
+    threads = [
+        threading.Thread(target=lambda r=r: later.append([s.tokens.tolist() for s in fleet.generate(r, LONG)]))
+        for r in (requests(), other)
+    ]
+    for thread in threads:
+        thread.start()
+    fleet.pause()
+    fleet.resume()
+    for thread in threads:
+        thread.join()
+    found["again"] = later
+    fleet.pause()
+    early: list[Any] = []
+    thread = threading.Thread(target=lambda: early.extend(fleet.generate(requests(), LONG)))
+    thread.start()
+    while len(fleet._open) < len(requests()):
+        time.sleep(0.001)
+    fleet.abort()
+    fleet.resume()
+    thread.join()
+    found["early"] = [(s.status, len(s.response)) for s in early]
+
+    endless = replace(LONG, max_new_tokens=110)
+    stop = threading.Timer(0.05, fleet.abort)
+    stop.start()
+    found["aborted"] = sorted({s.status for s in fleet.generate(requests(), endless)})
+    try:
+        fleet.generate([replace(requests()[0], id="x"), replace(requests()[0], id="x")], LONG)
+    except EngineError as error:
+        found["twice"] = str(error)
+    fleet.member.engine.cache.audit()
+    found["left"] = fleet.member.engine.cache.left == fleet.member.engine.cache.total
+    return found

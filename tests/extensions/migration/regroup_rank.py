@@ -1,0 +1,215 @@
+"""What one rank of the tests of a fleet that changes its tensor-parallel size does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import embedded_oracle as oracle
+import numpy as np
+import retile_rank
+import torch
+import torch.distributed as dist
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.embedded import member as member_module
+from megatron_rlspec.extensions.migration.embedded import regroup, retile
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
+from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans.rebalance import How
+from megatron_rlspec.extensions.migration.plans.tp_planner import Change
+from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.embedded.parallel import Groups
+from megatron_rlspec.rollout.embedded.requests import ActiveRequest
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedule
+
+MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+WORDS = torch.arange(48)[torch.arange(48) % 6 != 0]  # of the EAGLE-3 drafter
+LONG = Sampling(max_new_tokens=60, ignore_eos=True)
+SWITCHING = SpecSchedule((1, 3, 6), (0, 80), ((SpecConfig(3), OFF), (OFF, SpecConfig(2)), (SpecConfig(1), OFF)))
+
+
+class Script:
+    """Changes to the next of some sizes at every decision, by a fourth of them without caches."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.held: list[list[str]] = []
+        self.begins = False  # whether the next decision is the first of a rollout
+
+    def decide(self, loads: Any, tp: int, lengths: Any, cap: int) -> Change | None:
+        assert len(lengths._seen) < 3 * len(PROMPTS), "an ended sample counts once, and in its own rollout"
+        assert tp == 1 or not self.begins, "a rollout begins at size 1"
+        self.begins = False
+        self.held.append(sorted(held.id for load in loads for held in load.running))
+        wanted = self.sizes.pop(0) if self.sizes else tp
+        how = "recompute" if len(self.held) % 4 == 3 else "kv"
+        return None if wanted == tp else Change(wanted, (), how, 0.0, 0.0, 0.0)
+
+
+def model(kind: str) -> tuple[Any, Any]:
+    return oracle.tiny(**MODEL) if kind == "mtp" else eagle3()
+
+
+def eagle3() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Make a target that is nearly a bigram model, and an EAGLE-3 drafter whose attention passes the newest embedding.
+
+    Embeddings lie in the dimensions that the key heads hold. Their parts have one length, so that each column scores
+    itself highest. Noise lets drafts depend on the hidden states and on all columns.
+    """
+    config, tensors = retile_rank.of_kind("eagle3", WORDS, 0.05, drafter="close", sharpness=2.0)
+    heads, width = MODEL["kv_heads"], MODEL["hidden"] // MODEL["heads"]
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, heads * width :] = 0
+    parts = embedding[:, : heads * width].unflatten(1, (heads, width))
+    parts *= 2 / parts.norm(dim=-1, keepdim=True)
+    to_keys = torch.eye(heads * width, MODEL["hidden"], dtype=torch.float64)
+    to_queries = to_keys.unflatten(0, (heads, width)).repeat_interleave(MODEL["heads"] // heads, 0).flatten(0, 1)
+    for name, matrix in {"q": 2 * to_queries, "k": 2 * to_keys, "v": to_keys}.items():
+        tensors[f"eagle3.midlayer.self_attn.{name}_proj.weight"][:, : MODEL["hidden"]] += matrix
+    tensors["eagle3.midlayer.self_attn.o_proj.weight"] += 3 * to_queries.T
+    tensors["eagle3.lm_head.weight"] = tensors["lm_head.weight"][WORDS].clone()
+    return config, tensors
+
+
+def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
+    """Make the engine of one rank. `phases`: a sample drafts 3 steps where its length is in every other 8 tokens.
+
+    Then the drafts of a sample depend on its own tokens alone, and not on the batch.
+    """
+    made = oracle.engine_of(
+        *model(kind), SpecSchedule.fixed(SpecConfig(3)) if phases else SWITCHING, dtype=torch.float64, max_length=96,
+        max_total_tokens=slots, max_draft_tokens=16, version=1, draft_words=WORDS if kind == "eagle3" else None,
+    )  # fmt: skip
+    if phases:
+        made.rounds.can_draft = lambda rows: (made.cache.length[rows] > 1) & (made.cache.length[rows] // 8 % 2 == 0)
+    return made
+
+
+def accepted(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    """Return the rounds, the accepted drafts and the used noise keys of samples."""
+    return [(s.accepted, s.accepted_spans, s.draws) for s in samples]
+
+
+def checked(engine: EmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+    """Change the size. With room for all, samples come with their caches, or wait to be computed anew."""
+    drawn = regroup.regroup(engine, ranks, groups, size, how)
+    assert [run.request.id for run in drawn] == sorted(run.request.id for run in drawn)
+    if engine.cache.total >= 4096:
+        assert not (engine.waiting if how == "kv" else engine.running), how
+    return drawn
+
+
+def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
+    """Draw a rollout whose last prompt comes after some changes of the size."""
+    asked = oracle.requests(PROMPTS, group=3)
+    decided = len(script.held) + 2
+    script.begins = True
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(fleet.generate, asked[:-3], LONG)
+        while len(script.held) < decided and not first.done():
+            time.sleep(0.001)
+        last = fleet.generate(asked[-3:], LONG)
+        return first.result() + last
+
+
+ENDING = Sampling(max_new_tokens=60, ignore_eos=True, stop_token_ids=(3, 11, 19, 27))  # some samples end soon
+DYING = {"headers": (regroup, "_luggage", 0), "weights": (retile, "exchange", 1), "caches": (retile, "_move", 1)}
+
+
+def losing(meeting: str, phase: str, to: int) -> dict[str, Any]:
+    """Kill rank 2 in the middle of a change of the size to `to`. Rank 0 returns what it has then."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    member = Member(engine(), Ranks(), None, Script([1, 1, to]), Groups())
+    assert member.groups is not None
+    member.groups.of(to)
+    if rank == 2:
+        module, name, calls = DYING[phase]
+        kill_in(module, name, calls)
+    if rank:
+        Follower(member)._thread.join()
+    fleet = Fleet(member, every=3)
+    seen: dict[str, list[int]] = {}
+    ended: list[str] = []
+    report = member._report
+
+    def noted() -> list[Sample]:
+        samples = report()
+        ended.extend(sample.request_id for sample in samples)
+        return samples
+
+    member._report = noted
+    try:
+        requests = oracle.requests(PROMPTS, group=3)
+        fleet.generate(requests, ENDING, lambda sample: seen.update({sample.request_id: sample.tokens.tolist()}))
+    except EngineError as error:
+        return {"seen": seen, "ended": ended, "error": str(error)}
+    raise AssertionError("the rollout went on without a rank")
+
+
+def kill_in(module: Any, name: str, calls: int) -> None:
+    """Have this process killed when a function is called after `calls` calls."""
+    real = getattr(module, name)
+    made: list[int] = []
+
+    def dies(*args: Any, **options: Any) -> Any:
+        made.append(0)
+        if len(made) > calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    setattr(module, name, dies)
+
+
+def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:
+    """Draw one rollout per script, with a push in the middle. Every rank says what it saw.
+
+    speculation  by a "schedule", a "rule", or in "phases" of each sample
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+    )
+    member_module.regroup = checked
+    ranks, groups = Ranks(), Groups()
+    for tp in (2, size):
+        groups.of(tp)
+    script = Script([])
+    member = Member(engine(slots, kind, speculation == "phases"), ranks, None, script, groups)
+    for sizes in scripts:
+        script.sizes = [*script.sizes, *sizes, 0][:-1]
+    if rank:
+        Follower(member)._thread.join()
+        member.engine.cache.audit()
+        return {"changes": [(c["from"], c["to"]) for c in member.changes], "held": script.held}
+    fleet = Fleet(member, every=3)
+    if speculation == "rule":
+        rule = {"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], "roofline": Roofline.of_layers(2).to_json()}
+        fleet.set_spec_rule(rule)
+    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
+    for number in range(len(scripts)):
+        samples = drawn_in_two_calls(fleet, script)
+        found["texts"].append([s.tokens.tolist() for s in samples])
+        found["logprobs"].append(np.concatenate([s.behaviour_logprobs for s in samples]))
+        found["accepted"].append(accepted(samples))
+        assert all(s.policy_versions == ((number + 1, 0, 60),) for s in samples)
+        sizes = fleet.record()["sizes"]
+        assert all(c["samples"] <= len(samples) for c in sizes)
+        assert all(set(c) == {"began", "from", "to", "samples", "how", "ms"} for c in sizes)
+        found["changes"] += [(c["from"], c["to"]) for c in sizes]
+        found["ways"] |= {c["how"] for c in sizes}
+        fleet.update_weights(number + 2, model(kind)[1].items())
+    found["same"] = fleet.fingerprints() == engine(kind=kind).fingerprints()
+    found["held"] = script.held
+    fleet.close()
+    member.engine.cache.audit()
+    return found

@@ -1,0 +1,97 @@
+"""The engines of several ranks as one: texts, moves, pushes, pauses, aborts and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import fleet_rank
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from train_ranks import on_ranks
+
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, steal
+from megatron_rlspec.extensions.migration.embedded.member import Report
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.types import Held, Load, Prompt, Request, Sampling, SpecConfig
+
+
+@pytest.mark.parametrize("modes", [(), ("kv",), ("recompute",)], ids=["queue", "kv", "recompute"])
+def test_a_fleet_draws_what_one_engine_draws(tmp_path, modes):
+    found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), modes)
+    wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
+    assert found["texts"] == wanted and found["seen"] and found["again"] == [wanted, wanted]
+    assert all(versions == ((1, 0, 60),) for versions in found["versions"])
+    assert "rank 0" in found["refused"] and "shape" in found["refused"]
+    assert "did not finish" in found["broken"]
+    assert found["same"] and found["left"] and "already in use" in found["twice"]
+    assert set(found["aborted"]) <= {"aborted", "truncated"} and "aborted" in found["aborted"]
+    assert found["early"] == [("aborted", 0)] * len(wanted), "aborted before any rank had it"
+    assert all(plans == found["plans"] for plans in others), "all ranks made the same plans"
+    moves = found["moved"]["moves"]
+    if not modes:
+        assert not moves and not found["plans"]
+        began = {}
+        for id, rank, *_ in found["moved"]["stays"]:
+            began.setdefault(rank, set()).add(id)
+        assert len(began["0"]) == len(wanted) and min(len(began["1"]), len(began["2"])) >= 2
+        assert not began["1"] & began["2"]
+        return
+    assert found["plans"] and sum(len(move["ids"]) for move in moves) >= 4
+    for move in moves:
+        assert (
+            move["source"] != move["target"] and move["how"] == modes[0] and move["bytes"] > 0 and not move["refused"]
+        )
+        # A sample runs on its source in one round, and on its target in the next.
+        assert move["rounds"] <= (1 if modes == ("recompute",) else 0)
+    stays = found["moved"]["stays"]
+    assert len(stays) == len(wanted) + sum(len(move["ids"]) for move in moves)
+    assert {id for id, *_ in stays} == {request.id for request in fleet_rank.requests()}
+
+
+def test_ranks_agree_on_the_link_and_auto_takes_the_cheaper_way(tmp_path):
+    meeting = str(tmp_path / "meeting")
+    (found, read), *others = on_ranks(3, fleet_rank.link_of, meeting)
+    assert others == [[found, read]] * 2 and 0.001 < found.gigabytes_per_second < 1000
+    assert read.gigabytes_per_second == found.gigabytes_per_second and read.ms_per_unit > found.ms_per_unit > 0
+    full = tuple(Held(f"{i}.", 20, 100 + i, 2.0) for i in range(8))
+    loads = [Load("0", full, 0, 4096, 1), Load("1", (), 0, 4096, 1)]
+
+    def ways(token_bytes):
+        transport = Transport(found.gigabytes_per_second, token_bytes, rounds=0.0)
+        planner = Rebalancer(fleet_rank.STEEP, (SpecConfig(3),), transport, gain=0.0)
+        planner.ms_per_unit = found.ms_per_unit
+        return {move.how for move in planner.plan(loads, Lengths(), 2000)}
+
+    assert ways(1 << 10) == {"kv"} and ways(1 << 30) == {"recompute"}
+    Path(f"{meeting}.json").write_text("{}")
+    with pytest.raises(AssertionError, match="FileError: .*meeting.json: Object missing required field"):
+        on_ranks(1, fleet_rank.link_of, meeting)
+
+
+def test_engines_of_two_ranks_take_requests_by_their_first_rank():
+    open_ids = [f"0-{i}." for i in range(4)]
+    full = Report(Load("0", (), 4, 0, 1, 2), [], 4, [(id, 0) for id in open_ids], 0, [])
+    dry = Report(Load("2", (), 0, 0, 1, 2), [], 0, [], 0, [])
+    engine = SimpleNamespace(model=SimpleNamespace(comm=SimpleNamespace(size=2)), max_running_requests=8)
+    fleet = Fleet(SimpleNamespace(engine=engine, reports=[full, full, dry, dry]), every=1)
+    fleet._open = {id: (Request(id, Prompt(0, np.array([1])), 0), Sampling()) for id in open_ids}
+    assert fleet._take() == [("0-3.", 2), ("0-2.", 2)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 9))
+def test_dry_engines_take_what_others_have_not_begun(held, most):
+    queued = [[f"{i}-{j}" for j in range(waiting)] for i, (waiting, _) in enumerate(held)]
+    has = [waiting + running for waiting, running in held]
+    dry = [not ids for ids in queued]
+    taken = steal(queued, dry, has, most)
+    for id, target in taken:
+        source = int(id[0])
+        assert dry[target] and not dry[source] and queued[source].pop() == id, "the last one of a queue goes first"
+        assert has[source] - has[target] >= 2 and has[target] < most
+        has[source] -= 1
+        has[target] += 1
+    assert steal(queued, dry, has, most) == []

@@ -1,0 +1,148 @@
+"""`rlspec train` on two ranks with an embedded engine each: texts, and bytes after a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from short_run import run, train
+from test_interrupted import told
+
+from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.trajectory import FOLDER
+from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
+from megatron_rlspec.speculation.cost_table import CostTable
+from megatron_rlspec.types import OFF, SpecConfig
+
+OPTIONS = {
+    "rollout__engine": "embedded",
+    "spec__mode": "fixed",
+    "spec__ridge_tokens": 1,  # on a CPU every token of a round costs
+    "tail__rebalance": "kv",
+    "tail__every": 4,
+    "tail__gain": 0.0,
+    "train__eval_prompts": 1,
+    "train__tokens_per_micro_batch": 256,
+}
+STILL = {name: value for name, value in OPTIONS.items() if name.startswith(("rollout", "spec__mode", "train"))}
+FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path):
+    whole, parted, alone = (tmp_path / name for name in ("whole", "parted", "alone"))
+    run(start, alone, **STILL, train__steps=1)
+    run(start, whole, ranks=2, **OPTIONS, train__steps=2)
+    run(start, parted, ranks=2, **OPTIONS, train__steps=1)
+    shutil.rmtree(parted / "hf")
+    run(start, parted, ranks=2, **OPTIONS, train__steps=2, train__resume="true")
+    ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (whole, alone))
+    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
+    again, once = (read_hf(folder / "hf")[1] for folder in (parted, whole))
+    assert all((again[name] == once[name]).all() for name in once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option", [{"rollout__staleness": 1}, {"drafter__overlap": "true", "drafter__replay": "newest"}]
+)
+def test_ranks_train_while_they_draw(start, tmp_path, option):
+    """Main threads train while the threads of the fleet draw; texts are those of one rank."""
+    option = option | {"train__steps": 2}
+    run(start, tmp_path / "alone", **STILL, **option)
+    run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)
+    ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
+    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
+
+
+def test_one_rank_has_no_other_engine_to_move_samples_to(tmp_path):
+    given = {"rollout.engine": "embedded", "tail.rebalance": "kv", "model.path": "m", "data.path": "d"}
+    config = load(None, given | {"train.run_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="tail.rebalance=kv moves samples between engines.*expected several ranks"):
+        config.check_run("train", 1)
+
+
+def sizes_table(path):
+    """A table in which two ranks together are four times as fast as one, whatever the batch."""
+    rounds = [
+        RoundCost(tp, batch, batch * length, config, 8.0 / tp**2 * (1 + 0.1 * config.num_steps))
+        for tp in (1, 2) for batch in (1, 4, 16) for length in (16, 256) for config in (OFF, SpecConfig(3))
+    ]  # fmt: skip
+    here = Provenance(model="m", hardware="h", dtype="float32", engine="e", engine_version="", date="2026-01-01")
+    CostTable(here, rounds).save(path)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
+    options = STILL | {"train__steps": 2}
+    run(start, tmp_path / "alone", **options)
+    options |= {"tail__every": 4, "tail__gain": 0.0}
+    table = sizes_table(tmp_path / "sizes.json")
+    run(start, tmp_path / "two", ranks=2, **options, tail__tp="1,2", tail__cost_table=table)
+    ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
+    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
+    rows = [json.loads(line) for line in (tmp_path / "two" / "moves.jsonl").read_text().splitlines()]
+    changes = [(change["from"], change["to"]) for row in rows for change in row["sizes"]]
+    assert (1, 2) in changes and (2, 1) in changes
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
+    """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
+    options = STILL | {"tail__tp": "1,2", "tail__every": 4, "tail__gain": 0.0}
+    options |= {"train__record": "true", "train__steps": 4}
+    options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(start, whole, ranks=2, **options)
+    monkeypatch.setenv("RUN", str(killed))
+    moment = tmp_path / "killed.killed"
+    process = train(start, killed, program=Path(__file__).parents[2] / "dying_run.py", ranks=2, **options)
+    while not moment.exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.01)
+    line = told(process, 1, psutil.Process(process.pid).children(recursive=True))
+    assert "another rank ended or cannot be reached" in line
+    assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == [0, 1]
+    recorded = {path.name: path.read_bytes() for path in (killed / FOLDER).iterdir()}
+    assert len(recorded) == 2
+    run(start, killed, ranks=2, **options, train__resume="true")
+    assert [record["step"] for record in read_records(killed / "metrics.jsonl")] == list(range(4))
+    for name, content in recorded.items():
+        assert (killed / FOLDER / name).read_bytes() == content, name
+    for folder in (FOLDER, "hf", "checkpoints/step-000004"):
+        for path in (whole / folder).glob("*.safetensors"):
+            assert path.read_bytes() == (killed / folder / path.name).read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tail.tp": "1,3,4"}, "expected multiples of the size before, such as 1,2,4"),
+        ({"tail.tp": "2,4"}, "tail.tp=2,4: expected 1 and then multiples"),
+        ({"tail.tp": "1,2"}, "tail.tp=1,2 needs tail.cost_table; rlspec profile --engine embedded --tp 1,2 writes it"),
+        ({"tail.cost_table": "t.json"}, "tail.cost_table=t.json is for sizes in tail.tp"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given)
+
+
+def test_sizes_need_as_many_ranks(tmp_path):
+    given = {
+        "rollout.engine": "embedded",
+        "tail.tp": "1,4",
+        "tail.cost_table": "t",
+        "model.path": "m",
+        "data.path": "d",
+    }
+    config = load(None, given | {"train.run_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="tail.tp=1,4 needs a multiple of 4 ranks, but 2"):
+        config.check_run("train", 2)

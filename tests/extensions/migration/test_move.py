@@ -1,0 +1,388 @@
+"""Samples move between embedded engines while they run: texts, accepted drafts, slots, and who holds a sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import embedded_oracle as oracle
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.extensions.migration.embedded.move import Arrivals, Cargo, MoveError, Mover
+from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+
+torch.set_num_threads(1)
+PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
+LONG = Sampling(max_new_tokens=40, ignore_eos=True)
+BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2, 2, 4),), (SpecConfig(1),)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return oracle.tiny(drafter="close", sharpness=2.0)
+
+
+def engine_of(model, spec=None, schedule=BY_BATCH, **options):
+    options = {"max_total_tokens": 1024, "max_length": 128, "version": 1} | options
+    engine = oracle.engine_of(*model, OFF, dtype=torch.float64, **options)
+    engine.set_schedule(SpecSchedule.fixed(spec) if spec else schedule)
+    return engine
+
+
+class Fleet:
+    """Engines in one process, and the samples that they draw together. Every act checks who holds what."""
+
+    def __init__(self, model, count: int, requests, sampling=LONG, used=None, **options) -> None:
+        self.tensors = model[1]
+        self.engines = [engine_of(model, **options) for _ in range(count)]
+        self.movers = [Mover(engine) for engine in self.engines]
+        self.requests = requests
+        self.runs: dict[str, list] = {request.id: [] for request in requests}
+        self.moves = dict.fromkeys(("kv", "recompute", "refused", "lost", "stayed"), 0)
+        for i, request in enumerate(requests):
+            self.note(self.engines[i * (used or count) // len(requests)].submit([(request, sampling)]))
+
+    def note(self, runs) -> None:
+        for run in runs:
+            if run not in self.runs[run.request.id]:
+                self.runs[run.request.id].append(run)
+
+    def check(self) -> None:
+        """At every instant a sample is in exactly one place."""
+        for id, runs in self.runs.items():
+            at = [e for e in self.engines if any(run.request.id == id for run in (*e.running, *e.waiting))]
+            done = [run for run in runs if run.sample is not None]
+            travelling = [mover for mover in self.movers if id in mover.departed]
+            assert len(at) + len(done) == 1 or (not at and not done and len(travelling) == 1), id
+        for engine in self.engines:
+            engine.cache.audit()
+
+    def step(self, which=None, landing=None) -> None:
+        for engine in self.engines if which is None else which:
+            engine.step(landing)
+            self.note(engine.running)
+            self.check()
+
+    @property
+    def busy(self) -> bool:
+        return any(engine.running or engine.waiting for engine in self.engines)
+
+    def push(self, version: int) -> None:
+        for engine in self.engines:
+            engine.update_weights(version, self.tensors.items())
+
+    def move(self, source: int, target: int, ids, between=lambda: None, spoil=lambda cargo: cargo, how="kv") -> None:
+        """Move samples; `between` runs after stage 1, `spoil` changes messages on their way."""
+        leaves, comes = self.movers[source], self.movers[target]
+        if how == "recompute":
+            gone = leaves.detach(ids)
+            self.check()
+            leaves.settle([])
+            self.note(comes.engine.submit(gone))
+            self.check()
+            self.moves["recompute"] += len(gone)
+            return
+        grants = comes.grant(leaves.offer(ids))
+        granted = [grant.id for grant in grants if not grant.refused]
+        self.moves["refused"] += len(grants) - len(granted)
+        try:
+            comes.take(Cargo.unpack(spoil(leaves.begin(grants).pack())))
+        except MoveError:
+            comes.withdraw(granted)
+        self.check()
+        between()
+        first, rest = leaves.finish(granted)
+        self.check()
+        left = list(leaves.departed)
+        self.moves["stayed"] += len(granted) - len(left)
+        cargos = []
+        for cargo in (first, rest):
+            try:
+                cargos.append(Cargo.unpack(spoil(cargo.pack())))
+            except MoveError:
+                cargos.append(None)
+        arrivals = Arrivals(comes, [(granted, cargos[0])], [lambda: cargos[1]])
+        self.note(arrivals.runs)
+        comes.engine.step(arrivals)
+        arrivals.close()
+        lost = [id for id in arrivals.lost[0] if id in left]
+        leaves.settle(lost)
+        self.check()
+        self.moves["lost"] += len(lost)
+        self.moves["kv"] += len(left) - len(lost)
+
+    def samples(self):
+        return [next(run.sample for run in self.runs[r.id] if run.sample is not None) for r in self.requests]
+
+    def finish(self):
+        while self.busy:
+            self.step()
+        for engine in self.engines:
+            engine.cache.audit()
+            assert engine.cache.left == engine.cache.total and not engine.reserved
+        return self.samples()
+
+
+def undisturbed(model, requests, sampling=LONG, **options):
+    return engine_of(model, **options).generate(requests, sampling)
+
+
+def check_samples(found, wanted, versions=None) -> None:
+    """Whole samples with the texts of `wanted`, whose spans and histograms fit the response."""
+    for sample, reference in zip(found, wanted, strict=True):
+        assert sample.tokens.tolist() == reference.tokens.tolist() and sample.status == reference.status
+        np.testing.assert_allclose(sample.behaviour_logprobs, reference.behaviour_logprobs, rtol=1e-5, atol=1e-9)
+        spans = sample.policy_versions
+        edges = [0, *(last for _, _, last in spans)]
+        assert [first for _, first, _ in spans] == edges[:-1] and edges[-1] == len(sample.response)
+        delivered = sum(count * (1 + i) for i, count in enumerate(sample.accepted))
+        assert len(sample.response) - delivered >= 1, "the first round's tokens are left out"
+
+
+def random_moves(model, seed: int, moves: int, **options) -> Fleet:
+    """Draw with three engines, and disturb them at random until all samples have ended."""
+    rng = np.random.default_rng(seed)
+    requests = oracle.requests(PROMPTS, group=4)
+    fleet = Fleet(model, 3, requests, **options)
+    version = 1
+    for _ in range(3):
+        fleet.step()
+
+    def between():
+        """What may happen between the stages."""
+        nonlocal version
+        event = rng.choice(["round", "round", "rounds", "all", "nothing", "push", "pause", "abort"])
+        if event in ("round", "rounds"):
+            for _ in range(int(rng.integers(1, 4))):
+                fleet.step([fleet.engines[source]])
+        elif event == "all":
+            fleet.step()
+        elif event == "push":
+            version += 1
+            fleet.push(version)
+        elif event == "pause":
+            engine = fleet.engines[int(rng.choice([source, target]))]
+            engine.pause()
+            engine.resume()
+
+    def spoil(message):
+        if rng.random() < 0.1:
+            message = message.clone()
+            message[int(rng.integers(16, len(message)))] ^= 255
+        return message
+
+    for _ in range(moves):
+        if not fleet.busy:
+            break
+        source, target = rng.permutation(3)[:2].tolist()
+        running = [run.request.id for run in fleet.engines[source].running]
+        ids = [id for id in running if rng.random() < 0.5]
+        how = "recompute" if rng.random() < 0.2 else "kv"
+        if rng.random() < 0.1:  # the target has no room
+            fleet.engines[target].cache.left, room = 0, fleet.engines[target].cache.left
+            grants = fleet.movers[target].grant(fleet.movers[source].offer(ids))
+            fleet.engines[target].cache.left = room
+            assert all(grant.refused for grant in grants)
+            fleet.moves["refused"] += len(grants)
+            fleet.movers[source].begin(grants)
+            fleet.movers[source].finish(ids)
+        elif rng.random() < 0.1:  # drafting stops and starts again
+            spec = [OFF, SpecConfig(3), SpecConfig(2, 2), None][int(rng.integers(4))]
+            fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
+        fleet.move(source, target, ids, between, spoil, how)
+    return fleet
+
+
+def fuzz(model, seeds, moves: int, **options) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    requests = oracle.requests(PROMPTS, group=4)
+    wanted = undisturbed(model, requests)
+    for seed in seeds:
+        fleet = random_moves(model, seed, moves, **options)
+        check_samples(fleet.finish(), wanted)
+        counts = {name: counts.get(name, 0) + count for name, count in fleet.moves.items()}
+    return counts
+
+
+def test_texts_survive_random_moves(model):
+    counts = fuzz(model, range(9), 30)
+    assert sum(counts.values()) >= 300 and min(counts.values()) > 5, counts
+
+
+@pytest.mark.slow
+def test_texts_survive_random_moves_for_long(model):
+    counts = fuzz(model, range(100, 160), 30)
+    assert sum(counts.values()) >= 3000, counts
+
+
+def test_texts_without_keyed_noise_differ(model):
+    """The control: under target_only the text depends on the rounds, so moves change it."""
+    requests = oracle.requests(PROMPTS, group=4)
+    wanted = undisturbed(model, requests, verifier="target_only")
+    found = random_moves(model, 0, 20, verifier="target_only").finish()
+    assert [s.tokens.tolist() for s in found] != [s.tokens.tolist() for s in wanted]
+
+
+def leaning_model():
+    """A model whose drafts depend on the drafter's keys: its attention is loud, and one head copies the embedding."""
+    config, tensors = oracle.tiny(drafter="close", sharpness=2.0, seed=3)
+    tensors["model.mtp_layers.0.self_attn.o_proj.weight"] = tensors["model.mtp_layers.0.self_attn.o_proj.weight"] * 25
+    return config, tensors
+
+
+def after_a_move(spec, prepare, spoil=lambda fleet: None, how="kv", target_busy=True):
+    """Move all samples of one engine after some rounds. Returns their spans of accepted drafts beyond the cut."""
+    requests = [replace(r, id=f"r{i}") for i, r in enumerate(oracle.requests(PROMPTS * 2, group=1))]
+    fleet = Fleet(leaning_model(), 2, requests, used=2 if target_busy else 1, spec=spec)
+    prepare(fleet)
+    ids = [run.request.id for run in fleet.engines[0].running]
+    cut = {run.request.id: len(run.response) for run in fleet.engines[0].running}
+    fleet.move(0, 1, ids, between=lambda: spoil(fleet), how=how)
+    assert fleet.moves[how] == len(ids)
+    found = {s.request_id: s for s in fleet.finish()}
+    return [[span for span in found[id].accepted_spans if span[0] > cut[id]] for id in ids]
+
+
+def some_rounds(fleet):
+    for _ in range(6):
+        fleet.step()
+
+
+def rounds_after_off(fleet):
+    some_rounds(fleet)
+    for engine in fleet.engines:
+        engine.set_schedule(SpecSchedule.fixed(OFF))
+    some_rounds(fleet)
+    for engine in fleet.engines:
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+
+
+def all_off(fleet):
+    for engine in fleet.engines:
+        engine.set_schedule(SpecSchedule.fixed(OFF))
+    some_rounds(fleet)
+    for engine in fleet.engines:
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+
+
+@pytest.mark.parametrize("prepare", [some_rounds, rounds_after_off, all_off], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("target_busy", [True, False], ids=["busy", "idle"])
+def test_rounds_after_a_move_accept_as_after_recomputation(prepare, target_busy):
+    spec = SpecConfig(3)
+    by_kv = after_a_move(spec, prepare, target_busy=target_busy)
+    assert by_kv == after_a_move(spec, prepare, how="recompute", target_busy=target_busy)
+    assert sum(map(len, by_kv)) > 10
+
+
+@pytest.mark.parametrize("how", ["kv", "recompute"])
+def test_a_moved_sample_uses_no_noise_key_twice(how):
+    requests = oracle.requests(PROMPTS, group=1)
+    fleet = Fleet(leaning_model(), 2, requests, used=1, spec=SpecConfig(3))
+    some_rounds(fleet)
+    fleet.move(0, 1, [run.request.id for run in fleet.engines[0].running], how=how)
+    whole = engine_of(leaning_model(), SpecConfig(3)).generate(requests, LONG)
+    assert {s.request_id: s.draws for s in fleet.finish()} == {s.request_id: s.draws for s in whole}
+
+
+def zeroed(fleet):
+    fleet.engines[0].cache.kv[-1].zero_()
+
+
+def shifted(fleet):
+    """Put every key of the drafter one column further, as if the source kept pairs by another convention."""
+    cache = fleet.engines[0].cache
+    for run in fleet.engines[0].running:
+        slots = cache.slots[run.row, : cache.length[run.row]].copy()
+        cache.kv[-1][slots[1:]] = cache.kv[-1][slots[:-1]].clone()
+
+
+@pytest.mark.parametrize("spoil", [zeroed, shifted], ids=lambda f: f.__name__)
+def test_a_wrong_cache_of_the_drafter_shows_in_the_rounds(spoil):
+    """The controls: texts stay, accepted drafts do not."""
+
+    def prepare(fleet):
+        some_rounds(fleet)
+        spoil(fleet)
+
+    spec = SpecConfig(3)
+    assert after_a_move(spec, prepare) != after_a_move(spec, some_rounds)
+
+
+def test_a_newcomer_drafts_before_the_target_s_keys_are_here(model):
+    fleet = Fleet(model, 2, oracle.requests(PROMPTS, group=2), spec=SpecConfig(3))
+    some_rounds(fleet)
+    ids = [run.request.id for run in fleet.engines[0].running]
+    source, target = fleet.movers
+    target.take(source.begin(target.grant(source.offer(ids))))
+    before = {run.request.id: len(run.response) for run in fleet.engines[0].running}
+    fleet.step([fleet.engines[0]])
+    first, rest = source.finish(ids)
+    seen = []
+
+    def late():
+        seen.append([int(fleet.engines[1].cache.drafted[run.row]) for run in arrivals.runs])
+        return rest
+
+    arrivals = Arrivals(target, [(ids, first)], [late])
+    lengths = [int(fleet.engines[1].cache.length[run.row]) for run in arrivals.runs]
+    fleet.engines[1].step(arrivals)
+    source.settle(arrivals.lost[0])
+    assert seen == [lengths], "the drafter had run on all tokens when the target's keys came"
+    after = {run.request.id: len(run.response) for run in arrivals.landed}
+    assert all(after[id] >= before[id] + 2 for id in ids), "a token by the source, and one here: no round is missed"
+    fleet.note(arrivals.landed)
+    check_samples(fleet.finish(), undisturbed(model, fleet.requests))
+
+
+def test_prompts_that_the_target_holds_do_not_travel(model):
+    requests = oracle.requests([PROMPTS[3]], group=4)
+    fleet = Fleet(model, 2, requests, spec=SpecConfig(3))
+    some_rounds(fleet)
+    source, target = fleet.movers
+    ids = [run.request.id for run in fleet.engines[0].running]
+    grants = target.grant(source.offer(ids))
+    assert [grant.target for grant in grants] == [len(PROMPTS[3]) - 1] * 2
+    cargo = source.begin(grants)
+    assert [c.target[0] for c in cargo.header.samples] == [len(PROMPTS[3]) - 1] * 2
+    target.withdraw(ids)
+    source.departing.clear()
+    check_samples(fleet.finish(), undisturbed(model, requests))
+
+
+def test_what_does_not_fit_is_refused_in_one_line(model):
+    fleet = Fleet(model, 2, oracle.requests(PROMPTS, group=2), spec=SpecConfig(3))
+    some_rounds(fleet)
+    source, target = fleet.movers
+    ids = [run.request.id for run in fleet.engines[0].running]
+    offer = source.offer(ids)
+    assert offer.layout.heads == (0, 2)
+    other = Mover(engine_of(oracle.tiny(layers=3)))
+    assert "layers=2" in other.grant(offer)[0].refused
+    fleet.engines[1].update_weights(2, fleet.tensors.items())
+    assert target.grant(offer)[0].refused == "the source has version 1, this engine 2"
+    fleet.engines[1].update_weights(1, fleet.tensors.items())
+    fleet.engines[1].pause()
+    assert target.grant(offer)[0].refused == "it is paused"
+    fleet.engines[1].resume()
+    cargo = source.begin(target.grant(offer))
+    message = cargo.pack()
+    message[-1] ^= 1
+    with pytest.raises(MoveError, match="checksum"):
+        target.take(Cargo.unpack(message))
+    with pytest.raises(MoveError, match="checksum"):
+        Cargo.unpack(message[:40])
+    shifted = replace_layout(cargo, pairs="h[p],x[p+1]")
+    with pytest.raises(MoveError, match="pairs='h"):
+        target.take(shifted)
+    target.withdraw(ids)
+    source.departing.clear()
+    check_samples(fleet.finish(), undisturbed(model, fleet.requests))
+
+
+def replace_layout(cargo, **changes):
+    layout = type(cargo.header.layout)(
+        **{f: getattr(cargo.header.layout, f) for f in cargo.header.layout.__struct_fields__} | changes
+    )
+    header = cargo.header
+    return Cargo(type(header)(layout, header.version, header.samples, header.requests), cargo.data)

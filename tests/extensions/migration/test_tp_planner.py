@@ -1,0 +1,195 @@
+"""The decision to change the tensor-parallel size: PAT's figure 4, no oscillation, costs, and what it refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rlspec.extensions.migration.plans.lengths import Lengths
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
+from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, choose, deal
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
+from megatron_rlspec.types import OFF, Held, Load, RoundStats, SpecConfig
+
+HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
+# PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
+# TP 4 is made up: it is the fastest for some tens of samples.
+ANCHORS = {2: {1: 15.37, 32: 24.41}, 4: {1: 11.0, 64: 20.0}, 8: {1: 9.64, 128: 30.87}}
+PAT = SwitchCosts(weights_ms=1030, control_ms=2130, token_bytes=131072, gigabytes_per_second=5.25)
+
+
+def table(prefill=True, sizes=(2, 8), per_token=0.0) -> CostTable:
+    rounds = []
+    for tp in sizes:
+        line = ANCHORS[tp]
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128):
+            ms = float(np.interp(batch, list(line), list(line.values())))
+            rounds += [RoundCost(tp, batch, batch * n, OFF, ms + batch * n * per_token) for n in (512, 16384)]
+    fills = [PrefillCost(tp, 1, n, n * 0.17) for tp in sizes for n in (1024, 65536)] if prefill else []
+    return CostTable(HERE, rounds, fills)
+
+
+def planner(**options) -> TPPlanner:
+    return TPPlanner(options.pop("table", table()), [OFF], [0.0], options.pop("costs", PAT), 8, **options)
+
+
+def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
+    """Engines, by the response tokens of their samples."""
+    return [
+        Load(f"e{i}", tuple(Held(f"{i}-{j:03d}", prompt, prompt + n, 1.0) for j, n in enumerate(group)), waiting, 0, 1)
+        for i, group in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("remaining", ["cap", "survival"])
+def test_few_samples_get_a_larger_size_and_many_do_not(remaining):
+    plan = planner(remaining=remaining)
+    few = plan.decide(loads([4000], [], [], []), 2, Lengths(), 16384)
+    assert few is not None and few.tp == 8 and few.groups == (("0-000",),)
+    assert few.stay_ms == pytest.approx(12384 * 15.37, rel=0.02)
+    assert few.finish_ms - few.cost_ms == pytest.approx(12384 * 9.64, rel=0.02)
+    assert plan.decide(loads(*[[4000] * 32] * 4), 2, Lengths(), 16384) is None
+
+
+def test_the_best_of_several_sizes_is_chosen():
+    plan = planner(table=table(sizes=(2, 4, 8)))
+    assert plan.decide(loads([4000], [], [], []), 2, Lengths(), 16384).tp == 8
+    assert plan.decide(loads(*[[4000] * 10] * 4), 2, Lengths(), 16384).tp == 4
+
+
+def test_contexts_grow_until_the_end():
+    change = planner(table=table(per_token=1e-3)).decide(loads([4000], [], [], []), 2, Lengths(), 16384)
+    assert change.stay_ms == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
+
+
+def test_what_dealing_would_save_is_no_reason_to_change():
+    gathered, dealt = loads([4000] * 8, [], [], []), loads(*[[4000] * 2] * 4)
+    for remaining in ("cap", "survival"):
+        plan = planner(remaining=remaining)
+        one, other = (plan.decide(situation, 2, Lengths(), 16384).stay_ms for situation in (gathered, dealt))
+        assert one == pytest.approx(other) if remaining == "survival" else one > other * 1.1
+
+
+def test_many_samples_at_a_large_size_go_back():
+    back = planner().decide(loads([200] * 128), 8, Lengths(), 16384)
+    assert back is not None and back.tp == 2
+    assert sorted(len(group) for group in back.groups) == [32] * 4
+
+
+def test_the_last_few_tokens_do_not_pay_for_a_change():
+    assert planner().decide(loads([16000], [], [], []), 2, Lengths(), 16384) is None
+
+
+def test_lengths_that_end_soon_do_not_pay_where_the_cap_says_they_do():
+    """PAT's bound overstates the benefit: all its samples run to the cap."""
+    lengths = Lengths()
+    lengths.observe(list(range(300, 500, 2)), [False] * 100)
+    situation = loads([290], [250], [260], [270])
+    assert planner(remaining="cap").decide(situation, 2, lengths, 16384) is not None
+    assert planner(remaining="survival").decide(situation, 2, lengths, 16384) is None
+
+
+def test_the_cheaper_way_brings_the_samples_over():
+    situation = loads([6000], [6000], [6000], [6000])
+    change = planner().decide(situation, 2, Lengths(), 30000)
+    assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
+    slow = SwitchCosts(1030, 2130, 131072, 0.01)
+    change = planner(costs=slow).decide(situation, 2, Lengths(), 30000)
+    assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
+    unequal = [held for load in loads([1000], [7000]) for held in load.running]
+    ms, how = planner(costs=SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
+    assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
+    never = planner(table=table(prefill=False), costs=SwitchCosts(0)).decide(situation, 2, Lengths(), 30000)
+    assert never is None
+
+
+def test_measured_rounds_change_the_decision():
+    """A size that turns out to be slower than profiled is left alone."""
+    plan = planner()
+    situation = loads([4000], [], [], [])
+    assert plan.decide(situation, 2, Lengths(), 16384) is not None
+    slow = RoundStats(OFF, 1, 4000, 500, 500 * 1.8 * plan.table.ms(OFF, 1, 4000, 8))
+    plan.renew(plan.table.calibrated([slow], 8), [0.5])
+    assert plan.decide(situation, 2, Lengths(), 16384) is None
+
+
+def test_requests_that_wait_keep_the_size():
+    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, Lengths(), 16384) is None
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
+    st.lists(st.integers(1, 9000), max_size=60),
+    st.floats(0, 1e5),
+)
+def test_a_change_is_not_followed_by_its_reverse(groups, ended, weights_ms):
+    lengths = Lengths()
+    lengths.observe(ended, [False] * len(ended))
+    plan = planner(costs=SwitchCosts(weights_ms, 0.0, 131072, 5.25))
+    situation = loads(*groups)
+    change = plan.decide(situation, 2, lengths, 16384)
+    if change is not None:
+        samples = {held.id: held for load in situation for held in load.running}
+        assert sorted(id for group in change.groups for id in group) == sorted(samples)
+        assert change.finish_ms < change.stay_ms * 0.95 and change.cost_ms >= weights_ms
+        there = [Load(f"e{i}", tuple(samples[id] for id in group), 0, 0, 1) for i, group in enumerate(change.groups)]
+        assert plan.decide(there, change.tp, lengths, 16384) is None
+
+
+def choice(*groups: list[int], lane: bool, switch: bool = True, cap: int = 16384, gigabytes: float = 5.25):
+    sizes = table()
+    moving = Rebalancer(sizes, [OFF], Transport(gigabytes, 131072), modes=["kv"])
+    situation = [replace(load, tp=2, free_tokens=10**8) for load in loads(*groups)]
+    if lane:
+        situation.append(Load("lane", (), 0, 10**8, 1, 8))
+    return choose(moving, planner() if switch else None, situation, Lengths(), cap)
+
+
+def test_the_cheapest_of_stay_lane_and_switch_is_chosen():
+    few = [4000], [4010], [], []
+    fast = choice(*few, lane=True)
+    assert fast.way == "move" and {move.target for move in fast.moves} == {"lane"}
+    assert fast.saving_ms == pytest.approx(12290 * (15.37 - 9.8), rel=0.05)
+    slower = choice(*few, lane=True, gigabytes=0.5)
+    assert fast.saving_ms - slower.saving_ms == pytest.approx(8210 * 131072 * (1 / 0.5 - 1 / 5.25) / 1e6)
+    switched = choice(*few, lane=False)
+    assert switched.way == "switch" and switched.change.tp == 8 and 0 < switched.saving_ms < fast.saving_ms
+    assert choice(*few, lane=False, switch=False).way == "stay"
+    assert choice(*few, lane=True, gigabytes=0.0005).way == "switch"  # the way to the lane is too slow
+    assert choice([16370], [16370], [], [], lane=True).way == "stay"  # they end soon
+    assert choice(*[[4000] * 32] * 4, lane=False).way == "stay"
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.lists(st.integers(0, 8000), max_size=8), min_size=4, max_size=4), st.booleans())
+def test_what_is_chosen_saves_more_than_it_costs(groups, lane):
+    found = choice(*groups, lane=lane)
+    assert found.saving_ms >= 0 and (found.way == "stay") == (not found.moves and found.change is None)
+    if found.change is not None:
+        assert found.change.cost_ms < found.change.stay_ms - (found.change.finish_ms - found.change.cost_ms)
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))
+def test_samples_are_dealt_evenly(contexts, engines):
+    samples = [Held(f"{i:02d}", 1, n, 1.0) for i, n in enumerate(contexts)]
+    groups = deal(samples, engines)
+    assert sorted(held.id for group in groups for held in group) == [held.id for held in samples]
+    counts = [len(group) for group in groups]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_long_samples_are_dealt_first():
+    groups = deal([Held(str(n), 1, n, 1.0) for n in (5, 10, 90, 100)], 2)
+    assert [[held.context for held in group] for group in groups] == [[100, 5], [90, 10]]
+
+
+def test_a_table_without_what_is_asked_is_refused():
+    with pytest.raises(CostTableError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
+        planner(table=table(sizes=(2,)))
+    with pytest.raises(CostTableError, match="cost table holds none of k3 at tp=2"):
+        TPPlanner(table(), [SpecConfig(3)], [0.5], PAT, 8)
+    with pytest.raises(ValueError, match="3 engines of tp=2, expected 8 ranks"):
+        planner().decide(loads([1], [1], [1]), 2, Lengths(), 100)

@@ -1,0 +1,91 @@
+"""The variables that CUDA and NCCL read in train ranks and in the engines that a job starts."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rlspec import cli
+from megatron_rlspec.commands import training
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.host import environment
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+
+
+@pytest.mark.parametrize("command", [training.train, training.sft])
+def test_a_rank_sets_what_megatron_and_nccl_need_before_anything_else(command, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    with pytest.raises(ConfigError):
+        command(["--no.such", "option"])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "1", "the user's value"
+
+
+def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, tmp_path):
+    """SGLang keeps a NCCL_CUMEM_ENABLE that is set, so both have the same. Visible devices are also the rank's."""
+    recorded = {}
+
+    def record(command, env, **options):
+        recorded.update(env)
+        return popen([sys.executable, "-c", ""], env=env, **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", record)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for name in environment.RANKS:
+        monkeypatch.delenv(name, raising=False)
+    environment.prepare(os.environ)
+    launch("model", tmp_path / "log").close()
+    assert environment.disagreement(recorded["NCCL_CUMEM_ENABLE"], os.environ) == ""
+    assert recorded["CUDA_VISIBLE_DEVICES"] == "4,5"
+    launch("model", tmp_path / "log", environment={"CUDA_VISIBLE_DEVICES": "6"}).close()
+    assert recorded["CUDA_VISIBLE_DEVICES"] == "6"
+
+
+@pytest.mark.parametrize(("engine", "rank"), [("1", {}), ("0", {"NCCL_CUMEM_ENABLE": "1"})])
+def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine, rank, monkeypatch):
+    import torch
+
+    from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
+    from megatron_rlspec.sync.bucket import Bucket
+
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+
+    def post(path, **_):
+        asked.append(path)
+        return {"tensor_parallel": 1, "nccl_cumem_enable": engine}
+
+    with pytest.raises(EngineError) as error:
+        GroupBroadcast(backend="nccl").send(post, Bucket([("x", torch.zeros(1))]))
+    own = rank.get("NCCL_CUMEM_ENABLE", "0")
+    told = f"weight group: NCCL_CUMEM_ENABLE is {own} for this rank and {engine} for the engine"
+    assert str(error.value) == f"{told}; start both with the same value"
+    assert asked == ["control/describe"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at third_party/gloo/gloo/transport/tcp/socket.cc:24] fd != -1. Too many open files"
+        ),
+        OSError(errno.EMFILE, "Too many open files", "x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_few_open_files_are_told_as_that(error, capsys):
+    def act():
+        raise error
+
+    assert cli.run(act) == 1
+    assert re.fullmatch(
+        r"rlspec: Too many open files: this process may have \d+ \(`ulimit -n`\).*\n", capsys.readouterr().err
+    )

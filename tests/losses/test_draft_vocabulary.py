@@ -1,0 +1,130 @@
+"""The drafter's losses over a part of the vocabulary, against whole distributions in float64 and autograd."""
+
+import pytest
+import torch
+from mtp_ranks import group_of
+from test_loss import Case, H, V, assert_close
+
+from megatron_rlspec.losses.drafter import KINDS, Student, drafter_loss
+
+MIXED = [30, 2, 3, 7, 11, 12, 19, 25]
+LOW = [0, 1, 2, 3, 4]  # all on the first of two ranks
+
+
+def oracle(case, kind, words, temperature):
+    """(Σ w · loss, its gradient in hidden, metrics), from q over the full vocabulary that is 0 outside `words`."""
+    hidden = case.hidden.detach().requires_grad_()
+    outside = torch.ones(V, dtype=torch.bool)
+    outside[words] = False
+    rows = torch.arange(len(case.labels))
+    logits = hidden @ case.weight.detach().t() / temperature
+    q = logits.masked_fill(outside, -torch.inf).softmax(-1)
+    p = (case.teacher.detach() @ case.weight.detach().t() / temperature).softmax(-1)[case.index]
+    covered = ~outside[case.labels]
+    ce = -q[rows, torch.where(covered, case.labels, words[0])].log() * covered
+    if kind == "ce":
+        loss = ce
+    elif kind == "forward_kl":
+        inside = p[:, ~outside].sum(-1, keepdim=True)
+        renormalised = p[:, ~outside] / inside
+        loss = inside[:, 0] * (renormalised * (renormalised / q[:, ~outside]).log()).sum(-1)
+    elif kind == "reverse_kl":
+        loss = (q[:, ~outside] * (q / p)[:, ~outside].log()).sum(-1)
+    else:
+        loss = 1 - torch.minimum(p, q).sum(-1)
+    total = (case.token_weight * loss).sum()
+    (gradient,) = torch.autograd.grad(total, hidden)
+    used, best = case.token_weight != 0, q.argmax(-1)
+    each = {
+        "loss": loss, "ce": ce, "covered": covered, "match": best == case.labels,
+        "overlap": torch.minimum(p, q).sum(-1), "argmax_prob": p[rows, best],
+    }  # fmt: skip
+    return total.detach(), gradient, {name: x.detach().double()[used].sum() for name, x in each.items()}
+
+
+@pytest.mark.parametrize("words", [MIXED, LOW, list(range(V))], ids=["mixed", "low", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_gradient_and_metrics_are_the_oracles(kind, words):
+    case = Case()
+    teacher = {"teacher_hidden": case.teacher, "teacher_index": case.index, "temperature": 0.7, "chunk": 5}
+    total, metrics = drafter_loss(
+        case.hidden, case.weight, case.labels, case.token_weight, kind, words=torch.tensor(words), **teacher
+    )
+    expected, gradient, sums = oracle(case, kind, words, 0.7)
+    assert_close(total, expected)
+    total.backward()
+    assert_close(case.hidden.grad, gradient)
+    for name, value in sums.items():
+        assert_close(metrics[name], value)
+    if len(words) == V:
+        _, plain = drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, kind, **teacher)
+        for name, value in plain.items():
+            assert_close(metrics[name], value)
+
+
+def test_masked_labels_are_the_forward_divergence_on_average():
+    """Over labels drawn from p, the gradient of cross-entropy with labels outside left out is that of p(S) · KL."""
+    case = Case(rows=3, teachers=3)
+    p = (case.teacher.detach() @ case.weight.detach().t()).softmax(-1)
+    words = torch.tensor(MIXED)
+    gradient = torch.zeros(3, H, dtype=torch.float64)
+    for label in range(V):
+        hidden = case.hidden.detach().requires_grad_()
+        total, _ = drafter_loss(hidden, case.weight, torch.full((3,), label), p[:, label], words=words)
+        total.backward()
+        gradient += hidden.grad
+    hidden = case.hidden.detach().requires_grad_()
+    ones = torch.ones(3, dtype=torch.float64)
+    total, _ = drafter_loss(
+        hidden, case.weight, case.labels, ones, "forward_kl", teacher_hidden=case.teacher, words=words
+    )
+    total.backward()
+    assert_close(gradient, hidden.grad)
+
+
+@pytest.mark.parametrize("kind", ["ce", "tv"])
+def test_rows_kept_for_the_prediction(kind):
+    case = Case(rows=8, teachers=8)
+    ones = torch.ones(8, dtype=torch.float64)
+    student = Student(case.hidden, case.weight, case.labels, ones, kind, keep_rows=True, words=torch.tensor(MIXED))
+    student.learn_from(case.teacher)
+    student.finish()
+    q = (case.hidden @ case.weight.t())[:, MIXED].softmax(-1)
+    p = (case.teacher @ case.weight.t()).softmax(-1)
+    for row, label in enumerate(case.labels.tolist()):
+        ratio = q[row, MIXED.index(label)] / p[row, label] if label in MIXED else torch.tensor(0.0)
+        assert_close(student.kept_rows()["label_ratio"][row], ratio.detach())
+
+
+def in_worker(rank, kind, words):
+    case, held = Case(), V // 2 + 1
+    shard = torch.cat([case.weight.detach(), torch.zeros(1, H, dtype=torch.float64)])[rank * held : (rank + 1) * held]
+    total, metrics = drafter_loss(
+        case.hidden, shard, case.labels, case.token_weight, kind, teacher_hidden=case.teacher,
+        teacher_index=case.index, temperature=0.7, chunk=5, tp_group=group_of(2), vocab_size=V,
+        words=torch.tensor(words),
+    )  # fmt: skip
+    total.backward()
+    return total.detach(), case.hidden.grad, metrics
+
+
+@pytest.mark.parametrize("words", [MIXED, LOW], ids=["mixed", "low"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_equal_one(ranks, kind, words):
+    """One rank may hold none of the words."""
+    expected, gradient, sums = oracle(Case(), kind, words, 0.7)
+    for total, found, metrics in ranks.run(in_worker, kind, words):
+        assert_close(total, expected, 1e-9)
+        assert_close(found, gradient, 1e-9)
+        for name, value in sums.items():
+            assert_close(metrics[name], value)
+
+
+def test_bad_input_is_named():
+    case = Case()
+    arguments = (case.hidden, case.weight, case.labels, case.token_weight)
+    for words in ([], [-1, 2], [V]):
+        with pytest.raises(ValueError, match="expected ids from 0 to 30"):
+            drafter_loss(*arguments, words=torch.tensor(words, dtype=torch.int64))
+    with pytest.raises(ValueError, match="sees the full vocabulary"):
+        drafter_loss(*arguments, lambda rows: rows, words=torch.tensor(LOW))

@@ -1,0 +1,433 @@
+"""Every loss against a float64 one that is written for clarity: whole logits, autograd, no chunks, no ranks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mtp_ranks import group_of
+
+from megatron_rlspec.losses.drafter import KINDS, Student, drafter_loss
+from megatron_rlspec.losses.head import VocabParallelHead
+from megatron_rlspec.losses.logprobs import policy_logprobs
+
+N, H, V = 23, 8, 31
+
+
+class Case:
+    """Random inputs: `hidden [N, H]`, `weight [V, H]`, labels, token weights with zeros, teacher `[M, H]` and index."""
+
+    def __init__(self, seed=0, rows=N, vocabulary=V, dtype=torch.float64, teachers=N):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.hidden, self.weight = normal(rows, H).requires_grad_(), normal(vocabulary, H).requires_grad_()
+        self.labels = torch.randint(0, vocabulary, (rows,), generator=generator)
+        used = torch.rand(rows, generator=generator) < 0.6
+        self.token_weight = torch.rand(rows, generator=generator, dtype=torch.float64) * used
+        self.teacher = normal(teachers, H).requires_grad_()
+        self.index = torch.randint(0, teachers, (rows,), generator=generator)
+        self.groups = torch.randint(0, 3, (rows,), generator=generator)
+
+
+def oracle(kind, logq, logp, labels):
+    """Per-row loss from whole log-distributions `[N, V]`."""
+    p, q = logp.exp(), logq.exp()
+    match kind:
+        case "ce":
+            return -logq[torch.arange(len(labels)), labels]
+        case "forward_kl":
+            return (p * (logp - logq)).sum(-1)
+        case "reverse_kl":
+            return (q * (logq - logp)).sum(-1)
+        case "tv":
+            return 1 - torch.minimum(p, q).sum(-1)
+
+
+def log_distribution(hidden, weight, temperature):
+    return (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
+
+
+def oracle_loss(case, kind, temperature):
+    """(Σ w · loss, its gradient in hidden, metrics per group)."""
+    hidden = case.hidden.detach().double().requires_grad_()
+    logq = log_distribution(hidden, case.weight.detach(), temperature)
+    logp = log_distribution(case.teacher.detach(), case.weight.detach(), temperature)[case.index]
+    rows = oracle(kind, logq, logp, case.labels)
+    total = (case.token_weight * rows).sum()
+    (gradient,) = torch.autograd.grad(total, hidden)
+    best, used = logq.argmax(-1), (case.token_weight != 0).double()
+    each = {
+        "tokens": torch.ones_like(rows),
+        "loss": rows,
+        "ce": oracle("ce", logq, logp, case.labels),
+        "match": (best == case.labels).double(),
+        "overlap": torch.minimum(logp.exp(), logq.exp()).sum(-1),
+        "argmax_prob": logp.exp()[torch.arange(len(best)), best],
+    }
+    sums = {
+        name: torch.stack([(x * used)[case.groups == g].sum() for g in range(3)]).detach() for name, x in each.items()
+    }
+    return total.detach(), gradient, sums
+
+
+def assert_close(got, expected, tolerance=1e-12):
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+# --- the drafter's losses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 5, 1024])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_gradient_and_metrics_are_the_oracles(kind, chunk, temperature):
+    case = Case()
+    total, metrics = drafter_loss(
+        case.hidden,
+        case.weight,
+        case.labels,
+        case.token_weight,
+        kind,
+        teacher_hidden=case.teacher,
+        teacher_index=case.index,
+        groups=case.groups,
+        num_groups=3,
+        temperature=temperature,
+        chunk=chunk,
+    )
+    expected, gradient, sums = oracle_loss(case, kind, temperature)
+    assert_close(total, expected)
+    (3 * total).backward()
+    assert_close(case.hidden.grad, 3 * gradient)
+    assert metrics.keys() == sums.keys()
+    for name in sums:
+        assert_close(metrics[name], sums[name])
+
+
+def own(kind):
+    """A built-in loss, written as a user would write it."""
+
+    def loss(rows):
+        return oracle(kind, rows.draft_logprobs, rows.policy_logprobs, rows.tokens)
+
+    return loss
+
+
+def own_in_worker(rank, kind):
+    case, size = Case(dtype=torch.float64), 2
+    width = -(-V // size)
+    shard = torch.nn.functional.pad(case.weight.detach(), (0, 0, 0, size * width - V))[rank * width :][:width]
+    hidden = case.hidden.detach().requires_grad_()
+    total, metrics = drafter_loss(
+        hidden, shard, case.labels, case.token_weight, own(kind), teacher_hidden=case.teacher.detach(),
+        teacher_index=case.index, groups=case.groups, num_groups=3, temperature=0.6, chunk=5,
+        tp_group=group_of(size), vocab_size=V,
+    )  # fmt: skip
+    total.backward()
+    return total.detach(), hidden.grad, metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_ones_own_is_differentiated(ranks, kind):
+    case = Case()
+    expected, gradient, sums = oracle_loss(case, kind, 0.6)
+    for total, grad, metrics in ranks.run(own_in_worker, kind):
+        assert_close(total, expected)
+        assert_close(grad, gradient)
+        for name in sums:
+            assert_close(metrics[name], sums[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_and_teacher_get_no_gradient(kind):
+    case = Case()
+    total, _ = drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, kind, teacher_hidden=case.teacher)
+    total.backward()
+    assert case.hidden.grad.abs().sum() > 0
+    assert case.weight.grad is None and case.teacher.grad is None
+
+
+def test_cross_entropy_needs_no_teacher():
+    case = Case()
+    total, metrics = drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, chunk=4)
+    expected, gradient, sums = oracle_loss(case, "ce", 1.0)
+    assert_close(total, expected)
+    total.backward()
+    assert_close(case.hidden.grad, gradient)
+    assert metrics.keys() == {"tokens", "loss", "ce", "match"}
+    assert_close(metrics["match"], sums["match"].sum())
+    with pytest.raises(ValueError, match="needs teacher_hidden"):
+        drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, "tv")
+
+
+@given(
+    rows=st.integers(0, 12),
+    vocabulary=st.integers(2, 9),
+    kind=st.sampled_from(KINDS),
+    chunk=st.integers(1, 13),
+    temperature=st.floats(0.2, 3),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_shape(rows, vocabulary, kind, chunk, temperature, seed):
+    case = Case(seed, rows, vocabulary, teachers=5)
+    total, metrics = drafter_loss(
+        case.hidden,
+        case.weight,
+        case.labels,
+        case.token_weight,
+        kind,
+        teacher_hidden=case.teacher,
+        teacher_index=case.index,
+        temperature=temperature,
+        chunk=chunk,
+    )
+    expected, gradient, sums = oracle_loss(case, kind, temperature)
+    assert_close(total, expected, 1e-10)
+    total.backward()
+    assert_close(case.hidden.grad, gradient, 1e-10)
+    assert_close(metrics["overlap"], sums["overlap"].sum(), 1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_train_is_exactly_zero(kind):
+    case = Case()
+    for hidden, rows in ((case.hidden, N), (case.hidden[:0], 0)):
+        total, metrics = drafter_loss(
+            hidden,
+            case.weight,
+            case.labels[:rows],
+            torch.zeros(rows),
+            kind,
+            teacher_hidden=case.teacher[:rows],
+            groups=case.groups[:rows],
+            num_groups=3,
+        )
+        case.hidden.grad = None
+        total.backward()
+        assert total.item() == 0 and not case.hidden.grad.any()
+        # Metrics are summed over ranks, so an empty one must name them all.
+        assert all(x.tolist() == [0, 0, 0] for x in metrics.values())
+        assert metrics.keys() == {"tokens", "loss", "ce", "match", "overlap", "argmax_prob"}
+
+
+def test_only_trained_rows_reach_the_head_and_each_teacher_once(monkeypatch):
+    case, seen, original = Case(), [], VocabParallelHead.scores
+    monkeypatch.setattr(
+        VocabParallelHead, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden)
+    )
+    drafter_loss(
+        case.hidden,
+        case.weight,
+        case.labels,
+        case.token_weight,
+        "tv",
+        teacher_hidden=case.teacher,
+        teacher_index=case.index,
+        chunk=3,
+    )
+    used = case.token_weight != 0
+    teachers = len(case.index[used].unique())
+    assert teachers < used.sum() < N and sum(seen) == used.sum() + teachers
+    assert max(seen) == 3
+    seen.clear()
+    case.hidden.grad = None
+    total, _ = drafter_loss(case.hidden, case.weight, case.labels, case.token_weight, chunk=3)
+    total.backward()
+    assert sum(seen) == used.sum()  # the backward computes no logits again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.06)])
+def test_lower_precision_stays_near(kind, dtype, tolerance):
+    case = Case(dtype=dtype)
+    total, _ = drafter_loss(
+        case.hidden,
+        case.weight,
+        case.labels,
+        case.token_weight,
+        kind,
+        teacher_hidden=case.teacher,
+        teacher_index=case.index,
+    )
+    expected, gradient, _ = oracle_loss(case, kind, 1.0)
+    total.backward()
+    assert total.dtype == torch.float32 and case.hidden.grad.dtype == dtype
+    assert (total - expected).abs() <= tolerance * expected.abs()
+    assert (case.hidden.grad - gradient).norm() <= tolerance * gradient.norm()
+
+
+def test_confident_distributions_stay_finite():
+    case = Case(dtype=torch.float32)
+    sharp = [(x.detach() * 300).requires_grad_() for x in (case.hidden, case.teacher)]
+    for kind in KINDS:
+        sharp[0].grad = None
+        arguments = (sharp[0], case.weight, case.labels, case.token_weight, kind)
+        total, metrics = drafter_loss(*arguments, teacher_hidden=sharp[1])
+        total.backward()
+        assert total.isfinite() and sharp[0].grad.isfinite().all() and all(x.isfinite() for x in metrics.values())
+
+
+# --- the policy's log-probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 1024])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logprobs_and_entropy_are_the_oracles(chunk, with_entropy):
+    case, temperature = Case(), 0.6
+    mask = case.token_weight != 0
+    logprobs, entropy = policy_logprobs(
+        case.hidden, case.weight, case.labels, temperature, with_entropy=with_entropy, mask=mask, chunk=chunk
+    )
+    hidden, weight = case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
+    logp = log_distribution(hidden, weight, temperature)
+    expected = [-oracle("ce", logp, logp, case.labels) * mask]
+    got, upstream = [logprobs], [torch.randn(N, dtype=torch.float64)]
+    assert (entropy is not None) == with_entropy
+    if with_entropy:
+        expected.append(-(logp.exp() * logp).sum(-1) * mask)
+        got, upstream = [logprobs, entropy], [*upstream, torch.randn(N, dtype=torch.float64)]
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+    torch.autograd.backward(got, upstream)
+    torch.autograd.backward(expected, upstream)
+    assert_close(case.hidden.grad, hidden.grad)
+    assert_close(case.weight.grad, weight.grad)
+
+
+def test_logprobs_of_no_row_still_give_a_gradient():
+    case = Case()
+    logprobs, _ = policy_logprobs(case.hidden, case.weight, case.labels, mask=torch.zeros(N))
+    logprobs.sum().backward()
+    assert not logprobs.any() and not case.hidden.grad.any() and not case.weight.grad.any()
+
+
+def test_logprobs_notice_an_overwritten_weight():
+    case = Case()
+    logprobs, _ = policy_logprobs(case.hidden, case.weight, case.labels)
+    with torch.no_grad():
+        case.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_student_learns_within_the_policys_own_pass(kind, monkeypatch):
+    """Depths 1..2 of 20 positions; teachers of the last two positions came from elsewhere (rows 20 and 21)."""
+    positions, depth, chunk = 20, 2, 6
+    case = Case(rows=positions * depth, teachers=positions + depth)
+    policy = case.teacher.detach()[:positions].requires_grad_()
+    policy_mask = torch.rand(positions) < 0.7
+    index = torch.cat([torch.arange(positions) + d for d in (1, 2)])
+    needed = torch.cat([policy_mask, torch.ones(depth, dtype=torch.bool)])
+    token_weight = case.token_weight * needed[index]
+    arguments = (case.weight, case.labels, token_weight, kind)
+    options = {"teacher_index": index, "chunk": chunk, "temperature": 0.8}
+    labels = torch.randint(0, V, (positions,))
+    plain, _ = policy_logprobs(policy, case.weight, labels, 0.8, mask=policy_mask, chunk=chunk)
+    expected, metrics = drafter_loss(case.hidden, *arguments, teacher_hidden=case.teacher, **options)
+    expected.backward()
+    gradient, case.hidden.grad = case.hidden.grad, None
+
+    seen, original = [], VocabParallelHead.scores
+    monkeypatch.setattr(
+        VocabParallelHead, "scores", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden)
+    )
+    student = Student(case.hidden, *arguments, **options)
+    logprobs, _ = policy_logprobs(
+        policy, case.weight, labels, 0.8, mask=policy_mask, chunk=chunk, observe=student.observe
+    )
+    with pytest.raises(ValueError, match="had no teacher"):
+        student.finish()
+    student.learn_from(case.teacher[positions:], first=positions)
+    total, fused_metrics = student.finish()
+    total.backward()
+    far = index[(token_weight != 0) & (index >= positions)].unique()
+    assert sum(seen) == policy_mask.sum() + len(far) + (token_weight != 0).sum()
+    assert torch.equal(logprobs, plain)  # bit for bit: the policy must not notice
+    assert_close(total, expected)
+    assert_close(case.hidden.grad, gradient)
+    for name in metrics:
+        assert_close(fused_metrics[name], metrics[name])
+
+
+# --- the vocabulary over two ranks ---------------------------------------------------------------------------------
+
+
+def sharded_in_worker(rank, kind, vocab_size, chunk):
+    case, group = Case(vocabulary=vocab_size), group_of(2)
+    padded = -(-vocab_size // 2) + 1  # rows per rank; the last ids are padding, as Megatron pads
+    weight = torch.full((2 * padded, H), 50.0, dtype=torch.float64)
+    weight[:vocab_size] = case.weight.detach()
+    shard = weight[rank * padded : (rank + 1) * padded].clone().requires_grad_()
+    head = {"tp_group": group, "vocab_size": vocab_size, "chunk": chunk}
+    total, metrics = drafter_loss(
+        case.hidden,
+        shard,
+        case.labels,
+        case.token_weight,
+        kind,
+        teacher_hidden=case.teacher,
+        teacher_index=case.index,
+        groups=case.groups,
+        num_groups=3,
+        temperature=0.7,
+        **head,
+    )
+    total.backward()
+    drafter_gradient, case.hidden.grad = case.hidden.grad, None
+    assert shard.grad is None
+    logprobs, entropy = policy_logprobs(case.hidden, shard, case.labels, 0.7, with_entropy=True, **head)
+    (logprobs.square().sum() + entropy.square().sum()).backward()
+    return total.detach(), drafter_gradient, metrics, logprobs.detach(), case.hidden.grad, shard.grad
+
+
+@pytest.mark.parametrize("vocab_size", [31, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_equal_one(ranks, kind, vocab_size):
+    case = Case(vocabulary=vocab_size)
+    results = ranks.run(sharded_in_worker, kind, vocab_size, 7)
+    expected, gradient, sums = oracle_loss(case, kind, 0.7)
+    logprobs, entropy = policy_logprobs(case.hidden, case.weight, case.labels, 0.7, with_entropy=True)
+    (logprobs.square().sum() + entropy.square().sum()).backward()
+    for total, drafter_gradient, metrics, sharded_logprobs, hidden_gradient, _ in results:
+        assert_close(total, expected, 1e-9)
+        assert_close(drafter_gradient, gradient, 1e-9)
+        for name in sums:
+            assert_close(metrics[name], sums[name])
+        assert_close(sharded_logprobs, logprobs)
+        assert_close(hidden_gradient, case.hidden.grad)
+    weight_gradient = torch.cat([result[-1] for result in results])
+    assert_close(weight_gradient[:vocab_size], case.weight.grad)
+    assert not weight_gradient[vocab_size:].any()
+
+
+def ties_in_worker(rank):
+    scores = torch.tensor([[1.0, 3.0, 3.0], [0.0, 1.0, 2.0]]) if rank == 0 else torch.tensor([[3.0, 0, 0], [2.0, 2, 0]])
+    head = VocabParallelHead(torch.zeros(3, H), 1.0, 3 * rank, 6, group_of(2))
+    return head.argmax(scores).tolist()
+
+
+def test_ties_go_to_the_lowest_id_on_any_rank(ranks):
+    assert ranks.run(ties_in_worker) == [[1, 2], [1, 2]]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named():
+    case = Case()
+    arguments = (case.hidden, case.weight, case.labels, case.token_weight)
+    with pytest.raises(ValueError, match="one of ce, forward_kl, reverse_kl, tv"):
+        drafter_loss(*arguments, "jsd")
+    with pytest.raises(ValueError, match="temperature=0, expected above 0"):
+        drafter_loss(*arguments, temperature=0)
+    with pytest.raises(ValueError, match="outside the vocabulary of 31: -100 to"):
+        drafter_loss(case.hidden, case.weight, case.labels.index_fill(0, torch.arange(N), -100), torch.ones(N))
+    with pytest.raises(ValueError, match="vocab_size=32"):
+        policy_logprobs(case.hidden, case.weight, case.labels, vocab_size=32)
+    student = Student(*arguments, "tv", teacher_index=case.index)
+    with pytest.raises(ValueError, match="not among the rows"):
+        student.observe(torch.tensor([0, N]), torch.zeros(2, V), torch.zeros(2))

@@ -1,0 +1,402 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rlspec.losses import predict
+from megatron_rlspec.losses.drafter import Student
+from megatron_rlspec.losses.predict import deepen, of_rows
+from megatron_rlspec.speculation.forecast import Calibration, Forecast, Prediction
+from megatron_rlspec.types import RoundStats, SpecConfig
+
+V, DEPTH = 6, 3
+
+
+def walk(accept, reach, mask, steps):
+    return Prediction(tuple(steps), *(x.numpy() for x in predict.walk(accept, reach, mask, steps)))
+
+
+def masks(lengths, depth=DEPTH, gap=2):
+    """[T, depth] masks of responses of these many generated tokens, as `drafter_targets` lays them out."""
+    rows = []
+    for length in lengths:
+        rows += [[float(t + 1 + d < length) for d in range(1, depth + 1)] for t in range(length)]
+        rows += [[0.0] * depth] * gap
+    return torch.tensor(rows)
+
+
+def test_the_mean_over_positions_is_biased_and_the_walk_is_not():
+    """Half the text accepts with 0.95, half with 0.1, in long stretches; truth: rounds that are actually played."""
+    rng = np.random.default_rng(0)
+    length = 100_000
+    rate = np.where(np.arange(length + DEPTH + 2) // 1000 % 2, 0.1, 0.95)
+    match = rng.random(len(rate)) < rate  # whether the drafter's token equals the text's, by position
+    shifted = [slice(d, d + length) for d in range(1, DEPTH + 1)]
+    accept = torch.tensor(np.stack([rate[s] for s in shifted], axis=1))
+    reach = torch.tensor(np.stack([match[s] for s in shifted], axis=1), dtype=torch.float64)
+    mask = torch.ones(length, DEPTH)
+
+    fresh = rng.random(len(rate)) < rate  # another text with the same stretches
+    position = rounds = 0
+    while position < length:
+        accepted = next((j for j in range(DEPTH) if not fresh[position + 1 + j]), DEPTH)
+        position, rounds = position + 1 + accepted, rounds + 1
+    truth = position / rounds
+    assert truth == pytest.approx(1.71, abs=0.02)
+
+    naive = 1 + torch.cumprod(accept, dim=1).sum(dim=1).mean().item()
+    assert naive == pytest.approx(2.41, abs=0.02)
+    assert walk(accept, reach, mask, [3]).tokens_per_round(3) == pytest.approx(truth, abs=0.02)
+
+
+def target_probabilities(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
+) -> torch.Tensor:
+    """Return the distribution that an engine samples from, `[N, V]`: softmax, cut to top-k and top-p, renormalised.
+
+    Temperature 0 is greedy. A token stays if the likelier ones have a total probability of at most `top_p`, as in
+    SGLang.
+    """
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    p = (logits / temperature).softmax(-1)
+    if top_p >= 1 and top_k < 0:
+        return p
+    ordered, tokens = p.sort(dim=-1, descending=True, stable=True)
+    drop = ordered.cumsum(-1) - ordered > top_p
+    if top_k > 0:
+        drop[..., top_k:] = True
+    ordered = ordered.masked_fill(drop, 0.0)
+    return torch.zeros_like(p).scatter_(-1, tokens, ordered / ordered.sum(-1, keepdim=True))
+
+
+def accept_probabilities(
+    target: torch.Tensor,
+    draft_logits: torch.Tensor,
+    tokens: torch.Tensor,
+    verifier: str = "position_keyed",
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (accept, reach), both `[N]`, for rows of one depth.
+
+    target        the engine's distribution of the predicted token, `[N, V]` (`target_probabilities`)
+    draft_logits  the drafter's, `[N, V]`; under rejection the draft is drawn from their softmax at `temperature`,
+                  otherwise it is their argmax
+    tokens        the token that the text holds at this place, `[N]`
+
+    `accept` is the probability that a draft of this depth is accepted, over all tokens that the target could sample.
+    `reach` is the same given the token that the target did sample. It decides whether the round continues with the next
+    depth. Both have the same mean; `accept` varies less. Raises ValueError for an unknown verifier.
+    """
+    if verifier in ("position_keyed", "target_only"):
+        best = draft_logits.argmax(-1)
+        return target.gather(-1, best[:, None])[:, 0], (best == tokens).to(target.dtype)
+    if verifier != "rejection":
+        raise ValueError(f"verifier={verifier!r}; known: position_keyed, target_only, rejection")
+    q = target_probabilities(draft_logits, temperature)
+    p_token, q_token = (x.gather(-1, tokens[:, None])[:, 0] for x in (target, q))
+    reach = (q_token / p_token.clamp_min(torch.finfo(p_token.dtype).tiny)).clamp(max=1.0)
+    return torch.minimum(target, q).sum(-1), reach
+
+
+class Toy:
+    """A target and a drafter given as tables; the drafter's depths differ and see the last token of the path."""
+
+    def __init__(self, seed, verifier, temperature=1.0, top_p=1.0):
+        g = torch.Generator().manual_seed(seed)
+        self.target = target_probabilities(2.5 * torch.randn(V, V, generator=g), temperature, top_p)
+        noise = [d * torch.randn(V, V, generator=g) for d in (0.7, 1.2, 2.0)]
+        self.draft = [self.target.clamp_min(1e-4).log() + n for n in noise]
+        self.verifier, self.temperature = verifier, temperature
+        self.rng = np.random.default_rng(seed)
+
+    def text(self, length):
+        p = self.target.double().numpy()
+        tokens = [0]
+        for _ in range(length):
+            tokens.append(self.rng.choice(V, p=p[tokens[-1]] / p[tokens[-1]].sum()))
+        return torch.tensor(tokens)
+
+    def play(self, rounds, steps):
+        """Real speculative rounds, drawn token by token; the histogram of accepted drafts."""
+        p = self.target.double().numpy()
+        q = [target_probabilities(x, self.temperature).double().numpy() for x in self.draft]
+        last, histogram = 0, [0] * (steps + 1)
+        for _ in range(rounds):
+            accepted = 0
+            for d in range(steps):
+                row, proposal = p[last] / p[last].sum(), q[d][last] / q[d][last].sum()
+                if self.verifier == "rejection":
+                    x = self.rng.choice(V, p=proposal)
+                    if self.rng.random() >= row[x] / proposal[x]:
+                        residual = np.maximum(row - proposal, 0)
+                        last = self.rng.choice(V, p=residual / residual.sum())
+                        break
+                else:
+                    x = self.rng.choice(V, p=row)
+                    if x != int(self.draft[d][last].argmax()):
+                        last = x
+                        break
+                last, accepted = x, accepted + 1
+            else:
+                last = self.rng.choice(V, p=p[last] / p[last].sum())
+            histogram[accepted] += 1
+        return histogram
+
+    def predict(self, lengths, steps):
+        parts = []
+        for length in lengths:
+            x = self.text(length - 1)
+            mask = masks([length], gap=2)
+            accept, reach = torch.zeros_like(mask), torch.zeros_like(mask)
+            for d in range(1, DEPTH + 1):
+                rows = torch.arange(max(length - 1 - d, 0))
+                known, token = x[rows + d], x[rows + d + 1]
+                accept[rows, d - 1], reach[rows, d - 1] = accept_probabilities(
+                    self.target[known], self.draft[d - 1][known], token, self.verifier, self.temperature
+                )
+            parts.append((accept, reach, mask))
+        return walk(*(torch.cat(column) for column in zip(*parts, strict=True)), steps)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("verifier", ["target_only", "rejection"])
+def test_the_prediction_equals_rounds_that_are_played(verifier, top_p):
+    toy = Toy(1, verifier, top_p=top_p)
+    prediction = toy.predict([4000, 700, 2500], [1, 2, 3])
+    for steps in (1, 2, 3):
+        played = np.array(toy.play(7000, steps))
+        tokens = (played * (1 + np.arange(steps + 1))).sum() / played.sum()
+        assert prediction.tokens_per_round(steps) == pytest.approx(tokens, abs=0.06)
+        rates = [played[d + 1 :].sum() / played[d:].sum() for d in range(steps)]
+        assert prediction.rates(steps) == pytest.approx(rates, abs=0.06)
+    assert 1.3 < prediction.tokens_per_round(3) < 3.5
+
+
+def test_depths_that_are_not_reached_do_not_count():
+    """Depth 2 would accept with 0.9, but is only reached at positions where it accepts with 0.1."""
+    length = 9000
+    reach = torch.zeros(length, 2)
+    reach[::3, 0] = 1.0
+    accept = torch.full((length, 2), 0.5)
+    accept[:, 1] = 0.9
+    accept[::3, 1] = 0.1
+    found = walk(accept, reach, torch.ones(length, 2), [2])
+    assert found.rates(2)[1] == pytest.approx(0.1)
+    shallow = walk(accept, reach, torch.ones(length, 2), [1])
+    assert shallow.reached[0, 1] == 0 < found.reached[0, 1]  # one step never gets to depth 2
+
+
+def test_against_every_path_of_a_short_sequence():
+    """The walk's start probabilities, by enumerating all outcomes of all rounds."""
+    g = torch.Generator().manual_seed(3)
+    length, steps = 9, 2
+    mask = masks([length], depth=2, gap=0)
+    accept, reach = torch.rand(length, 2, generator=g) * mask, torch.rand(length, 2, generator=g) * mask
+    reached, accepted = np.zeros(2), np.zeros(2)
+
+    def play(t, weight):
+        if t >= length or mask[t, 0] == 0 or weight == 0:
+            return
+        carried = weight
+        for d in range(steps + 1):
+            more = float(reach[t, d]) if d < steps else 0.0
+            if d < steps and mask[t, d]:
+                reached[d] += carried
+                accepted[d] += carried * float(accept[t, d])
+            play(t + 1 + d, carried * (1 - more))
+            carried *= more
+
+    play(0, 1.0)
+    found = walk(accept, reach, mask, [steps])
+    assert found.reached[0] == pytest.approx(reached)
+    assert found.accepted[0] == pytest.approx(accepted)
+
+
+def test_packing_order_and_neighbours_do_not_matter():
+    g = torch.Generator().manual_seed(4)
+    lengths = [40, 7, 1, 90, 3]
+    pieces = []
+    for length in lengths:
+        mask = masks([length])
+        pieces.append((torch.rand(mask.shape, generator=g), torch.rand(mask.shape, generator=g), mask))
+    alone = [walk(*piece, [1, 3]) for piece in pieces]
+    summed = alone[0]
+    for other in alone[1:]:
+        summed = summed + other
+    for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
+        together = walk(*(torch.cat([pieces[i][c] for i in order]) for c in range(3)), [1, 3])
+        assert together.reached == pytest.approx(summed.reached)
+        assert together.accepted == pytest.approx(summed.accepted)
+
+
+def test_nothing_to_predict_from_is_zero_not_nan():
+    empty = walk(torch.rand(5, 2), torch.rand(5, 2), torch.zeros(5, 2), [1, 2])
+    assert empty.rates(2) == [0.0, 0.0] and empty.tokens_per_round(2) == 1.0
+    assert walk(torch.rand(0, 2), torch.rand(0, 2), torch.zeros(0, 2), [2]).tokens_per_round(2) == 1.0
+
+
+def test_target_probabilities_cut_as_engines_do():
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    cut = target_probabilities(p.log()[None], top_p=0.6)[0]
+    assert cut.tolist() == pytest.approx([0.625, 0.375, 0.0, 0.0])
+    assert target_probabilities(p.log()[None], top_k=1)[0].tolist() == pytest.approx([1.0, 0, 0, 0])
+    assert target_probabilities(p.log()[None], temperature=0)[0].tolist() == [1.0, 0, 0, 0]
+    warm = target_probabilities(p.log()[None], temperature=2.0)[0]
+    assert warm.tolist() == pytest.approx((p.sqrt() / p.sqrt().sum()).tolist())
+
+
+def test_accept_and_reach_agree_on_average():
+    """Over the target's own tokens the mean of `reach` is `accept`, under each verifier."""
+    g = torch.Generator().manual_seed(5)
+    target = (2 * torch.randn(1, V, generator=g)).softmax(-1)
+    draft = torch.randn(1, V, generator=g)
+    tokens = torch.arange(V)
+    for verifier in ("target_only", "rejection"):
+        accept, reach = accept_probabilities(target.expand(V, V), draft.expand(V, V), tokens, verifier)
+        assert (target[0] * reach).sum().item() == pytest.approx(accept[0].item())
+
+
+def test_calibration_learns_a_steady_gap_and_scores_both_forecasts():
+    rng = np.random.default_rng(6)
+    calibration = Calibration(3)
+    errors = []
+    for step in range(30):
+        raw = 0.4 + 0.01 * step  # the drafter improves; the forward before each update is always behind
+        truth = 1 / (1 + np.exp(-(np.log(raw / (1 - raw)) + 0.6)))
+        reached = np.array([[1000.0, 1000 * raw, 1000 * raw**2]])
+        prediction = Prediction((3,), reached, reached * raw)
+        accepted = np.cumprod(rng.random((4000, 3)) < truth, axis=1).sum(axis=1)
+        errors.append(calibration.update(prediction, {3: np.bincount(accepted, minlength=4).tolist()}))
+    assert abs(errors[0]["error"]) > 0.3
+    late = errors[10:]
+    assert np.mean([abs(e["error"]) for e in late]) < 0.06
+    assert np.mean([abs(e["uncalibrated_tokens"] - e["observed_tokens"]) for e in late]) > 0.3
+    assert "last_value_error" not in errors[0] and "last_value_error" in errors[1]
+    again = Calibration.from_json(calibration.to_json())
+    assert again.apply([0.5, 0.5, 0.5]) == calibration.apply([0.5, 0.5, 0.5])
+    assert calibration.update(prediction, {}) == {} == calibration.update(prediction, {7: [1, 2]})
+
+
+def errors_of(informative, seed, steps=40, rounds=600, depth=3):
+    """Mean absolute errors (calibrated, last value, raw) where drafts drift, in log-odds, and texts differ besides.
+
+    The prediction sees the next rollout's level through a bias that drifts too, or wanders by itself.
+    """
+    rng = np.random.default_rng(seed)
+    level, bias, elsewhere = 0.8, 0.5, 1.3
+    calibration, errors = Calibration(depth), []
+    for _ in range(steps):
+        level, bias, elsewhere = (np.array([level, bias, elsewhere]) + rng.normal(0, [0.15, 0.03, 0.15])).tolist()
+        level = min(max(level, -2.0), 3.0)
+        raw, rate = 1 / (
+            1 + np.exp(-np.array([(level + bias if informative else elsewhere), level]) - rng.normal(0, [0.1, 0.25]))
+        )
+        reached = 1000 * raw ** np.arange(depth)[None]
+        accepted = np.cumprod(rng.random((rounds, depth)) < rate, axis=1).sum(axis=1)
+        found = calibration.update(
+            Prediction((depth,), reached, reached * raw), {depth: np.bincount(accepted, minlength=depth + 1).tolist()}
+        )
+        uncalibrated = found["uncalibrated_tokens"] - found["observed_tokens"]
+        errors.append([found["error"], found.get("last_value_error", np.nan), uncalibrated])
+    return np.abs(errors[1:]).mean(axis=0)
+
+
+@pytest.mark.parametrize(("informative", "gain"), [(True, 0.12), (False, 0.05)])
+def test_calibrated_forecasts_beat_the_last_value(informative, gain):
+    """The gain comes from the prediction of the change; without a prediction it comes from smoothing alone."""
+    calibrated, last, raw = np.mean([errors_of(informative, seed) for seed in range(12)], axis=0)
+    assert calibrated < (1 - gain) * last < last < raw
+
+
+def test_a_prediction_is_weighed_by_its_earlier_errors():
+    def trusts(informative):
+        rng = np.random.default_rng(2)
+        calibration = Calibration(1)
+        for _ in range(40):
+            rate, noise = rng.uniform(0.4, 0.9, 2)
+            reached = np.array([[1000.0]])
+            prediction = Prediction((1,), reached, reached * (rate if informative else noise))
+            hits = int(rng.binomial(2000, rate))
+            calibration.update(prediction, {1: [2000 - hits, hits]})
+        return calibration.weights().sum(axis=0)
+
+    assert trusts(True)[-1] > 0.95 and trusts(False)[0] > 0.75
+
+
+def test_depths_that_were_never_reached_stay_as_predicted():
+    calibration = Calibration(3)
+    reached = np.array([[1000.0, 500, 250], [1000, 500, 250]])
+    calibration.update(Prediction((1, 3), reached, reached / 2), {1: [100, 900]})
+    first, second, third = calibration.apply([0.5, 0.5, 0.4])
+    assert first > 0.8 and (second, third) == (pytest.approx(0.5), pytest.approx(0.4))
+    with pytest.raises(ValueError, match="from another release"):
+        Calibration.from_json({**calibration.to_json(), "loss": [[0.0]]})
+
+
+def test_wrong_shapes_and_names_are_refused():
+    x = torch.rand(4, 2)
+    with pytest.raises(ValueError, match="differ"):
+        walk(x, x, torch.rand(4, 3), [1])
+    for steps in ([], [0], [3]):
+        with pytest.raises(ValueError, match="between 1 and the 2 depths"):
+            walk(x, x, x, steps)
+    with pytest.raises(ValueError, match="known: position_keyed"):
+        accept_probabilities(x, x, torch.zeros(4, dtype=torch.int64), "greedy")
+    with pytest.raises(ValueError, match="do not add"):
+        walk(x, x, x, [1]) + walk(x, x, x, [2])
+
+
+@pytest.mark.parametrize("verifier", ["position_keyed", "rejection"])
+def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
+    """What the loss saw in chunks, in its own order, against `accept_probabilities` on whole logits."""
+    g = torch.Generator().manual_seed(3)
+    positions, hidden_size = 40, 8
+    hidden = torch.randn(DEPTH * positions, hidden_size, generator=g)
+    teacher = torch.randn(positions + DEPTH, hidden_size, generator=g)
+    head = torch.randn(V, hidden_size, generator=g)
+    labels = torch.randint(0, V, (DEPTH * positions,), generator=g)
+    weight = (torch.rand(DEPTH * positions, generator=g) < 0.7).float()
+    index = torch.cat([torch.arange(positions) + d for d in range(1, DEPTH + 1)])
+    student = Student(
+        hidden, head, labels, weight, "forward_kl", teacher_index=index, temperature=0.7, chunk=16, keep_rows=True
+    )
+    student.learn_from(teacher)
+    student.finish()
+    accept, reach = of_rows(student.rows, DEPTH, verifier, sampled=True)
+    target = target_probabilities(teacher[index] @ head.T, 0.7)
+    expected = accept_probabilities(target, hidden @ head.T, labels, verifier, temperature=0.7)
+    for got, want in zip((accept, reach), expected, strict=True):
+        want = torch.where(weight != 0, want, 0.0).view(DEPTH, positions).T
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_depths_below_the_trained_ones_follow_the_deepest():
+    """A drafter whose rates stay the same from depth 2 on: predicting from two trained depths misses nothing."""
+    rng = np.random.default_rng(1)
+    length, wanted = 60_000, 5
+    mask = masks([length], depth=wanted)
+    rates = np.where(np.arange(len(mask) + wanted + 2) // 500 % 2, 0.3, 0.9)
+    match = rng.random(len(rates)) < rates
+    shifted = [slice(d, d + len(mask)) for d in range(1, wanted + 1)]
+    accept = torch.tensor(np.stack([rates[s] for s in shifted], 1))
+    reach = torch.tensor(np.stack([match[s] for s in shifted], 1), dtype=torch.float64)
+    whole = walk(accept, reach, mask, [5])
+    two = walk(*(deepen(part[:, :2], wanted) for part in (accept, reach, mask)), [5])
+    assert two.rates() == pytest.approx(whole.rates(), abs=0.003)
+    assert torch.equal(deepen(mask[:, :2], wanted), mask)
+
+
+def test_a_forecast_is_scored_by_the_rollout_it_was_made_for():
+    forecast, config = Forecast(3), SpecConfig(2)
+    rounds = [RoundStats(config, 4, 100, 10, 5.0, (20, 10, 10)), RoundStats(SpecConfig(0), 4, 100, 10, 5.0, (40,))]
+    assert forecast.score(rounds) == {}
+    expected = forecast.expect(Prediction((1, 2, 3), np.ones((3, 3)), np.full((3, 3), 0.5)))
+    assert expected["predict/next_tokens_k2"] == pytest.approx(1.75)
+    forecast = Forecast.from_json(json.loads(json.dumps(forecast.to_json())))
+    found = forecast.score(rounds)
+    assert found["predict/observed_tokens"] == pytest.approx(1.75)
+    assert found["predict/predicted_tokens"] == pytest.approx(1.75) and abs(found["predict/error"]) < 1e-9
+    assert "predict/last_value_error" in forecast.score(rounds)

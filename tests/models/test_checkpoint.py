@@ -1,0 +1,116 @@
+"""Checkpoints on disk appear whole or not at all; every defect is reported in one line."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from weight_oracles import mimo_checkpoint
+
+from megatron_rlspec.models.hf_files import CheckpointError, check, read_hf, write_hf
+from megatron_rlspec.models.names import name_table
+
+
+@pytest.fixture
+def checkpoint():
+    return mimo_checkpoint()
+
+
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 100_000])
+def test_round_trip_single_and_sharded(tmp_path, checkpoint, shard_bytes):
+    config, tensors = checkpoint
+    write_hf(tmp_path / "out", config, tensors.items(), shard_bytes=shard_bytes)
+    again, lazy = read_hf(tmp_path / "out")
+    assert again == config and set(lazy) == set(tensors)
+    assert all(torch.equal(lazy[name], tensor) for name, tensor in tensors.items())
+    assert lazy.shape("lm_head.weight") == (128, 64)
+    check(name_table(config), lazy)
+    shards = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert (len(shards) > 1) == (shard_bytes == 100_000)
+
+
+def test_transformers_reads_what_we_write(tmp_path, checkpoint):
+    config, tensors = mimo_checkpoint(num_nextn_predict_layers=0)
+    write_hf(tmp_path / "out", {**config, "architectures": ["Qwen2ForCausalLM"]}, tensors, shard_bytes=100_000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+
+
+def test_companion_files_are_copied(tmp_path, checkpoint):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "merges.txt", "modeling_mimo.py", "model.safetensors"):
+        (source / name).write_text(name)
+    write_hf(tmp_path / "out", *checkpoint, tokenizer_from=source)
+    assert (tmp_path / "out" / "modeling_mimo.py").read_text() == "modeling_mimo.py"
+    assert (tmp_path / "out" / "tokenizer.json").exists() and (tmp_path / "out" / "merges.txt").exists()
+    assert read_hf(tmp_path / "out")[1].keys() == checkpoint[1].keys()
+
+
+def test_a_killed_writer_leaves_no_checkpoint(tmp_path, checkpoint):
+    config, tensors = checkpoint
+
+    def killed():
+        yield from list(tensors.items())[:9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(tmp_path / "out", config, killed(), shard_bytes=1)
+    assert not (tmp_path / "out").exists()
+    write_hf(tmp_path / "out", config, tensors)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(CheckpointError, match="out: exists already"):
+        write_hf(tmp_path / "out", config, tensors)
+
+
+def test_defects_on_disk(tmp_path, checkpoint):
+    config, tensors = checkpoint
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        read_hf(tmp_path / "nowhere")
+    write_hf(tmp_path / "a", config, tensors, shard_bytes=100_000)
+    shard = sorted((tmp_path / "a").glob("model-*"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match="model-00002-of-00008.safetensors: truncated or not safetensors"):
+        read_hf(tmp_path / "a")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="no such file, though model.safetensors.index.json names it"):
+        read_hf(tmp_path / "a")
+    (tmp_path / "a" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
+        read_hf(tmp_path / "a")
+    (tmp_path / "a" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="config.json: No such file"):
+        read_hf(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+        read_hf(tmp_path / "b")
+
+
+def test_an_index_with_more_tensors_than_the_files_is_refused(tmp_path, checkpoint):
+    config, tensors = checkpoint
+    write_hf(tmp_path / "a", config, tensors, shard_bytes=100_000)
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.ghost.weight"] = content["weight_map"]["lm_head.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="lacks model.ghost.weight, which model.safetensors.index.json places"):
+        read_hf(tmp_path / "a")
+
+
+def test_models_that_cannot_be_trained(tmp_path, checkpoint):
+    config, tensors = checkpoint
+    family = name_table(config)
+    plain = {name: t for name, t in tensors.items() if "mtp" not in name}
+    write_hf(tmp_path / "plain", config, plain)
+    lazy = read_hf(tmp_path / "plain")[1]
+    with pytest.raises(CheckpointError, match="lacks 16 of the drafter's 16 tensors, such as model.mtp_layers.0"):
+        check(family, lazy)
+    check(family, lazy, drafter=False)
+    with pytest.raises(CheckpointError, match="no MTP layer: num_nextn_predict_layers is 0 or missing"):
+        check(name_table({**config, "num_nextn_predict_layers": 0}), lazy)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has 128 rows, but config.json says vocab_size=130"):
+        check(name_table({**config, "vocab_size": 130}), lazy, drafter=False)
+    with pytest.raises(CheckpointError, match="lacks model.layers.4.input_layernorm.weight, .* and 9 more tensors"):
+        check(name_table({**config, "num_hidden_layers": 5}), lazy, drafter=False)

@@ -1,0 +1,114 @@
+"""Name tables agree with Transformers' classes and SGLang's drafter, by logits, round trips and shards."""
+
+import pytest
+import torch
+from weight_oracles import (
+    MIMO,
+    megatron_logits,
+    megatron_model,
+    mimo_checkpoint,
+    mimo_logits,
+    mtp_block,
+    one_rank,
+    spelling,
+)
+
+from megatron_rlspec.models.names import canonical, name_table
+
+IDS = torch.randint(0, MIMO["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def logits_in_megatron(config, tensors):
+    model = megatron_model(config)
+    full = dict(name_table(config, spec=spelling(), mtp_block=mtp_block()).to_megatron(tensors))
+    parameters = dict(model.named_parameters())
+    assert set(full) - {"output_layer.weight"} == set(parameters) - {"output_layer.weight"}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(full[name])
+    return megatron_logits(model, IDS, zero_first=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_policy_and_drafter_logits_equal_transformers(tied):
+    config, tensors = mimo_checkpoint(tie_word_embeddings=tied)
+    target, draft = one_rank(logits_in_megatron, config, tensors)
+    expected_target, expected_draft = mimo_logits(config, tensors, IDS)
+    torch.testing.assert_close(target, expected_target, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft, expected_draft, rtol=1e-4, atol=1e-4)
+
+
+def test_a_wrong_half_swap_changes_the_draft_logits_only():
+    """The comparison above can fail: a round trip does not detect this mistake."""
+    config, tensors = mimo_checkpoint()
+    name = "model.mtp_layers.0.input_proj.weight"
+    swapped = {**tensors, name: tensors[name].roll(config["hidden_size"], dims=1)}
+    target, draft = one_rank(logits_in_megatron, config, swapped)
+    expected_target, expected_draft = mimo_logits(config, tensors, IDS)
+    torch.testing.assert_close(target, expected_target, rtol=1e-4, atol=1e-4)
+    assert (draft - expected_draft).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize("mtp_block", ["transformer_layer", "mtp_model_layer"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_round_trip_is_exact(spec, mtp_block, tied):
+    config, tensors = mimo_checkpoint(tie_word_embeddings=tied)
+    family = name_table(config, spec=spec, mtp_block=mtp_block)
+    back = [pair for name, full in family.to_megatron(tensors, padded_vocab=160) for pair in family.to_hf(name, full)]
+    assert len(back) == len(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in back)
+
+
+def test_transformer_engine_spelling():
+    config, _ = mimo_checkpoint()
+    family = name_table(config, spec="te", mtp_block="mtp_model_layer")
+    names = {family.spell(name) for name in family.rows}
+    assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.layer_norm_weight" in names
+    assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in names)
+    assert {canonical(f"module.module.{name}") for name in names} == set(family.rows)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shards_equal_megatrons(size):
+    """Compare rank r's key/value groups, gate and up rows, and vocabulary rows by shape, and after joining shards."""
+    config, tensors = mimo_checkpoint()
+    family = name_table(config)
+    for name, full in family.to_megatron(tensors):
+        shards = [family.shard(name, full, rank, size) for rank in range(size)]
+        assert torch.equal(family.unshard(name, shards), full)
+    name, gate_up = next((n, t) for n, t in family.to_megatron(tensors) if "linear_fc1" in n)
+    gate, up = gate_up.chunk(2)
+    for rank in range(size):
+        expected = torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank]))
+        assert torch.equal(family.shard(name, gate_up, rank, size), expected)
+
+
+def test_impossible_requests_are_refused_with_the_reason():
+    config, tensors = mimo_checkpoint()
+    family = name_table(config)
+    with pytest.raises(ValueError, match="nearest: decoder.layers.0.self_attention.linear_qkv.weight"):
+        list(family.to_hf("decoder.layers.0.self_attention.linear_kqv.weight", torch.zeros(1)))
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    with pytest.raises(ValueError, match="tensor parallel size 5: dimension 0 of shape .* into 5 parts"):
+        family.shard(qkv, torch.zeros(192, 64), 0, 5)
+    with pytest.raises(ValueError, match="padded_vocab=100 is smaller than the 128 rows"):
+        list(family.to_megatron(tensors, padded_vocab=100))
+    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not converted; those are .*MiMoForCausalLM"):
+        name_table({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ValueError, match="config.json has no 'vocab_size'"):
+        name_table({k: v for k, v in config.items() if k != "vocab_size"})
+
+
+def test_records_of_families_agree_with_what_is_trained_and_read_back():
+    from megatron_rlspec.models.config import SCHEMAS
+    from megatron_rlspec.models.families import FAMILIES, names_where
+
+    assert SCHEMAS.keys() <= FAMILIES.keys()
+    for facts in FAMILIES.values():
+        assert bool(facts.sglang_drafter) == bool(facts.sglang_drafter_names)
+        assert facts.sglang_files or not facts.pushed
+        assert facts.pushed or not facts.served
+    assert all(facts.added_drafter in ("", *FAMILIES) for facts in FAMILIES.values())
+    assert set(names_where(lambda facts: facts.embedded_drafter)) <= set(names_where(lambda facts: facts.embedded))

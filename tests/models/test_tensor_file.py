@@ -1,0 +1,151 @@
+"""Safetensors files with checksums: every damage is found, and no bytes make the reader crash."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
+
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
+    "c": torch.tensor(7),
+    "d": torch.zeros(0, 4),
+    "e": torch.tensor([True, False, True]),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "x.safetensors"
+    tensor_file.save(TENSORS, path)
+    return path.read_bytes()
+
+
+def read_all(path) -> dict[str, torch.Tensor]:
+    with TensorFile(path) as file:
+        return {name: file[name] for name in file}
+
+
+def test_written_files_are_read_by_us_and_by_others(tmp_path, written):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(written)
+    for found in (read_all(path), load_file(path)):
+        assert found.keys() == TENSORS.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    save_file(TENSORS, path)  # another writer's file has no checksums
+    assert read_all(path).keys() == TENSORS.keys()
+
+
+def test_a_flipped_bit_in_any_byte_is_found(tmp_path, written):
+    path = tmp_path / "x.safetensors"
+    unseen = []
+    for position in range(len(written)):
+        damaged = bytearray(written)
+        damaged[position] ^= 1 << 3 * position % 8
+        path.write_bytes(damaged)
+        try:
+            found = read_all(path)
+        except CheckpointError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+            continue
+        same = all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in TENSORS.items() if n in found)
+        if not same or found.keys() != TENSORS.keys():
+            unseen.append(position)
+    assert not unseen, [written[p - 20 : p + 20] for p in unseen]
+
+
+def test_exchanged_tensors_are_found(tmp_path):
+    path = tmp_path / "x.safetensors"
+    pair = {"a": torch.ones(4), "b": torch.zeros(4)}
+    checksums = json.dumps({name: tensor_file.checksum(tensor) for name, tensor in pair.items()})
+    save_file({"a": pair["b"], "b": pair["a"]}, path, metadata={tensor_file.CHECKSUMS: checksums})
+    with pytest.raises(CheckpointError, match="a: its checksum differs"):
+        read_all(path)
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise tensor_file.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(tensor_file, "save_file", full)
+    with pytest.raises(OSError) as told:
+        tensor_file.save(TENSORS, tmp_path / "x.safetensors")
+    assert told.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["no.safetensors", "pipe", "."])
+def test_a_path_that_is_no_file_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="no such file|found a pipe|found a directory"):
+        TensorFile(tmp_path / name)
+
+
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+ENTRIES = st.dictionaries(
+    st.sampled_from(["a", "b", "__metadata__", "", "\0"]),
+    st.recursive(
+        st.none() | st.integers() | st.floats() | st.sampled_from(["F32", "I64", "BOOL", "Q", ""]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", tensor_file.CHECKSUMS]), inner)
+        ),
+        max_leaves=8,
+    ),
+)
+BYTES = st.one_of(
+    st.binary(max_size=200),
+    st.binary(max_size=60).map(header),
+    st.tuples(ENTRIES, st.binary(max_size=64)).map(lambda pair: header(json.dumps(pair[0]).encode()) + pair[1]),
+)
+
+
+@given(content=BYTES)
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_give_tensors_or_one_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
+    path.write_bytes(content)
+    try:
+        found = read_all(path)
+    except CheckpointError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)
+    else:
+        assert all(isinstance(tensor, torch.Tensor) for tensor in found.values())
+
+
+@given(cut=st.integers(0), spliced=st.binary(max_size=20), at=st.integers(0))
+@settings(max_examples=200, deadline=None)
+def test_a_cut_or_spliced_file_is_refused_or_read_exactly(tmp_path_factory, written, cut, spliced, at):
+    content = written[: cut % (len(written) + 1)]
+    at %= len(content) + 1
+    content = content[:at] + spliced + content[at + len(spliced) :]
+    path = tmp_path_factory.getbasetemp() / "spliced.safetensors"
+    path.write_bytes(content)
+    try:
+        found = read_all(path)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_equal_tensors_make_equal_files(tmp_path):
+    tensors = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(4)}
+    contents = set()
+    for number in range(12):  # the order of safetensors' own metadata is random
+        path = tmp_path / f"{number}.safetensors"
+        tensor_file.save(tensors, path)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with TensorFile(path) as file:
+        assert all(file[name].equal(tensor) for name, tensor in tensors.items())

@@ -1,0 +1,331 @@
+"""Run directories: a second start, damaged checkpoints, and what a resumed run must not write twice."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from short_run import TESTS, make_start, run, words
+
+from megatron_rlspec.config import ConfigError
+from megatron_rlspec.config.run_dir import claimed
+from megatron_rlspec.host.environment import ranks_started
+from megatron_rlspec.models.tensor_file import CHECKSUMS
+from megatron_rlspec.records.metrics import Recorder, RecordError, read_records
+from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+def refused(start: Path, run_dir: Path, code: int = 2, ranks: int = 1, **options: object) -> str:
+    """Return the one line of a run that must not continue."""
+    arguments = words(start, run_dir, "train", OPTIONS | options)
+    ended = forked.run_module("megatron_rlspec.cli", arguments, folder=TESTS, ranks=ranks)
+    output = ended.stdout + ended.stderr
+    assert "Traceback" not in output, output[-3000:]
+    lines = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert len(lines) == 1 and ended.returncode == code, output[-3000:]
+    return lines[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def stopped(start, tmp_path_factory) -> Path:
+    """Return a run that was killed after its second step, before its end."""
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    run(start, run_dir, **OPTIONS)
+    shutil.rmtree(run_dir / "hf")
+    return run_dir
+
+
+@pytest.fixture
+def copy(stopped, tmp_path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+# ---- a second start -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_without_resume_is_refused_and_changes_nothing(start, copy):
+    before = contents(copy)
+    line = refused(start, copy)
+    assert "holds a run already (checkpoint step-000002)" in line
+    assert "--train.resume true" in line and "another train.run_dir" in line
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "metrics.jsonl"])
+def test_records_or_checkpoints_alone_are_a_run(start, copy, gone):
+    shutil.rmtree(copy / gone) if (copy / gone).is_dir() else (copy / gone).unlink()
+    assert "holds a run already" in refused(start, copy)
+
+
+def test_a_start_that_failed_before_its_first_step_may_be_repeated(start, tmp_path):
+    assert "no engine of `rlspec serve` answers there" in refused(
+        start, tmp_path / "run", rollout__engine="sglang", rollout__urls="http://127.0.0.1:9", spec__mode="adaptive"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_resumed(start, copy):
+    with claimed(copy, True):
+        before = contents(copy)
+        assert f"(process {os.getpid()} on " in refused(start, copy, train__resume="true")
+        assert contents(copy) == before
+
+
+def other_weights(start: Path) -> None:
+    path = start / "model/model.safetensors"
+    save_file({name: tensor * 1.3 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def other_labels(start: Path) -> None:
+    path = start / "task/rl.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"label": "x"}) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("change", "option"), [(other_weights, "model.path"), (other_labels, "data.path")])
+def test_a_run_is_not_continued_with_another_model_or_other_data(start, tmp_path, copy, change, option):
+    other = Path(shutil.copytree(start, tmp_path / "start"))
+    change(other)
+    before = contents(copy)
+    line = refused(other, copy, train__resume="true", train__steps=3)
+    assert f"step-000002 is of a run with another content of {option}" in line
+    assert contents(copy) == before
+
+
+def test_a_result_has_its_name_once_the_optimizers_state_is_there_too(start, copy):
+    arguments = words(start, copy, "train", OPTIONS | {"train__resume": "true"})
+    assert forked.run_module("killed_at_end", arguments, folder=TESTS).returncode == -signal.SIGKILL
+    assert not (copy / "hf").exists() and (copy / ".hf.partial/config.json").exists()
+    run(start, copy, **OPTIONS, train__resume="true")
+    assert (copy / "hf/optimizer/drafter.safetensors").exists() and not (copy / ".hf.partial").exists()
+
+
+def test_resumed_runs_repeat_no_sample_and_no_record(start, copy):
+    run(start, copy, **OPTIONS | {"train__steps": 4, "train__resume": "true"})
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        steps = [record["step"] for record in read_records(copy / name)]
+        assert steps == sorted(steps) and set(steps) == {0, 1, 2, 3}, name
+    assert len(read_records(copy / "samples.jsonl")) == 16
+
+
+def test_samples_of_lost_steps_are_dropped(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 1, 2)) + '{"st')
+    (tmp_path / "events.jsonl").write_text('{"kind": "a"}\n{"ki')
+    recorder = Recorder(tmp_path, first_step=2)
+    recorder.event("b", "second")
+    recorder.close()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [record["step"] for record in read_records(tmp_path / name)] == [0, 1, 1]
+    assert [event["kind"] for event in read_records(tmp_path / "events.jsonl")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": "x"}', '{"step": null}'])
+def test_records_without_a_step_are_reported_with_their_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n')
+    with pytest.raises(RecordError, match=r"metrics.jsonl:2: expected an object with a number `step`"):
+        Recorder(tmp_path, first_step=2)
+
+
+def test_save_every_0_leaves_a_checkpoint_at_the_end(start, tmp_path):
+    run(start, tmp_path, **OPTIONS | {"train__save_every": 0})
+    assert [path.name for path in Checkpoints(tmp_path, 2).whole()] == ["step-000002"]
+
+
+# ---- damaged checkpoints --------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, share: float) -> None:
+    """Change one bit at this position, a share of the file's length."""
+    content = bytearray(path.read_bytes())
+    content[int(share * (len(content) - 1))] ^= 16
+    path.write_bytes(content)
+
+
+def flip_in(pattern: str, share: float) -> Callable[[Path], None]:
+    return lambda folder: flip(next(folder.glob(pattern)), share)
+
+
+def rewrite(pattern: str, edit: Callable[[dict, dict], None]) -> Callable[[Path], None]:
+    """Write a file again with other tensors or metadata."""
+
+    def act(folder: Path) -> None:
+        path = next(folder.glob(pattern))
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = dict(file.metadata())
+        edit(tensors, metadata)
+        save_file(tensors, path, metadata)
+
+    return act
+
+
+def state(**values: object) -> Callable[[Path], None]:
+    """Change values of the state and make its checksum right again."""
+
+    def act(folder: Path) -> None:
+        path = next(folder.glob("*.json"))
+        content = json.loads(path.read_text()) | values
+        del content["checksum"]
+        path.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+
+    return act
+
+
+def text(content: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob("*.json")).write_text(content)
+
+
+NAME = "parameter.decoder.final_layernorm.weight"
+POLICY = "*/policy-*"
+DRAFTER = "*/drafter-*"
+RANDOM = "*/generators*"
+DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "bit of the policy": (flip_in(POLICY, 0.3), ("policy-tensor0", "checksum differs", "to go on with")),
+    "bit of the drafter": (flip_in(DRAFTER, 0.7), ("drafter-tensor0", "checksum differs")),
+    "bit of the generators": (flip_in(RANDOM, 0.7), ("generators-tensor0", "checksum differs")),
+    "bit of the header": (flip_in(POLICY, 0.002), ("policy-tensor0",)),
+    "tensor missing": (rewrite(POLICY, lambda t, _: t.pop(NAME)), ("policy-tensor0", NAME)),
+    "tensor too many": (rewrite(POLICY, lambda t, _: t.update(x=torch.zeros(2))), ("policy-tensor0", "x is in")),
+    "wrong shape": (rewrite(POLICY, lambda t, _: t.update({NAME: torch.zeros(3)})), (NAME, "checksum differs")),
+    "no checksums": (rewrite(POLICY, lambda _, m: m.pop(CHECKSUMS)), ("policy-tensor0", "no checksums")),
+    "state []": (text("[]"), ("step-000002.json", "expected a JSON object")),
+    "state empty": (text(""), ("step-000002.json", "not valid JSON")),
+    "state position": (
+        lambda f: text(next(f.glob("*.json")).read_text().replace('"position": ', '"position": 1'))(f),
+        ("step-000002.json", "checksum differs"),
+    ),
+    "state of another step": (state(step=999), ("step-000002.json", "checksum differs")),
+    "state missing": (lambda folder: next(folder.glob("*.json")).unlink(), ("step-000002.json: No such file",)),
+    "file missing": (lambda folder: next(folder.glob(DRAFTER)).unlink(), ("drafter-tensor0", "no such file")),
+    "file cut": (lambda f: os.truncate(next(f.glob(POLICY)), 5000), ("policy-tensor0", "truncated")),
+    "layout": (lambda f: (f / "step-000002/layout.json").write_text("{}"), ("was written with tensor=None",)),
+    "layout missing": (lambda f: (f / "step-000002/layout.json").unlink(), ("it has no layout.json",)),
+}
+
+
+FAST = ("bit of the policy", "tensor missing", "state position", "file cut")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in DAMAGE]
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(start, copy, damage):
+    for path in (copy / "checkpoints").glob("step-000001*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    act, parts = DAMAGE[damage]
+    act(copy / "checkpoints")
+    before = contents(copy)
+    line = refused(start, copy, train__resume="true", train__steps=3)
+    assert all(part in line for part in parts), line
+    assert contents(copy) == before
+
+
+@pytest.mark.slow
+def test_damage_on_one_rank_is_reported_by_all(start, tmp_path):
+    """Rank 1 alone reads the damaged file; the line comes from rank 0."""
+    options = OPTIONS | {"optimizer__distributed": "true", "ranks": 2}
+    run(start, tmp_path, **options)
+    shutil.rmtree(tmp_path / "hf")
+    flip(tmp_path / "checkpoints/step-000002/policy-tensor0-pipeline0-replica1.safetensors", 0.9)
+    line = refused(start, tmp_path, code=2, **options | {"train__resume": "true", "train__steps": 3})
+    assert "replica1" in line and "checksum differs" in line
+
+
+def test_a_checkpoint_beyond_the_runs_end_is_refused(start, copy):
+    line = refused(start, copy, train__resume="true", train__steps=1)
+    assert line.endswith("checkpoints/step-000002 is after step 2, but the run has only 1 steps")
+
+
+def test_checkpoints_that_are_a_file(start, tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    assert "checkpoints is a file; expected a directory" in refused(start, tmp_path)
+
+
+def test_pruning_removes_what_killed_writes_left(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.write_state(step, {}, Drawn())
+        checkpoints.path(step).mkdir()
+    checkpoints.write_state(4, {}, Drawn())
+    (checkpoints.folder / ".step-000004.partial").mkdir()
+    (checkpoints.folder / ".step-000004.json.123.partial").write_text("")
+    checkpoints.prune()
+    names = {path.name for path in checkpoints.folder.iterdir()}
+    assert names == {"step-000002", "step-000002.json", "step-000003", "step-000003.json"}
+
+
+# ---- run directories and environments ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "part"),
+    [
+        ("/etc/passwd/x", "Not a directory; expected a directory"),
+        ("/proc/x", "train.run_dir=/proc/x: No such file"),
+        ("x" * 300, "File name too long"),
+        ("loop/x", ""),
+    ],
+)
+def test_a_run_directory_that_cannot_be_used_is_refused_before_anything_starts(start, tmp_path, run_dir, part):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert part in refused(start, tmp_path / run_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+ENVIRONMENTS = [
+    ({"RANK": "x"}, "RANK='x'"),
+    ({"WORLD_SIZE": "a"}, "WORLD_SIZE='a'"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+    ({"RANK": "5"}, "WORLD_SIZE is not"),
+    ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x'"),
+    ({"RANK": "-1"}, "RANK='-1'"),
+    (
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        "RANK=2: expected less than WORLD_SIZE=2",
+    ),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
+    ({"RANK": "٣"}, "RANK='٣'"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not"),
+]
+
+
+@pytest.mark.parametrize(("environment", "part"), ENVIRONMENTS)
+def test_a_wrong_environment_is_refused(environment, part):
+    with pytest.raises(ConfigError) as told:
+        ranks_started(environment)
+    assert part in str(told.value)
+
+
+def test_a_right_environment():
+    assert ranks_started({}) == 0 and ranks_started({"WORLD_SIZE": "1"}) == 1
+    job = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert ranks_started(job | {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}) == 4
+
+
+def test_the_environment_is_checked_by_the_command(start, tmp_path):
+    command = [sys.executable, "-m", "megatron_rlspec.cli", *words(start, tmp_path / "run", "train", OPTIONS)]
+    ended = subprocess.run(command, env={**os.environ, "RANK": "x"}, cwd=TESTS, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("rlspec: environment variable RANK='x'"), ended.stderr
+    assert ended.stderr.count("\n") == 1

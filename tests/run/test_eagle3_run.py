@@ -1,0 +1,97 @@
+"""Runs with an EAGLE-3 drafter: records, replay, resume, and what the next run starts from."""
+
+import shutil
+from pathlib import Path
+
+import forked
+import pytest
+import short_run
+import torch
+from short_run import run
+from test_trajectory import replay
+
+from megatron_rlspec.checkpoint.drafter_files import make_drafter
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records.metrics import read_records
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
+EAGLE3 = {"drafter__kind": "eagle3", "drafter__lr": 1e-2, "drafter__loss": "forward_kl"}
+
+
+@pytest.fixture(scope="module")
+def path(start, tmp_path_factory) -> Path:
+    """Return the directory of a fresh drafter."""
+    folder = tmp_path_factory.mktemp("eagle3") / "drafter"
+    make_drafter(start / "model", folder, 24)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(start, path, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    run(start, run_dir, **OPTIONS, **EAGLE3, drafter__path=path, train__record="true")
+    return run_dir
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    (_, a), (_, b) = read_hf(ours), read_hf(theirs)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_a_run_leaves_policy_and_drafter(recorded, path):
+    config, policy = read_hf(recorded / "hf")
+    assert "eagle3" not in config and not any("eagle3" in name or "mtp" in name for name in policy)
+    assert not same(recorded / "hf_drafter", path)
+    ours, theirs = read_hf(recorded / "hf_drafter")[1], read_hf(path)[1]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ("d2t", "t2d"))
+    records = read_records(recorded / "metrics.jsonl")
+    assert all(r["rollout/accept_length"] >= 1 and r["drafter/covered_1"] > 0 for r in records)
+
+
+@pytest.mark.slow
+def test_a_replay_makes_the_same_drafter(recorded, tmp_path):
+    replay(recorded, tmp_path / "same")
+    assert same(tmp_path / "same/hf_drafter", recorded / "hf_drafter")
+    moments = "hf_drafter/optimizer/drafter.safetensors"
+    assert (tmp_path / "same" / moments).read_bytes() == (recorded / moments).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_policy_is_that_of_a_run_with_mtp_and_a_resumed_run_is_the_same(recorded, start, path, tmp_path):
+    run(start, tmp_path / "mtp", **OPTIONS)
+    ours, theirs = read_hf(recorded / "hf")[1], read_hf(tmp_path / "mtp/hf")[1]
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    parts = {**OPTIONS, **EAGLE3, "drafter__path": path}
+    run(start, tmp_path / "parts", **{**parts, "train__steps": 1})
+    for name in ("hf", "hf_drafter"):
+        shutil.rmtree(tmp_path / "parts" / name)
+    run(start, tmp_path / "parts", **parts, train__resume="true")
+    assert same(tmp_path / "parts/hf_drafter", recorded / "hf_drafter")
+    assert same(tmp_path / "parts/hf", recorded / "hf")
+
+
+@pytest.mark.slow
+def test_the_next_run_starts_from_both_directories_with_the_moments(recorded, start, tmp_path):
+    options = {**OPTIONS, **EAGLE3, "train__steps": 1, "spec__mode": "adaptive"}
+    run(start, tmp_path / "next", **options, model__path=recorded / "hf", drafter__path=recorded / "hf_drafter")
+    events = read_records(tmp_path / "next/events.jsonl")
+    assert any("continues after 2 updates" in event["message"] for event in events)
+    frozen = {name: value for name, value in options.items() if name not in ("drafter__lr", "drafter__loss")}
+    frozen["drafter__train"] = "false"
+    run(start, tmp_path / "frozen", **frozen, model__path=recorded / "hf", drafter__path=recorded / "hf_drafter")
+    assert not (tmp_path / "frozen/hf_drafter").exists()
+
+
+def test_a_drafter_of_other_layers_is_refused_before_the_run(start, path, tmp_path):
+    wrong = tmp_path / "wrong"
+    shutil.copytree(path, wrong)
+    text = (wrong / "config.json").read_text()
+    (wrong / "config.json").write_text(text.replace("eagle_aux_hidden_state_layer_ids", "other"))
+    options = {**OPTIONS, **EAGLE3, "drafter__path": wrong}
+    output = run(start, tmp_path / "run", code=2, **options)
+    assert "eagle_config.other" in output and "Traceback" not in output and not (tmp_path / "run").exists()
+    words = short_run.words(start, tmp_path / "run", "train", options | {"drafter__path": path})
+    counted = forked.run_module("megatron_rlspec.cli", [*words, "--dry-run"], folder=short_run.TESTS)
+    tensors = read_hf(path)[1]
+    size = sum(tensors[name].numel() for name in tensors if name not in ("d2t", "t2d"))
+    assert f"its drafter {size:,}" in counted.stdout, counted.stderr

@@ -1,0 +1,64 @@
+"""`rlspec sft` of a small GLM4-MoE under torchrun, with whole experts and with experts split over two ranks."""
+
+import json
+import shutil
+
+import pytest
+from moe_oracles import GLM4_MOE, checkpoint
+from short_run import run
+
+from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.records.metrics import read_records
+
+OPTIONS = {"sft__samples_per_step": 4, "sft__eval_every": 0, "spec__mode": "off"}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def mixture(start, tmp_path_factory):
+    """Make the task with a mixture of experts in place of its model, and the same tokenizer."""
+    folder = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(start / "task", folder / "task")
+    dense = json.loads((start / "model/config.json").read_text())
+    same = ("vocab_size", "eos_token_id", "max_position_embeddings")
+    config = GLM4_MOE | SMALL | {name: dense[name] for name in same}
+    write_hf(folder / "model", config, checkpoint(config, folder / "made"))
+    for file in (start / "model").iterdir():
+        if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
+            shutil.copy(file, folder / "model")
+    return folder
+
+
+def sft(mixture, run_dir, steps, expert, **options):
+    given = {"sft__path": mixture / "task/train.jsonl", "sft__steps": steps, "parallel__expert": expert}
+    return run(mixture, run_dir, ranks=2, command="sft", **OPTIONS | given | options)
+
+
+@pytest.mark.slow
+def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
+    whole, split, again = (tmp_path / name for name in ("whole", "split", "again"))
+    sft(mixture, whole, 3, 1)
+    sft(mixture, split, 3, 2)
+    ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (split, whole))
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("policy/loss", "policy/grad_norm", "drafter/grad_norm", "drafter/objective"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3), name
+    ours, theirs, before = (read_hf(folder)[1] for folder in (split / "hf", whole / "hf", mixture / "model"))
+    assert set(ours) == set(theirs)
+    learnt, gap = (sum(float((ours[n] - other[n]).square().sum()) for n in ours) for other in (before, theirs))
+    assert gap < 1e-4 * learnt  # float32; where a gradient is almost 0, Adam's first steps follow its rounding
+    assert len([name for name in ours if ".mlp.experts." in name]) == 2 * 4 * 3  # a layer and the drafter, gate up down
+
+    sft(mixture, again, 2, 2)
+    shutil.rmtree(again / "hf")  # as if the run had been interrupted here
+    told = sft(mixture, again, 3, 1, code=2, train__resume="true").strip().splitlines()
+    assert len([line for line in told if "was written with expert=2, but this run has 1" in line]) == 1
+    sft(mixture, again, 3, 2, train__resume="true")
+    for file in (split / "hf").glob("*.safetensors"):
+        assert file.read_bytes() == (again / "hf" / file.name).read_bytes(), file.name
+
+
+def test_a_size_that_does_not_fit_is_refused_in_one_line(mixture, tmp_path):
+    told = sft(mixture, tmp_path / "run", 1, 4, code=2).strip().splitlines()
+    assert len([line for line in told if "parallel.expert=4 must divide the 2 ranks that share experts" in line]) == 1
+    assert not (tmp_path / "run").exists()

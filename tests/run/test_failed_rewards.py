@@ -1,0 +1,80 @@
+"""Rewards that fail in a run: every record counts them, one event a step reports them, a step of nothing else stops."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from short_run import run
+
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.rollouts import without_advantage
+from megatron_rlspec.types import Prompt, Sample
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 3, "train__eval_prompts": 2}
+
+
+def events(run_dir: Path) -> list[str]:
+    return [e["message"] for e in read_records(run_dir / "events.jsonl") if e["kind"] == "reward"]
+
+
+def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
+    output = run(start, tmp_path, reward__kind="run_reward:fails_on_some", **OPTIONS)
+    records = read_records(tmp_path / "metrics.jsonl")
+    counts = [int(record["rollout/failed_rewards"]) for record in records]
+    assert all(0 < count < 16 for count in counts)
+    steps = [line for line in output.splitlines() if line.startswith("step ")]
+    assert [f"failed rewards {count}" in line for line, count in zip(steps, counts, strict=True)] == [True] * 3
+    told = [message for message in events(tmp_path) if message.startswith("step ") and "rewards failed" in message]
+    assert [m.split(";")[0] for m in told] == [f"step {i}: {n} of 16 rewards failed" for i, n in enumerate(counts)]
+    assert all("ValueError: length" in message for message in told)
+
+
+@pytest.mark.parametrize(("most", "staleness"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
+def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_path, most, staleness):
+    whole = tmp_path / "whole"
+    failed = tmp_path / "failed"
+    options = OPTIONS | {"rollout__staleness": staleness}
+    output = run(start, failed, code=1, reward__kind="run_reward:fails", reward__max_failed_steps=most, **options)
+    assert "Traceback" not in output, output[-3000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert f"all 16 rewards failed (reward.max_failed_steps={most}); the first: t00000{most - 1}-p0000000" in line
+    assert "RuntimeError: broken" in line
+    assert len([m for m in events(failed) if m.startswith("step ")]) == most - 1
+    if most == 1:  # nothing was trained: the resumed run draws the same prompts
+        run(start, whole, **options)
+        run(start, failed, train__resume="true", **options)
+        rewards = [[r["rollout/reward"] for r in read_records(d / "metrics.jsonl")] for d in (whole, failed)]
+        assert rewards[0] == rewards[1] and len(rewards[0]) == 3
+
+
+def test_dynamic_sampling_does_not_refill_for_ever(start, tmp_path):
+    kind = {"reward__kind": "run_reward:fails", "algorithm__dynamic_sampling": "true"}
+    output = run(start, tmp_path, code=1, **kind, **OPTIONS)
+    assert "all 16 rewards failed" in output
+
+
+def test_a_reward_with_another_signature_is_refused_before_anything_starts(start, tmp_path):
+    output = run(start, tmp_path / "run", code=2, reward__kind="run_reward:wrong", **OPTIONS)
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert "reward.kind=run_reward:wrong: " in line and "wrong(sample)" in line and "expected wrong(prompt: str" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_example_of_a_reward_that_never_differs_is_short_and_escaped():
+    tokens = np.arange(3)
+    prompt = Prompt(0, tokens[:2], label="\x1b[2J", text="p" * 500 + "= ?")
+    samples = [Sample(f"s{i}", prompt, tokens, np.ones(3), np.zeros(3), text="five\n") for i in range(2)]
+    samples[0].metadata["reward_error"] = "broken"
+    samples[1].reward = 0.25
+    told = without_advantage(samples)
+    assert "label '\\x1b[2J', reward 0.25" in told and "= ?'" in told and r"response 'five\n'" in told
+    assert "\x1b" not in told and "\n" not in told and len(told) < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "events_expected"), [("same", 1), ("by_length", 0)])
+def test_a_reward_that_never_differs_is_told_once(start, tmp_path, kind, events_expected):
+    run(start, tmp_path, reward__kind=f"run_reward:{kind}", **OPTIONS)
+    told = [message for message in events(tmp_path) if "no group has an advantage" in message]
+    assert len(told) == events_expected and all(m.startswith("step 0: ") and ", reward 0" in m for m in told)

@@ -1,0 +1,280 @@
+"""Runs that get a signal, or whose launcher is killed: one line, a checkpoint, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from short_run import finish, make_start, run, train
+
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.checkpoints import Checkpoints
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__save_every": 0}
+STEPS = 60
+WATCHED = ("rollout/reward", "rollout/response_tokens", "policy/loss", "policy/grad_norm", "drafter/objective")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    return make_start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    run(start, run_dir, **OPTIONS, train__steps=STEPS)
+    return run_dir
+
+
+def records(run_dir: Path) -> list[list[float]]:
+    return [[record[name] for name in WATCHED] for record in read_records(run_dir / "metrics.jsonl")]
+
+
+def reach(process: subprocess.Popen, run_dir: Path, steps: int) -> list[psutil.Process]:
+    """Wait for this number of records; return the run's processes."""
+    deadline = time.monotonic() + 840
+    while len(read_records(run_dir / "metrics.jsonl")) < steps:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+        time.sleep(0.005)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def told(process: subprocess.Popen, code: int, processes: list[psutil.Process]) -> str:
+    """Return the one line of a run that a signal ended; there is no traceback of ours, and no process is left."""
+    output, _ = process.communicate(timeout=840)
+    ours = output.replace(sys.prefix, "").partition("Traceback (most recent call last)")
+    assert process.returncode == code, output[-3000:]
+    assert "/megatron_rlspec/" not in ours[2], output[-3000:]  # torchrun prints one of its own
+    lines = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert len(lines) == 1, output[-3000:]
+    assert_gone(processes)
+    return lines[0]
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes of ranks, in order."""
+    found = {}
+    for process in processes:
+        if "megatron_rlspec.cli" in process.cmdline() and "RANK" in process.environ():
+            found[int(process.environ()["RANK"])] = process
+    return [found[rank] for rank in sorted(found)]
+
+
+def resumes_as_if_uninterrupted(start: Path, run_dir: Path, whole: Path, **options: object) -> None:
+    done = Checkpoints(run_dir, 2).whole()[-1].name
+    assert len(records(run_dir)) == int(done.removeprefix("step-"))
+    run(start, run_dir, **OPTIONS, train__steps=STEPS, train__resume="true", **options)
+    assert records(run_dir) == records(whole)
+    for name in ("model.safetensors", "config.json"):
+        assert (run_dir / "hf" / name).read_bytes() == (whole / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "wait"),
+    [
+        pytest.param(number, wait, marks=pytest.mark.slow)
+        for number, wait in ((signal.SIGINT, 0.0), (signal.SIGTERM, 0.07), (signal.SIGINT, 0.13))
+    ],
+)
+def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
+    process = train(start, tmp_path, **OPTIONS, train__steps=STEPS)
+    processes = reach(process, tmp_path, 3)
+    time.sleep(wait)
+    process.send_signal(number)
+    line = told(process, 128 + number, processes)
+    assert line.startswith(f"rlspec: interrupted by {signal.Signals(number).name}; the last good parameters are in ")
+    assert Path(line.split()[-1]).is_dir()
+    resumes_as_if_uninterrupted(start, tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    ("number", "delay"),
+    [
+        (signal.SIGTERM, 0.0),
+        *(pytest.param(n, d / 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM) for d in range(9)),
+    ],
+)
+def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
+    process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
+    deadline = time.monotonic() + 840
+    handler = f"/proc/{process.pid}/status"
+    while True:  # until our handler is there
+        caught = int(
+            next(li for li in Path(handler).read_text().splitlines() if li.startswith("SigCgt")).split()[1], 16
+        )
+        if caught >> (signal.SIGTERM - 1) & 1:
+            break
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    line = told(process, 128 + number, processes)
+    assert line.startswith(f"rlspec: interrupted by {signal.Signals(number).name}")
+
+
+@pytest.fixture(scope="module")
+def whole_on_two(start, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole-on-two")
+    run(start, run_dir, ranks=2, **OPTIONS, train__steps=STEPS)
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torchrun", "rank 0", "rank 1", "group"])
+def test_a_signal_under_torchrun(start, whole_on_two, tmp_path, target):
+    process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=STEPS)
+    processes = reach(process, tmp_path, 3)
+    if target == "torchrun":
+        process.send_signal(signal.SIGTERM)
+    elif target == "group":
+        for one in [process, *ranks(processes)]:
+            one.send_signal(signal.SIGINT)
+    else:
+        ranks(processes)[int(target[-1])].send_signal(signal.SIGTERM)
+    line = told(process, 1, processes)
+    assert "interrupted by SIG" in line and Path(line.split()[-1]).is_dir()
+    resumes_as_if_uninterrupted(start, tmp_path, whole_on_two, ranks=2)
+
+
+@pytest.mark.slow
+def test_when_torchrun_is_killed_its_ranks_end_with_a_checkpoint(start, tmp_path):
+    process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=100000)
+    processes = reach(process, tmp_path, 3)
+    assert len(ranks(processes)) == 2
+    process.kill()
+    assert_gone(processes)
+    assert Checkpoints(tmp_path, 2).whole()
+
+
+@pytest.mark.slow
+def test_when_a_rank_is_killed_the_other_reports_it_in_one_line(start, tmp_path):
+    process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=100000)
+    processes = reach(process, tmp_path, 3)
+    ranks(processes)[1].kill()
+    line = told(process, 1, processes)
+    assert "another rank ended or cannot be reached" in line
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    """A run in the middle of a step records the first one. A repeated delivery of it has no effect."""
+    code = """
+import signal
+from types import SimpleNamespace
+from megatron_rlspec import interruption
+now = 0.0
+interruption.time = SimpleNamespace(monotonic=lambda: now)
+asked = interruption.Interruption().install()
+asked.defer()
+for now in (10.0, 10.3, 11.5):
+    signal.raise_signal(signal.SIGINT)
+    print(now, asked.reason, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.splitlines() == ["10.0 interrupted by SIGINT", "10.3 interrupted by SIGINT"]
+
+
+@pytest.mark.slow
+def test_a_step_drawn_ahead_is_drawn_again(start, tmp_path):
+    process = train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1)
+    processes = reach(process, tmp_path, 3)
+    process.send_signal(signal.SIGTERM)
+    told(process, 143, processes)
+    finish(train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1, train__resume="true"))
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(range(STEPS))
+
+
+# ---- files that cannot be written -----------------------------------------------------------------------------------
+
+
+def limited(start: Path, run_dir: Path, most: int, **options: object) -> tuple[int, str]:
+    """Start a run whose files may not grow beyond `most` bytes: the effect of a full disk at a chosen place."""
+    process = train(start, run_dir, **{**OPTIONS, "train__save_every": 1, "train__steps": 3} | options)
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (most, most))
+    output, _ = process.communicate(timeout=840)
+    assert "Traceback" not in output, output[-3000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    return process.returncode, line
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    return [str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
+
+
+@pytest.mark.parametrize(
+    ("most", "name"),
+    [
+        (100_000, "policy-tensor0"),
+        pytest.param(120, "config.json", marks=pytest.mark.slow),
+        pytest.param(8000, "checkpoints", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_that_cannot_grow_is_reported_in_one_line_and_leaves_nothing(start, tmp_path, most, name):
+    code, line = limited(start, tmp_path, most)
+    assert code == 1 and "File too large" in line and name in line, line
+    assert leftovers(tmp_path) == [] and Checkpoints(tmp_path, 2).whole() == []
+    assert not list(tmp_path.glob("checkpoints/*"))
+    run(start, tmp_path, **OPTIONS, train__steps=2, train__resume="true")
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Make a file system of this size in bytes; needs the right to mount one."""
+    mounted = []
+
+    def make(size: str) -> Path:
+        folder = tmp_path / f"disk-{size}"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]).returncode:
+            pytest.skip("no right to mount a file system here")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", ["8k", "64k", "200k", "700k", "1500k", "2300k", "3m"])
+def test_a_full_disk_is_reported_in_one_line_and_the_run_continues_later(start, small_disk, whole, size):
+    run_dir = small_disk(size) / "run"
+    process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
+    output, _ = process.communicate(timeout=840)
+    assert "Traceback" not in output and process.returncode == 1, output[-3000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert "No space left on device" in line
+    assert leftovers(run_dir) == []
+    subprocess.run(["mount", "-o", "remount,size=200m", run_dir.parent], check=True)
+    resume = {} if not run_dir.exists() else {"train__resume": "true"}
+    run(start, run_dir, **OPTIONS, train__steps=STEPS, **resume)
+    assert records(run_dir) == records(whole)
+
+
+@pytest.mark.slow
+def test_a_disk_that_becomes_read_only(start, small_disk, whole):
+    run_dir = small_disk("200m") / "run"
+    process = train(start, run_dir, **OPTIONS | {"train__save_every": 1}, train__steps=STEPS)
+    processes = reach(process, run_dir, 2)
+    os.sync()
+    for _ in range(1000):  # refused while a file is open for writing
+        if not subprocess.run(["mount", "-o", "remount,ro", run_dir.parent], capture_output=True).returncode:
+            break
+    line = told(process, 1, processes)
+    assert "Read-only file system" in line
+    subprocess.run(["mount", "-o", "remount,rw", run_dir.parent], check=True)
+    run(start, run_dir, **OPTIONS, train__steps=STEPS, train__resume="true")
+    assert records(run_dir) == records(whole)

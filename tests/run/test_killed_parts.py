@@ -1,0 +1,115 @@
+"""SIGKILL of one part of a job at a chosen place; resumed, it ends with the same bytes, and leaves nothing behind."""
+
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from killed_job import Job, check_same, result
+from short_run import run
+
+from megatron_rlspec.records.metrics import read_records
+
+STEPS = 150
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": STEPS}
+KILLS = 10
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def reward_processes(job: Job) -> list[psutil.Process]:
+    """Return the workers and their guards."""
+    found = []
+    for process in job.all():
+        with suppress(psutil.Error):  # a zombie, or gone
+            if "megatron_rlspec.tasks.reward_worker" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def left() -> set[str]:
+    return {str(path) for place in ("/dev/shm", "/tmp") for path in Path(place).glob("rlspec-*")}
+
+
+PLACES = {
+    "rank 0 of one, in a checkpoint": (1, 0, ".step-*.partial"),
+    "rank 0 of two": (2, 0, ""),
+    "rank 1 of two": (2, 1, ""),
+    "rank 0 of two, in a checkpoint": (2, 0, ".step-*.partial"),
+    "rank 1 of two, in a checkpoint": (2, 1, ".step-*.partial"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_there_and_resumed_ends_with_the_same_bytes(start, tmp_path, place):
+    ranks, victim, pattern = PLACES[place]
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    before = left()
+    run(start, whole, ranks=ranks, **OPTIONS)
+    killed.mkdir()
+    moments = random.Random(place)
+    for _ in range(KILLS):
+        job = Job(start, killed, ranks, **OPTIONS)
+        job.await_steps(moments.randint(0, 2))
+        if pattern:
+            job.await_(lambda: any((killed / "checkpoints").glob(pattern)))
+        else:
+            time.sleep(moments.uniform(0, 0.3))
+        job.kill(victim)
+    assert 0 < len(read_records(killed / "metrics.jsonl")) < STEPS
+    run(start, killed, ranks=ranks, **OPTIONS, train__resume="true")
+    check_same(whole, killed, STEPS)
+    assert left() <= before
+
+
+def test_killed_reward_workers_are_replaced(start, tmp_path):
+    """Kill workers and their guards between samples: no reward is lost, and the run continues by itself."""
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    before = left()
+    run(start, whole, **OPTIONS)
+    killed.mkdir()
+    job = Job(start, killed, 1, **OPTIONS)
+    job.await_steps(1)
+    kills = 0
+    for index in range(2 * KILLS):
+        workers = reward_processes(job)
+        if workers:
+            workers[index % len(workers)].send_signal(signal.SIGKILL)
+            kills += 1
+        time.sleep(0.2)
+        if not job.processes[0].is_alive():
+            break
+    job.processes[0].join(120)
+    assert kills >= KILLS and job.processes[0].exitcode == 0, job.errors()
+    failed = sum(record["rollout/failed_rewards"] for record in read_records(killed / "metrics.jsonl"))
+    assert failed <= kills  # a kill costs at most the sample that was being judged, and that is on record
+    assert failed or result(killed, STEPS) == result(whole, STEPS)
+    assert left() <= before
+
+
+@pytest.mark.parametrize("part", ["reward worker", "rank 0", "rank 1"])
+def test_stopped_for_a_minute_and_continued(start, tmp_path, part):
+    ranks = 1 if part == "reward worker" else 2
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    run(start, whole, ranks=ranks, **OPTIONS)
+    stopped.mkdir()
+    job = Job(start, stopped, ranks, **OPTIONS)
+    job.await_steps(3)
+    if part == "reward worker":
+        victims = reward_processes(job)
+    else:
+        victims = [psutil.Process(job.processes[int(part[-1])].pid)]
+    for victim in victims:
+        victim.suspend()
+    time.sleep(60)
+    for victim in victims:
+        if victim.is_running():
+            victim.resume()
+    assert job.wait() == [0] * ranks, job.errors()
+    failed = sum(record["rollout/failed_rewards"] for record in read_records(stopped / "metrics.jsonl"))
+    assert failed <= 1 and (failed or result(stopped, STEPS) == result(whole, STEPS))

@@ -1,0 +1,132 @@
+"""Rank 0's rollouts that end with their batch, on the embedded engine; the weights stay, only their version changes."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.config import Config
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
+from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts, _seed
+from megatron_rlspec.tasks import data
+from megatron_rlspec.types import Request
+
+STEPS = 4
+WANTED = 3
+SAMPLES = 4
+ROWS = 8
+
+
+def config_of(start, run_dir, **changed):
+    rollout = {"engine": "embedded", "partial": True, "over_sampling": 6, "prompts_per_step": WANTED}
+    rollout |= {"samples_per_prompt": SAMPLES, "max_new_tokens": 48, "max_total_tokens": 8192}
+    return Config.model_validate(
+        {
+            "model": {"path": str(start / "model"), "dtype": "float32", "max_length": 256},
+            "data": {"path": str(start / "task/rl.jsonl")},
+            "train": {"run_dir": str(run_dir), "steps": STEPS},
+            "spec": {"mode": "fixed"},
+            "reward": {"kind": "exact"},
+            "algorithm": {"dynamic_sampling": changed.pop("dynamic_sampling", False)},
+            "rollout": rollout | changed,
+        }
+    )
+
+
+class Run:
+    """The rollouts of a run, with the engine that they use."""
+
+    def __init__(self, config, run_dir, state=None, drawn=None, order=None):
+        hf_config, _ = read_hf(config.model.path)
+        tokenizer = data.load_tokenizer(config.model.path)
+        self.prompts = data.Prompts(config.data.path, tokenizer, config)
+        if order is not None:
+            self.prompts.restore(order)
+        starting = StartingRollouts(config, hf_config, tokenizer, run_dir)
+        starting.scorer._judge = lambda sample: (len(sample.response) % 3 / 2, None)
+        engines = starting.wait()
+        recorder = SimpleNamespace(event=lambda *_, **__: None)
+        self.rollouts = Rollouts(
+            starting, engines, recorder, self.prompts, state or {}, drawn or Drawn(), threading.Event()
+        )
+        self.engine = engines["embedded"]
+
+    def step(self, step):
+        self.engine.version = step + 1
+        return self.rollouts.collect(step)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"max_running_requests": 9},
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial_staleness": 3}, {"dynamic_sampling": True})),
+    ],
+    ids=str,
+)
+def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same(start, tmp_path, changed):
+    config = config_of(start, tmp_path, **changed)
+    if "max_running_requests" in changed:  # earlier lengths of these prompts then decide which requests begin first
+        rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:ROWS]
+        (tmp_path / "few.jsonl").write_text("".join(rows))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/few.jsonl"})})
+    run = Run(config, tmp_path)
+    steps = []
+    for step in range(STEPS):
+        if step == 2:
+            order = run.prompts.state()
+            checkpoints = Checkpoints(tmp_path, 2)
+            checkpoints.write_state(2, run.rollouts.state(), Drawn(begun=run.rollouts.begun))
+        steps.append(run.step(step))
+        assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
+    begun = run.rollouts.begun
+    trained = [sample for groups in steps for group in groups for sample in group.samples]
+    assert len({s.request_id for s in trained}) == len(trained)
+    continued = [s for s in trained if len(s.policy_versions) > 1]
+    assert continued and any(len(s.policy_versions) == 1 for s in trained)
+    for number, groups in enumerate(steps):
+        oldest = min(s.policy_versions[0][0] for g in groups for s in g.samples)
+        assert number + 1 - config.rollout.partial_staleness <= oldest <= number + 1
+    again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in trained]
+    alone = run.engine.generate(again, run.rollouts.sampling)
+    assert [s.tokens.tolist() for s in trained] == [s.tokens.tolist() for s in alone]
+    run.rollouts.close()
+    if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
+        assert all(len({s.reward for s in group.samples}) > 1 for groups in steps for group in groups)
+        return
+    state, drawn = checkpoints.read_state(checkpoints.path(2))
+    resumed = Run(config, tmp_path, state, drawn, order)
+    for step in range(2, STEPS):
+        for group, before in zip(resumed.step(step), steps[step], strict=True):
+            assert [s.request_id for s in group.samples] == [s.request_id for s in before.samples]
+            for sample, other in zip(group.samples, before.samples, strict=True):
+                np.testing.assert_array_equal(sample.behaviour_logprobs, other.behaviour_logprobs)
+                assert (sample.policy_versions, sample.accepted) == (other.policy_versions, other.accepted)
+    left = [[(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests] for group in begun]
+    assert left == [
+        [(r.id, len(r.partial.response) if r.partial else 0) for r in group.requests]
+        for group in resumed.rollouts.begun
+    ]
+    assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.counts["over_drawn"] > 0
+    resumed.rollouts.close()
+
+
+def seed_of(config, sample):
+    step, place, index = (int(part[1:]) for part in sample.request_id.split("-"))
+    return _seed(config.train.seed, step, place, index)
+
+
+def test_a_row_that_comes_twice_in_a_step_gets_other_samples(start, tmp_path):
+    rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:2]
+    (tmp_path / "two.jsonl").write_text("".join(rows))
+    config = config_of(start, tmp_path, partial=False, over_sampling=0, prompts_per_step=6, max_new_tokens=16)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/two.jsonl"})})
+    run = Run(config, tmp_path)
+    samples = [sample for group in run.step(0) for sample in group.samples]
+    run.rollouts.close()
+    assert len({s.prompt.id for s in samples}) == 2 and len(samples) == 6 * SAMPLES
+    texts = {(s.prompt.id, s.tokens.tobytes()) for s in samples}
+    assert len(texts) > 2 * SAMPLES  # copies would leave at most SAMPLES texts of each row

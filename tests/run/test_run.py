@@ -1,0 +1,82 @@
+"""`rlspec train` as a user starts it: real engine, real trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from short_run import finish, run, train
+
+from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records import metric_names
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.speculation.acceptance import Acceptance
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    finish(train(start, run_dir, train__steps=3, drafter__vocabulary=24))
+    return run_dir
+
+
+def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
+    records = read_records(whole / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records:
+        assert not [key for key in record if metric_names.find(key) is None]
+        assert record["push/failed_engines"] == 0 and record["push/tensors"] == len(read_hf(start / "model")[1])
+        assert record["policy/skipped"] == 0 and record["drafter/grad_norm"] > 0
+        assert record["rollout/response_tokens"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
+        assert {"seconds_generate", "seconds_push", "seconds_train"} <= record.keys()
+        assert 1 <= record["predict/next_tokens_k1"] <= record["predict/next_tokens_k3"] < 2.2  # an untrained drafter
+        assert 0 <= record["spec/prior_forecast_share"] <= 1 and record["spec/prior_1"] < 0.7
+    told = Acceptance.from_json(json.loads((whole / "spec_rule.json").read_text())["acceptance"])
+    assert told.rates[0] == records[-1]["spec/prior_1"]
+    evaluations = [event for event in read_records(whole / "events.jsonl") if event["kind"] == "evaluation"]
+    assert [event["name"] for event in evaluations] == ["first", "last"]
+    assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3
+    before = read_hf(start / "model")[1]
+    after = read_hf(whole / "hf")[1]
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
+
+
+@pytest.mark.slow
+def test_the_next_run_continues_with_the_drafters_moments(whole, start, tmp_path):
+    run(start, tmp_path, model__path=whole / "hf", train__steps=1, rollout__engine="embedded", spec__mode="fixed")
+    (told,) = (e["message"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "drafter")
+    assert (
+        told == f"the optimizer continues after 3 updates, with the moments in {whole}/hf/optimizer/drafter.safetensors"
+    )
+
+
+def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
+    """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
+    embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0}
+    run(start, tmp_path / "chains", **embedded, drafter__vocabulary=16)
+    run(start, tmp_path / "trees", **embedded, spec__topk=2, spec__tree_budget="batch")
+    chains, trees, theirs = (
+        read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "chains", tmp_path / "trees", whole)
+    )
+    for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
+        assert chains[name] == trees[name] == theirs[name]
+    # Drafts from 16 words train another drafter, and the same policy bit for bit.
+    assert 0.3 < chains["drafter/covered_1"] <= 1 and "drafter/covered_1" not in trees
+    few, all_words = (read_hf(tmp_path / name / "hf")[1] for name in ("chains", "trees"))
+    differ = {name for name in few if not few[name].equal(all_words[name])}
+    assert differ and all(".mtp_layers." in name for name in differ)
+    # The canary after the push has not left chains behind.
+    assert chains["spec/share_k3"] == 1 and trees["spec/share_k3t2n11"] == 1
+
+
+def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path):
+    """The second evaluation's accept length gains too little: the run stops there, on both ranks."""
+    options = {"rollout__engine": "embedded", "spec__mode": "fixed", "sft__path": start / "task/train.jsonl"}
+    options |= {"sft__steps": 9, "sft__samples_per_step": 4, "sft__eval_every": 2, "sft__eval_prompts": 4}
+    options |= {"sft__stop_reward": -1, "sft__plateau": 2.0}
+    run(start, tmp_path, ranks=2, command="sft", **options)
+    names = [e["name"] for e in read_records(tmp_path / "events.jsonl") if e["kind"] == "evaluation"]
+    assert names and names == [f"step-{2 * (i + 1):06d}" for i in range(len(names))] and len(names) < 4
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 2 * len(names)
+    assert (tmp_path / "hf/config.json").exists()

@@ -1,0 +1,257 @@
+"""Recorded trajectories, and drafters that `rlspec replay` trains along them."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from short_run import TESTS, run
+
+from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf
+from megatron_rlspec.models.tensor_file import TensorFile
+from megatron_rlspec.records.metrics import read_records
+from megatron_rlspec.run.trajectory import Trajectory, TrajectoryWriter, file_of
+from megatron_rlspec.types import Group, Prompt
+
+OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "drafter__lr": 1e-2}
+STEPS = 3
+
+
+CASES = [
+    pytest.param({"drafter__loss": "ce", "model__dtype": "float32"}, id="joined", marks=pytest.mark.slow),
+    pytest.param({"drafter__loss": "tv", "model__dtype": "bfloat16", "drafter__replay": "uniform"}, id="buffer"),
+    pytest.param({"drafter__loss": "tv", "model__dtype": "float32"}, id="joined-tv", marks=pytest.mark.slow),
+    pytest.param({"drafter__overlap": "true", "drafter__update_every": 2}, id="overlap", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def recorded(request, start, tmp_path_factory) -> Path:
+    """Return a run on two ranks that recorded its steps."""
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    options = OPTIONS | {"train__record": "true", "train__steps": STEPS, "train__drift_every": 1}
+    run(start, run_dir, ranks=2, **options, **request.param, train__tokens_per_micro_batch=256)
+    return run_dir
+
+
+def replay(recorded: Path, out: Path, ranks: int = 1, code: int = 0, **options: object) -> str:
+    """Run `rlspec replay`. Returns what it printed."""
+    values = {"train.run_dir": out} | {name.replace("__", "."): value for name, value in options.items()}
+    words = ["replay", str(recorded), *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+    ended = forked.run_module("megatron_rlspec.cli", words, folder=TESTS, ranks=ranks)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == code and "Traceback" not in output, output[-3000:]
+    return output
+
+
+def drafter(run_dir: Path) -> dict[str, torch.Tensor]:
+    tensors = read_hf(run_dir / "hf")[1]
+    return {name: tensors[name] for name in tensors if ".mtp_layers." in name}
+
+
+def test_a_replay_trains_the_same_drafter_bit_for_bit(recorded, start, tmp_path):
+    replay(recorded, tmp_path / "same", ranks=2)
+    ours = read_hf(tmp_path / "same/hf")[1]
+    theirs = read_hf(recorded / "hf")[1]
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    before = read_hf(start / "model")[1]
+    assert any(not torch.equal(tensor.float(), before[name]) for name, tensor in drafter(recorded).items())
+    file = "hf/optimizer/drafter.safetensors"
+    assert (tmp_path / "same" / file).read_bytes() == (recorded / file).read_bytes()
+    records = [read_records(folder / "metrics.jsonl") for folder in (recorded, tmp_path / "same")]
+    for name in ("drafter/loss_1", "drafter/grad_norm", "drafter/match_3"):
+        assert [r.get(name) for r in records[0]] == [r.get(name) for r in records[1]]
+
+
+def test_a_variant_differs_and_a_resumed_replay_does_not(recorded, tmp_path):
+    replay(recorded, tmp_path / "whole", drafter__lr=1e-3)
+    replay(recorded, tmp_path / "parts", drafter__lr=1e-3, train__steps=1)
+    shutil.rmtree(tmp_path / "parts/hf")
+    replay(recorded, tmp_path / "parts", drafter__lr=1e-3, train__resume="true")
+    whole, parts, co_trained = (drafter(path) for path in (tmp_path / "whole", tmp_path / "parts", recorded))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert any(not torch.equal(whole[name], co_trained[name]) for name in whole)
+
+
+def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
+    """At step 0 they draw what the run drew; later the policy is still that of step 0."""
+    replay(recorded, tmp_path / "control", replay__policy_step=0, replay__fresh_drafter="true")
+    first, *later = read_records(tmp_path / "control/metrics.jsonl")
+    began = read_records(recorded / "metrics.jsonl")[0]
+    assert first["rollout/reward"] == began["rollout/reward"] and len(later) == STEPS - 1
+    policy = Trajectory(recorded).policy(0)
+    kept = read_hf(tmp_path / "control/hf")[1]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in policy.items())
+
+
+def test_records_say_how_far_the_policy_is_from_its_start(recorded):
+    found = [(r["drift/kl"], r["drift/changed"]) for r in read_records(recorded / "metrics.jsonl")]
+    assert len(found) == STEPS and all(kl > 0 and 0 <= changed <= 1 for kl, changed in found)
+    assert found[-1][0] > found[0][0]
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"train__steps": 9}, f"train.steps=9, but .* has {STEPS} recorded steps"),
+        ({"replay__policy_step": 9}, f"replay.policy_step=9, but .* has {STEPS} recorded steps"),
+        (
+            {"algorithm__kl_coef": 0.1},
+            "algorithm.kl_coef: expected no such option; a replay has that of the recorded run",
+        ),
+        ({"drafter__mtp_detach_heads": "false"}, "mtp_detach_heads=(false|true)"),
+    ],
+)
+def test_what_a_replay_cannot_do_is_refused_in_one_line(recorded, tmp_path, options, told):
+    output = replay(recorded, tmp_path / "out", code=2, **options)
+    (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
+    assert re.search(told, line)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the files ------------------------------------------------------------------------------------------------------
+
+
+def groups(step: int) -> list[Group]:
+    return [Group(Prompt(step, torch.arange(3).numpy()), [])]
+
+
+def policies(steps: int, changed: int) -> list[dict[str, torch.Tensor]]:
+    """Return policies of which `changed` elements of one tensor change each step; one value changes its sign of 0."""
+    torch.manual_seed(0)
+    found = [{"a": torch.randn(50, 4, dtype=torch.bfloat16), "b": torch.zeros(7)}]
+    for step in range(1, steps):
+        after = {name: tensor.clone() for name, tensor in found[-1].items()}
+        after["a"].view(-1)[torch.randperm(200)[:changed]] += 1
+        after["b"][step] = -0.0
+        found.append(after)
+    return found
+
+
+@pytest.mark.parametrize("changed", [0, 5, 200])
+def test_differences_give_the_policies_back_bit_for_bit(tmp_path, changed):
+    written = policies(4, changed)
+    writer = TrajectoryWriter(tmp_path, 1 << 20, 0)
+    for step, policy in enumerate(written):
+        writer.keep(step, policy.items(), groups(step) if step < 3 else ())
+    read = Trajectory(tmp_path)
+    assert read.steps == 3 and [read.groups(step)[0].prompt.id for step in range(3)] == [0, 1, 2]
+    for step in (0, 1, 3, 2):  # also backwards
+        for name, tensor in read.policy(step).items():
+            assert torch.equal(tensor.view(torch.uint8), written[step][name].view(torch.uint8)), (step, name)
+    sizes = [file_of(tmp_path, step).stat().st_size for step in range(3)]
+    assert changed == 200 or sizes[2] < sizes[0] - 50
+
+
+def test_recording_ends_at_the_bound_and_says_so_once(tmp_path):
+    written = policies(4, 200)
+    writer = TrajectoryWriter(tmp_path, 1200, 0)
+    lines = []
+    for step in range(2):
+        if not writer.ended:
+            lines.append(writer.keep(step, written[step].items(), groups(step)))
+    assert "recording ends when train.record_gib=" in lines[0]
+    assert "recording ends before step 1" in lines[1] and "0 steps can be replayed" in writer.ended
+    assert Trajectory(tmp_path).steps == 0
+    assert "step 1 was not" in TrajectoryWriter(tmp_path, 1 << 20, 3).ended
+
+
+def test_a_resumed_run_records_later_steps_anew(tmp_path):
+    written = policies(4, 5)
+    first = TrajectoryWriter(tmp_path, 1 << 20, 0)
+    for step in range(4):
+        first.keep(step, written[step].items(), groups(step))
+    second = TrajectoryWriter(tmp_path, 1 << 20, 2)
+    assert not second.ended and Trajectory(tmp_path).steps == 1
+    second.keep(2, written[3].items(), groups(7))
+    read = Trajectory(tmp_path)
+    assert read.groups(2)[0].prompt.id == 7
+    assert all(torch.equal(tensor, written[3][name]) for name, tensor in read.policy(2).items())
+
+
+def record(folder: Path, run: int = 0) -> Path:
+    """Record three steps, and the policy after them. Runs of two numbers begin with one policy."""
+    folder.mkdir(exist_ok=True)
+    writer = TrajectoryWriter(folder, 1 << 20, 0)
+    for step, policy in enumerate(policies(4, 5 + run)):
+        writer.keep(step, policy.items(), groups(step + 10 * run) if step < 3 else ())
+    return folder
+
+
+def exchange(one: Path, other: Path) -> None:
+    one.rename(one.with_suffix(".old"))
+    other.rename(one)
+    one.with_suffix(".old").rename(other)
+
+
+def without_note(path: Path) -> None:
+    with TensorFile(path) as file:
+        tensors = {name: file[name] for name in file}
+    tensor_file.save(tensors, path)
+
+
+def resumed_from_a_copy(run: Path, copy: Path) -> None:
+    shutil.copytree(run, copy)
+    again = TrajectoryWriter(copy, 1 << 20, 1)
+    again.keep(1, policies(4, 9)[1].items(), groups(1))
+    shutil.copy(file_of(copy, 1), file_of(run, 1))
+
+
+FAULTS = {
+    "a file of another run": (
+        lambda a, b: shutil.copy(file_of(b, 1), file_of(a, 1)),
+        "step-000001.*of another run than step 0",
+    ),
+    "the last file of another run": (
+        lambda a, b: shutil.copy(file_of(b, 3), file_of(a, 3)),
+        "step-000003.*of another run than",
+    ),
+    "two files exchanged": (lambda a, b: exchange(file_of(a, 1), file_of(a, 2)), "step-000001.*it holds step 2"),
+    "no middle file": (lambda a, b: file_of(a, 1).unlink(), "step-000001.*no such file, but step-000002"),
+    "no first file": (lambda a, b: file_of(a, 0).unlink(), "step-000000.*no such file, but step-000001"),
+    "a file of an earlier attempt": (
+        lambda a, b: resumed_from_a_copy(a, b / "copy"),
+        "step-000002.*from before a resume",
+    ),
+    "another name": (
+        lambda a, b: (a / "trajectory/step-zzz.safetensors").touch(),
+        "step-zzz.safetensors: not a file of",
+    ),
+    "another file": (lambda a, b: (a / "trajectory/about.txt").touch(), "about.txt: not a file of a trajectory"),
+    "an earlier version": (lambda a, b: without_note(file_of(a, 0)), "step-000000.*record the run again"),
+    "a truncated file": (lambda a, b: os.truncate(file_of(a, 2), 400), "step-000002.*truncated or not safetensors"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_are_not_one_run_are_found_before_any_is_read(tmp_path, fault):
+    mine, other = record(tmp_path / "a"), record(tmp_path / "b", 1)
+    assert Trajectory(mine).steps == 3
+    change, told = FAULTS[fault]
+    change(mine, other)
+    with pytest.raises(CheckpointError, match=told):
+        Trajectory(mine)
+
+
+def test_without_the_policy_after_it_a_step_cannot_be_replayed(tmp_path):
+    file_of(record(tmp_path), 3).unlink()
+    assert Trajectory(tmp_path).steps == 2
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    writer = TrajectoryWriter(tmp_path, 1 << 20, 0)
+    writer.keep(0, policies(1, 0)[0].items(), groups(0))
+    path = file_of(tmp_path, 0)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        read = Trajectory(tmp_path)
+        read.policy(0), read.groups(0)
+    with pytest.raises(CheckpointError, match="expected a run with --train.record true"):
+        Trajectory(tmp_path / "elsewhere")

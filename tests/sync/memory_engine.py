@@ -1,0 +1,97 @@
+"""An engine that keeps tensors in memory, with every way of failing that the protocol allows.
+
+It behaves as `RolloutEngine` says: tensors are replaced one by one as they arrive, so a session that breaks leaves a
+mixture, and the engine then refuses to generate until a later session succeeds. Its drafts are accepted at `acceptance`
+per depth while its drafter's bits are those of `good_drafter` (name -> fingerprint; empty: always), else never. So
+decisions can be tested without a real drafter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.types import OFF, RoundStats, Sample, SpecSchedule
+
+
+class MemoryEngine:
+    def __init__(self, name: str = "memory", acceptance: float = 0.8, seed: int = 0) -> None:
+        self.name = name
+        self.acceptance = acceptance
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.version = -1
+        self.serving = False
+        self.good_drafter: dict[str, int] = {}
+        self.waiting = SpecSchedule.fixed(OFF)  # the schedule to use; stored while speculation is held
+        self.held = ""
+        self.schedules: list[str] = []
+        self.sessions: list[tuple[int, str, int]] = []  # version, scope, tensors received
+        self.fail_at: int | None = None  # raise after this number of tensors of a session
+        self.wire = lambda name, tensor: (name, tensor)  # what happens to a tensor on its way in
+        self.after_update = lambda engine: None
+        self._random = np.random.default_rng(seed)
+
+    def update_weights(self, version, tensors, scope="all"):
+        self.serving = False
+        received = 0
+        for name, tensor in tensors:
+            if self.fail_at is not None and received >= self.fail_at:
+                raise EngineError(f"{self.name}: connection lost after {received} tensors of version {version}")
+            received += 1
+            arrived = self.wire(name, tensor)
+            if arrived is not None:
+                self.tensors[arrived[0]] = arrived[1].clone()
+        self.sessions.append((version, scope, received))
+        self.version = version
+        self.serving = True
+        self.after_update(self)
+
+    def fingerprints(self):
+        return {name: fingerprint(tensor) for name, tensor in self.tensors.items()}
+
+    @property
+    def schedule(self) -> SpecSchedule:
+        return SpecSchedule.fixed(OFF) if self.held else self.waiting
+
+    def hold(self, reason):
+        self.held = reason
+        self.schedules.append("off")
+
+    def release(self):
+        self.held = ""
+
+    def set_schedule(self, schedule):
+        self.waiting = schedule
+        self.schedules.append(str(schedule.configs[0][0]))
+
+    def generate(self, requests, sampling):
+        if not self.serving:
+            raise EngineError(f"{self.name}: no weights since a failed update")
+        steps = self.schedule.choose(len(requests), 0).num_steps
+        good = all(fingerprint(self.tensors[n]) == mark for n, mark in self.good_drafter.items())
+        samples = []
+        for request in requests:
+            accepted = [0] * (steps + 1)
+            produced = 0
+            while produced < sampling.max_new_tokens:
+                run = 0
+                while run < steps and good and self._random.random() < self.acceptance:
+                    run += 1
+                accepted[run] += 1
+                produced += run + 1
+            tokens = np.concatenate([request.prompt.tokens, np.zeros(sampling.max_new_tokens, np.int64)])
+            mask = np.arange(len(tokens)) >= len(request.prompt.tokens)
+            span = (self.version, len(request.prompt.tokens), len(tokens))
+            samples.append(
+                Sample(request.id, request.prompt, tokens, mask.astype(np.float32), np.zeros(len(tokens), np.float32),
+                       policy_versions=(span,), accepted=tuple(accepted) if steps else ())
+            )  # fmt: skip
+        return samples
+
+    def stats(self) -> list[RoundStats]:
+        return []
+
+    def close(self) -> None:
+        self.serving = False

@@ -1,0 +1,281 @@
+"""Faults at the exporter, on the wire and in engine memory, each with the detector that must catch it.
+
+Two embedded engines draft for real; versions differ in every tensor, as after a training step. "Caught" means before
+a sample would be trained on: by the push itself, by the stamps and log-probs that are checked with the samples, by the
+comparison after sleep, or by the drift test while the rollout runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from weight_oracles import echo_checkpoint, mimo_logits
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.sync.detectors import HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.sync.push import Pusher, PushError
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+
+MTP = "model.mtp_layers.0."
+SCHEDULE = SpecSchedule.fixed(SpecConfig(3))
+PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(8)]
+SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
+
+
+def speculate(engine) -> None:
+    engine.set_schedule(SCHEDULE)
+
+
+class Engine(EmbeddedEngine):
+    """The embedded engine with places to inject faults."""
+
+    def __init__(self, config, tensors):
+        self.wire = lambda name, tensor: tensor
+        self.skip = False
+        super().__init__(config, tensors, max_length=64, max_total_tokens=2048, max_draft_tokens=8)
+
+    def update_weights(self, version, tensors, scope="all"):
+        if self.skip:
+            list(tensors)
+            return
+        super().update_weights(version, ((n, self.wire(n, t)) for n, t in tensors), scope)
+
+    def memory(self, name) -> torch.Tensor:
+        return self.model.tensors[name].view
+
+
+@dataclass
+class Room:
+    """Engines a and b, healthy at version 0, and a trainer that is about to push version 1."""
+
+    damage: Callable = lambda name, tensor: tensor
+    found: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.config, self.old = echo_checkpoint(0)
+        self.new = echo_checkpoint(1)[1]
+        self.engines = {name: Engine(self.config, self.old.items()) for name in "ab"}
+        is_drafter = set(name_table(self.config).drafter_names).__contains__
+        self.health = Health(
+            Pusher(self.engines),
+            is_drafter,
+            speculate,
+            PROMPTS,
+            settings=HealthSettings(canary_tokens=24, canary_share=1.0),
+        )
+        self.first = self.health.push(0, lambda scope: self.old.items())
+        assert not self.first.records and self.first.accept_lengths["a"] > 2.0
+
+    def push(self):
+        report = self.health.push(1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
+        self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
+        return report
+
+    def rollout(self, engine="b"):
+        requests = [Request(f"r{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        samples = self.engines[engine].generate(requests, SAMPLING)
+        recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
+        found = stamp_finding(samples, 1, 1), logprob_finding(samples, recomputed, bound=1e-3)
+        watched = self.health.watch(engine, self.engines[engine].stats(), {SpecConfig(3): 2.5})
+        self.found += [finding.detector for finding in (*found, watched) if finding]
+
+
+def trainer_logprobs(config, tensors, tokens):
+    ids = torch.as_tensor(tokens)[None]
+    logits = mimo_logits(config, tensors, ids)[0][0, :-1]
+    logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return np.concatenate([[0.0], logprobs.numpy()])
+
+
+def swap(tensor, dim):
+    first, second = tensor.chunk(2, dim=dim)
+    return torch.cat((second, first), dim)
+
+
+def at_exporter(change):
+    """Make a fault: the exporter yields the tensors of `change(room)`, {name: tensor}, instead of the right ones."""
+
+    def fault(room):
+        wrong = change(room)
+        room.damage = lambda name, tensor: wrong.get(name, tensor)
+        room.push()
+        room.rollout()
+
+    return fault
+
+
+def on_the_wire(change):
+    """Make a fault: engine b receives other tensors."""
+
+    def fault(room):
+        room.engines["b"].wire = lambda name, tensor: change(room, name, tensor)
+        room.push()
+
+    return fault
+
+
+def in_memory(change):
+    """Make a fault inside engine b after a good push, which only a later comparison can detect."""
+
+    def fault(room):
+        room.push()
+        assert not room.found
+        change(room.engines["b"], room)
+        room.found += [finding.detector for finding in room.health.after_sleep().values()]
+
+    return fault
+
+
+def old_version(room):
+    room.engines["b"].skip = True
+    room.push()
+    room.found += [finding.detector for finding in room.health.after_sleep(["b"]).values()]
+
+
+def restarted(room):
+    room.push()
+    room.engines["b"].update_weights(0, room.old.items())  # without the pusher, as a supervisor might do
+    room.rollout()
+
+
+def killed_half_way(room):
+    def dies(name, tensor):
+        if name == "model.norm.weight":
+            raise EngineError("engine b: the connection was lost")
+        return tensor
+
+    room.engines["b"].wire = dies
+    room.push()
+
+
+def poisoned_cache(room):
+    room.push()
+    engine = room.engines["b"]
+    original = engine.rounds.round
+
+    def round_on_noise(*rows_and_config):
+        for part in engine.cache.kv[-1]:  # the drafter's keys and values
+            part.normal_(0, 30)
+        return original(*rows_and_config)
+
+    engine.rounds.round = round_on_noise
+    for _ in range(12):
+        room.rollout()
+
+
+def not_a_number(room):
+    room.damage = lambda name, tensor: tensor * float("nan") if name == "model.norm.weight" else tensor
+    with pytest.raises(PushError, match="model.norm.weight holds NaN"):
+        room.push()
+    room.found.append("refused")
+    with pytest.raises(EngineError):
+        room.rollout()
+
+
+def zeroed(engine, room):
+    for name in room.new:
+        if name.startswith(MTP):
+            engine.memory(name).zero_()
+
+
+# Name as in the table of docs/weights.md -> injection, and the detector that must fire.
+FAULTS = {
+    "exporter: input projection's halves exchanged": (
+        at_exporter(lambda r: {MTP + "input_proj.weight": swap(r.new[MTP + "input_proj.weight"], 1)}),
+        "canary",
+    ),
+    "exporter: drafter's down_proj scaled by 10": (
+        at_exporter(lambda r: {MTP + "mlp.down_proj.weight": r.new[MTP + "mlp.down_proj.weight"] * 10}),
+        "canary",
+    ),
+    "exporter: drafter's o_proj transposed": (
+        at_exporter(lambda r: {MTP + "self_attn.o_proj.weight": r.new[MTP + "self_attn.o_proj.weight"].T.contiguous()}),
+        "canary",
+    ),
+    "exporter: target's down_proj shards exchanged": (
+        at_exporter(lambda r: {(n := "model.layers.0.mlp.down_proj.weight"): swap(r.new[n], 1)}),
+        "logprobs",
+    ),
+    "exporter: head of another step": (at_exporter(lambda r: {"lm_head.weight": r.old["lm_head.weight"]}), "logprobs"),
+    "exporter: a drafter of the same shapes from another model": (
+        at_exporter(
+            lambda r: {
+                n: t[torch.randperm(len(t), generator=torch.Generator().manual_seed(9))]
+                for n, t in r.new.items()
+                if n.startswith(MTP)
+            }
+        ),
+        "canary",
+    ),
+    "exporter: NaN in one tensor": (not_a_number, "refused"),
+    "wire: one bit of one tensor": (
+        on_the_wire(lambda r, n, t: t + (torch.arange(t.numel()).view_as(t) == 5) * 1e-6 if "up_proj" in n else t),
+        "fingerprint",
+    ),
+    "wire: one tensor stale": (
+        on_the_wire(lambda r, n, t: r.old[n] if n == "model.norm.weight" else t),
+        "fingerprint",
+    ),
+    "wire: the drafter is skipped": (
+        on_the_wire(lambda r, n, t: r.old[n] if n.startswith(MTP) else t),
+        "fingerprint",
+    ),
+    "wire: rounded to bfloat16": (on_the_wire(lambda r, n, t: t.bfloat16().to(t.dtype)), "fingerprint"),
+    "wire: killed half-way": (killed_half_way, "session"),
+    "engine: old version on one of two": (old_version, "fingerprint"),
+    "engine: restarted with old weights": (restarted, "stamp"),
+    "engine: drafter zeroed": (in_memory(zeroed), "fingerprint"),
+    "engine: NaN in one tensor": (
+        in_memory(lambda e, r: e.memory("model.norm.weight")[3:4].fill_(float("nan"))),
+        "fingerprint",
+    ),
+    "engine: drafter's KV poisoned while running": (poisoned_cache, "drift"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "KV" in n else []) for n in FAULTS])
+def test_fault_is_caught(name, fired):
+    inject, detector = FAULTS[name]
+    room = Room()
+    inject(room)
+    fired[name] = list(dict.fromkeys(room.found))
+    assert detector == room.found[0]
+
+
+def test_without_a_fault_no_detector_fires():
+    room = Room()
+    report = room.push()
+    for engine in room.engines:
+        for _ in range(4):
+            room.rollout(engine)
+    assert room.found == [] and report.serving == ("a", "b") and not report.plain
+
+
+def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
+    """The exporter's bug survives the second push; the target is sound, so the engine continues without speculation."""
+    room = Room()
+    name = MTP + "input_proj.weight"
+    room.damage = lambda n, t: swap(t, 1) if n == name else t
+    report = room.push()
+    assert report.plain == ("a", "b") and report.serving == ("a", "b")
+    assert all(engine.schedule == SpecSchedule.fixed(OFF) for engine in room.engines.values())
+    room.found.clear()
+    room.rollout()
+    assert room.found == []
+
+
+@pytest.mark.slow
+def test_no_false_alarm_in_a_thousand_healthy_pushes():
+    """Weights change as in training; canary, stamps, log-probs and drift raise no alarm."""
+    room = Room()
+    for version in range(1, 1001):
+        room.new = echo_checkpoint(version % 40)[1]
+        report = room.health.push(version, lambda scope: room.new.items())
+        assert not report.records, (version, report.records)
+        stats = room.engines["a"].stats()
+        assert room.health.watch("a", stats, {SpecConfig(3): 2.5}) is None

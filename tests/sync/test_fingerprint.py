@@ -1,0 +1,150 @@
+"""Fingerprints see every change of bits and of place, and shards add up."""
+
+import pytest
+import torch
+from host_reads import HostReads
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rlspec.sync.fingerprint import Difference, compare, fingerprint, fingerprints
+
+ROW = 1 << 16  # words of 8 bytes
+
+
+def slow(tensor: torch.Tensor) -> int:
+    """Compute the definition in Python's integers."""
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    total = 0
+    for i in range(0, len(data), 8):
+        word = int.from_bytes(data[i : i + 8], "little")
+        word ^= word >> 32
+        row, column = divmod(i // 8, ROW)
+        total += (mix(row + 1) | 1) * (mix(column + (1 << 40)) | 1) * word
+    return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (), (0,), (33, 129)])
+def test_fingerprint_equals_its_definition(dtype, shape):
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
+    assert fingerprint(tensor) == slow(tensor)
+
+
+def test_rows_are_those_of_the_definition():
+    tensor = torch.arange(2 * ROW + 100)
+    assert fingerprint(tensor) == slow(tensor)
+
+
+@pytest.mark.parametrize("cut", [1, 100, ROW - 1, ROW, ROW + 1, 3 * ROW, 3 * ROW + 17])
+def test_contiguous_shards_add_up(cut):
+    tensor = torch.randn(3 * ROW + 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = fingerprint(tensor[:cut]) + fingerprint(tensor[cut:], start=cut)
+    assert parts % 2**64 == fingerprint(tensor)
+    narrow = tensor.bfloat16()
+    parts = fingerprint(narrow[: 4 * (cut // 4)]) + fingerprint(narrow[4 * (cut // 4) :], start=4 * (cut // 4))
+    assert parts % 2**64 == fingerprint(narrow)
+    with pytest.raises(ValueError, match="starts at byte 6 of its tensor: expected a multiple of 8"):
+        fingerprint(narrow, start=3)
+
+
+def test_every_small_change_changes_the_fingerprint():
+    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    seen = {fingerprint(tensor)}
+    bits = tensor.view(torch.int16)
+    for element in range(0, 4096, 97):
+        for bit in range(16):
+            changed = bits.clone().view(-1)
+            changed[element] ^= -(2**15) if bit == 15 else 2**bit
+            seen.add(fingerprint(changed.view(torch.bfloat16)))
+    assert len(seen) == 1 + 43 * 16
+    for other in (tensor.T, tensor.roll(1, 0), tensor.roll(32, 1), tensor.flip(0), tensor * -1, tensor * 2):
+        seen.add(fingerprint(other))
+    assert len(seen) == 1 + 43 * 16 + 6
+
+
+def test_flipped_signs_do_not_cancel():
+    """A plain sum of products would miss changes of the topmost bits of two words."""
+    tensor = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole = fingerprint(tensor)
+    for i in range(0, 400, 2):
+        flipped = tensor.clone()
+        flipped[i : i + 2] *= -1
+        assert fingerprint(flipped) != whole
+
+
+def test_kinds_of_zero_and_nan_differ():
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    quiet = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert fingerprint(quiet[:1]) != fingerprint(quiet[1:])
+
+
+def test_layout_in_memory_does_not_matter():
+    tensor = torch.randn(65, 33).bfloat16()
+    assert fingerprint(tensor.T.contiguous().T) == fingerprint(tensor)
+    storage = torch.randn(1 + tensor.numel()).bfloat16()
+    storage[1:] = tensor.view(-1)
+    assert fingerprint(storage[1:].view(65, 33)) == fingerprint(tensor)
+
+
+@pytest.mark.gpu
+def test_gpu_and_cpu_agree():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    tensor = torch.randn(300 * ROW + 5).bfloat16()
+    assert fingerprint(tensor.cuda()) == fingerprint(tensor)
+
+
+def test_differences_are_listed_by_name():
+    expected = {f"layer.{i}": i for i in range(8)}
+    assert compare(expected, dict(expected)).empty
+    held = {**{f"layer.{i}": 0 for i in range(6)}, "layer.6": 6, "extra": 1}
+    difference = compare(expected, held)
+    assert difference == Difference(("layer.7",), ("extra",), tuple(f"layer.{i}" for i in range(1, 6)))
+    assert str(difference) == (
+        "lacks layer.7; has besides extra; holds otherwise layer.1, layer.2, layer.3, layer.4 and 1 more"
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, ROW, 2 * ROW + 100])
+def test_the_form_for_a_gpu_computes_the_same(count):
+    """It runs here on the CPU: torch operators in place of numpy's."""
+    from megatron_rlspec.sync.fingerprint import _sums_on_device
+
+    tensor = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(5))
+    data = torch.cat([tensor.view(torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])
+    for first in (0, 7, ROW - 1):
+        both = torch.stack([data, data.flip(0)])
+        assert [n % 2**64 for n in _sums_on_device(both, first).tolist()] == [
+            fingerprint(one, start=8 * first) for one in both
+        ]
+
+
+def test_fingerprints_of_several_tensors_are_those_of_each():
+    tensors = [torch.randn(5), torch.randn(3, 3, dtype=torch.float64), torch.empty(0)]
+    assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []
+
+
+def test_tensors_of_one_size_share_launches_and_all_are_read_together():
+    """A mixture of experts has tens of thousands: here 64 experts and 16 biases, on what passes for a GPU."""
+
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Operators.count += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    tensors = [torch.randn(96, 64).bfloat16() for _ in range(64)] + [torch.randn(7) for _ in range(16)]
+    with HostReads() as reads:
+        there = [tensor.to("cuda") for tensor in tensors]
+        fingerprints(there[:1])  # makes the factors
+        reads.found.clear()
+        with Operators():
+            found = fingerprints(there)
+    assert Operators.count < 40 and list(reads.found.values()) == [1]
+    assert found == [fingerprint(tensor) for tensor in tensors]

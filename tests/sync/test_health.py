@@ -1,0 +1,319 @@
+"""Detectors and decisions of the health contract, and the sequence of repair on engines with documented behaviour."""
+
+import numpy as np
+import pytest
+import torch
+from memory_engine import MemoryEngine
+
+from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.sync.detectors import (
+    Drift,
+    Finding,
+    HealthSettings,
+    canary_finding,
+    decide,
+    logprob_finding,
+    stamp_finding,
+)
+from megatron_rlspec.sync.fingerprint import fingerprint
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.sync.push import Pusher
+from megatron_rlspec.types import OFF, Prompt, RoundStats, Sample, SpecConfig, SpecSchedule
+
+CHAIN = SpecConfig(3)
+SCHEDULE = SpecSchedule.fixed(SpecConfig(5))
+PROMPTS = [Prompt(i, np.arange(4 + i)) for i in range(8)]
+ACCEPT_LENGTH = 1 + 0.8 + 0.8**2 + 0.8**3
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    names = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.mtp_layers.0.input_proj.weight"]
+    return {name: torch.randn(4, 8, generator=generator) for name in names}
+
+
+def is_drafter(name: str) -> bool:
+    return "mtp" in name
+
+
+def exporter(version: int, damage=lambda name, tensor: tensor):
+    return lambda scope: ((name, damage(name, tensor)) for name, tensor in weights(version).items())
+
+
+def speculate(engine) -> None:
+    engine.set_schedule(SCHEDULE)
+
+
+def healthy(engines, **settings) -> Health:
+    return Health(
+        Pusher(engines), is_drafter, speculate, PROMPTS, settings=HealthSettings(**{"canary_share": 1.0} | settings)
+    )
+
+
+def good_for(engines, version: int) -> None:
+    """Make the memory engines draft well with the drafter of this version only."""
+    for engine in engines.values():
+        engine.good_drafter = {n: fingerprint(t) for n, t in weights(version).items() if is_drafter(n)}
+
+
+def push(health: Health, version: int, **options):
+    good_for(health.pusher.engines, version)
+    return health.push(version, options.pop("source", exporter(version)), **options)
+
+
+# ---- detectors --------------------------------------------------------------------------------------------------
+
+
+def sample(spans, response: int = 4) -> Sample:
+    n = 3 + response
+    return Sample(
+        "s", Prompt(0, np.arange(3)), np.arange(n), np.ones(n), np.full(n, -1.0), policy_versions=tuple(spans)
+    )
+
+
+def test_stamps():
+    assert stamp_finding([sample([(7, 3, 5), (8, 5, 7)])], 7, 8) is None
+    old = stamp_finding([sample([(7, 3, 7)]), sample([(6, 3, 7)])], 7, 7)
+    assert old.message == "s: tokens 3 to 7 drawn by version 6, expected 7" and old.target
+    assert "versions cover 2 of 4" in stamp_finding([sample([(7, 3, 5)])], 7, 7).message
+    assert "version 9, expected 7 to 8" in stamp_finding([sample([(9, 3, 7)])], 7, 8).message
+
+
+def test_canary_floor():
+    good = (60, 40, 30, 70)
+    weak = (150, 30, 10, 2)
+    dead = (200, 0, 0, 0)
+    assert canary_finding(good, 2.6, 0.5, 4) is None
+    assert "accept length 1.29 over 192 rounds, expected at least 1.80" in canary_finding(weak, 2.6, 0.5, 4).message
+    assert "accept length 1.00" in (message := canary_finding(dead, 2.6, 0.5, 4).message)
+    assert "no draft is accepted, as when an EAGLE-3 drafter reads other layers" in message
+    assert "EAGLE-3" not in canary_finding(weak, 2.6, 0.5, 4).message
+    assert canary_finding(weak, 1.3, 0.5, 4) is None  # a weak drafter that was predicted to be weak
+    assert canary_finding(dead, None, 0.5, 4) is None and canary_finding(dead, 1.0, 0.5, 4) is None
+    assert canary_finding((3, 0), 2.6, 0.5, 4) is None  # three rounds prove nothing
+    assert "no round" in canary_finding((), None, 0.5, 4).message
+
+
+def test_logprob_gap():
+    samples = [sample([(1, 3, 7)])]
+    assert logprob_finding(samples, [np.full(7, -1.0005)], 1e-3) is None
+    prompt_only = np.full(7, -1.0)
+    prompt_only[:3] = -9
+    assert logprob_finding(samples, [prompt_only], 1e-3) is None
+    assert "differ by 0.5000 nats per token" in logprob_finding(samples, [np.full(7, -1.5)], 1e-3).message
+    assert logprob_finding(samples, [np.full(7, np.nan)], 1e-3) is not None
+
+
+def rounds(probabilities, n: int, seed: int, stretch: int = 1) -> RoundStats:
+    """Draw n rounds. Each outcome is repeated `stretch` times, as in easy and hard parts of one request."""
+    random = np.random.default_rng(seed)
+    counts = random.multinomial(max(1, n // stretch), probabilities) * stretch
+    return RoundStats(CHAIN, 4, 100, int(counts.sum()), 1.0, tuple(int(c) for c in counts))
+
+
+@pytest.mark.parametrize("stretch", [1, 8])
+def test_drift_raises_no_false_alarm_at_the_floor(stretch):
+    """Acceptance exactly at the floor is the worst case that must not alarm: 300 pushes of 4,000 rounds."""
+    p = np.array([0.55, 0.25, 0.1, 0.1])
+    settings = HealthSettings(floor_share=1.0, false_alarm=1e-5)
+    predicted = {CHAIN: 1 + float(p @ np.arange(4))}
+    alarms = 0
+    for trial in range(300):
+        drift = Drift(settings, dict(predicted))
+        alarms += any(drift.observe([rounds(p, 40, 1000 * trial + i, stretch)]) for i in range(100))
+    assert alarms <= 300 * 500 * 1e-5 + 3
+
+
+def test_drift_alarms_soon_after_many_good_rounds():
+    drift = Drift(HealthSettings(), {CHAIN: 2.5})
+    for i in range(200):
+        assert drift.observe([rounds([0.3, 0.2, 0.2, 0.3], 200, i)]) is None
+    needed = 0
+    while drift.observe([RoundStats(CHAIN, 4, 100, 40, 1.0, (38, 2))]) is None:
+        needed += 40
+        assert needed < 3000, "a dead drafter went unnoticed"
+
+
+def test_drift_ignores_what_it_cannot_judge():
+    drift = Drift(HealthSettings(), {CHAIN: 2.5})
+    dead = (10**6,)
+    assert drift.observe([RoundStats(SpecConfig(0), 4, 1, 10**6, 1.0, dead)]) is None
+    assert drift.observe([RoundStats(OFF, 4, 1, 10**6, 1.0, dead)]) is None
+    assert drift.observe([RoundStats(SpecConfig(5), 4, 1, 10**6, 1.0, dead)]) is None
+    assert drift.observe([RoundStats(CHAIN, 4, 1, 10**6, 1.0, dead)]) is not None
+
+
+def test_decisions():
+    drafter = Finding("canary", "", target=False)
+    target = Finding("session", "", target=True)
+    assert decide([], None) == "speculate"
+    assert decide([drafter], None) == decide([target], None) == "push_again"
+    assert decide([target], []) == "speculate"
+    assert decide([target], [drafter]) == "plain"
+    assert decide([drafter], [drafter, target]) == "drop"
+
+
+# ---- repair -----------------------------------------------------------------------------------------------------
+
+
+def test_healthy_pushes_cause_no_action():
+    engines = {"a": MemoryEngine(seed=1), "b": MemoryEngine(seed=2)}
+    health = healthy(engines)
+    for version in range(60):
+        report = push(health, version, predicted=ACCEPT_LENGTH)
+        assert not report.records and report.serving == ("a", "b") and not report.plain
+    assert all(engine.schedule == SCHEDULE for engine in engines.values())
+    assert len(engines["a"].sessions) == 60
+    assert abs(report.metrics()["health/canary_accept_length"] - ACCEPT_LENGTH) < 0.6
+
+
+def test_a_lost_tensor_is_pushed_again_and_recorded_once():
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    health = healthy(engines)
+    lost = iter([True])
+    engines["b"].wire = lambda n, t: None if is_drafter(n) and next(lost, False) else (n, t)
+    report = push(health, 0)
+    assert report.serving == ("a", "b") and not report.plain
+    (record,) = report.records
+    assert record["engine"] == "b" and record["action"] == "speculate" and record["after_second_push"] == []
+    assert record["found"] == ["fingerprint: lacks model.mtp_layers.0.input_proj.weight"]
+    assert [len(e.sessions) for e in engines.values()] == [1, 2]
+    # Speculation was off in between, and b ends with the schedule that was asked for.
+    assert engines["b"].schedules[0] == "off" and engines["b"].schedule == SCHEDULE
+
+
+def test_an_exporter_bug_that_fingerprints_miss_ends_in_plain_decoding():
+    engines = {"a": MemoryEngine()}
+    health = healthy(engines)
+    push(health, 0)
+    wrong = exporter(1, lambda name, t: t.roll(4, dims=1) if is_drafter(name) else t)
+    report = push(health, 1, source=wrong)
+    assert report.serving == ("a",) and report.plain == ("a",)
+    assert "canary: accept length 1.00" in report.records[0]["after_second_push"][0]
+    assert engines["a"].schedule == SpecSchedule.fixed(OFF)
+    assert push(health, 2).plain == ()  # the next good push enables speculation again
+    assert engines["a"].schedule == SCHEDULE
+
+
+def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
+    """Pushes 1 s apart, canaries of 0.3 s: with a ninth of the time about every third push has one."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    engines = {"a": MemoryEngine()}
+    generate = engines["a"].generate
+
+    def slowly(requests, sampling):
+        clock[0] += 0.3
+        return generate(requests, sampling)
+
+    engines["a"].generate = slowly
+    health = healthy(engines, canary_share=0.11)
+    sang = []
+    for version in range(12):
+        sang.append("health/canary_accept_length" in push(health, version).metrics())
+        clock[0] += 1.0 - 0.3 * sang[-1]
+    assert sang[:4] == [True, False, False, True] and 0.3 * sum(sang) <= 0.11 * 12 + 0.3
+    for version in range(12, 18):
+        clock[0] += 1.0
+        report = push(health, version, source=exporter(version, lambda name, t: t * 2 if is_drafter(name) else t))
+        if report.plain:
+            break
+    assert report.plain == ("a",)
+    report = push(health, version + 1)  # without a pause, but with a canary, since the engine had a finding
+    assert "health/canary_accept_length" in report.metrics() and not report.plain
+
+
+def test_stop_by_configuration():
+    health = healthy({"a": MemoryEngine()}, on_failure="stop")
+    push(health, 0)
+    with pytest.raises(HealthError, match="on_failure is stop: a: canary: accept length 1.00"):
+        push(health, 1, source=exporter(1, lambda name, t: t * 2 if is_drafter(name) else t))
+
+
+def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    health = healthy(engines)
+    engines["b"].wire = lambda n, t: (n, torch.zeros_like(t) if n == "lm_head.weight" else t)
+    report = push(health, 0)
+    assert report.serving == ("a",) and report.records[0]["action"] == "drop"
+    engines["a"].fail_at = 0
+    with pytest.raises(HealthError, match="no engine is left to serve: a: session: a: connection lost"):
+        push(health, 1)
+
+
+def test_old_version_on_one_of_two_engines():
+    """The engine accepts the push but keeps version 0: fingerprints and stamps both show it."""
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    health = healthy(engines)
+    push(health, 0)
+    old = dict(engines["b"].tensors)
+
+    def stale(engine):
+        engine.tensors, engine.version = dict(old), 0
+
+    engines["b"].after_update = stale
+    report = push(health, 1)
+    assert report.serving == ("a",) and "holds otherwise" in report.records[0]["found"][0]
+
+    def only_the_stamp(engine):
+        engine.version = 0
+
+    engines["b"].after_update = only_the_stamp
+    report = push(health, 2)
+    assert "stamp: canary-00000002-0000: tokens 4 to 12 drawn by version 0, expected 2" in report.records[0]["found"][0]
+
+
+def test_sleep_loses_the_drafter():
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    health = healthy(engines)
+    push(health, 0)
+    assert health.after_sleep() == {}
+    engines["b"].tensors["model.mtp_layers.0.input_proj.weight"].zero_()
+    (name, finding), *rest = health.after_sleep().items()
+    assert (name, rest) == ("b", []) and finding.detector == "fingerprint" and not finding.target
+    assert push(health, 1, scope="drafter").serving == ("a", "b")
+    assert [engine.sessions[-1][1] for engine in engines.values()] == ["all", "all"]
+
+
+def test_drift_turns_speculation_off_once():
+    engines = {"a": MemoryEngine()}
+    health = healthy(engines)
+    push(health, 0)
+    dead = [RoundStats(CHAIN, 8, 100, 4000, 1.0, (4000, 0, 0, 0))]
+    assert health.watch("a", dead, {CHAIN: 2.5}).detector == "drift"
+    assert engines["a"].schedule == SpecSchedule.fixed(OFF)
+    assert health.watch("a", dead, {CHAIN: 2.5}) is None
+    push(health, 1)
+    assert health.watch("a", dead, {CHAIN: 2.5}) is not None
+
+
+def test_a_run_without_speculation_checks_stamps_only():
+    engines = {"a": MemoryEngine(acceptance=0.0)}
+    health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))
+    assert not health.push(0, exporter(0), predicted=3.0).records and engines["a"].schedules == []
+    engines["a"].after_update = lambda engine: setattr(engine, "version", 0)
+    with pytest.raises(HealthError, match="no engine is left to serve: a: stamp"):
+        health.push(1, exporter(1))
+
+
+def test_without_a_canary_a_healthy_engine_keeps_its_rule():
+    engines = {"a": MemoryEngine()}
+    health = Health(Pusher(engines), is_drafter, speculate)
+    health.push(0, exporter(0))
+    assert engines["a"].schedules == []
+    health.watch("a", [RoundStats(CHAIN, 8, 100, 4000, 1.0, (4000, 0, 0, 0))], {CHAIN: 2.5})
+    assert engines["a"].schedules == ["off"]
+    health.push(1, exporter(1))
+    assert engines["a"].schedules == ["off", "k5"]
+
+
+def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
+    engines = {"a": MemoryEngine()}
+    health = healthy(engines, canary_share=1e-9)
+    push(health, 0)
+    assert not push(health, 1).accept_lengths, "no canary is due"
+    health.join("b", MemoryEngine())
+    report = push(health, 2)
+    assert report.accept_lengths.keys() == {"a", "b"} and report.serving == ("a", "b")
+    assert health.pusher.engines["b"].schedules[-1] == "k5"
+    assert not push(health, 3).accept_lengths

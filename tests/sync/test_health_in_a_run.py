@@ -1,0 +1,170 @@
+"""The health contract in a run: rank 0's side with the embedded engine and the default canary."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_faults import MTP, swap
+from weight_oracles import echo_checkpoint
+
+from megatron_rlspec.config import load
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.records.metrics import Recorder, read_records
+from megatron_rlspec.rollout import open as opening
+from megatron_rlspec.run.checkpoints import Drawn
+from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
+from megatron_rlspec.speculation.forecast import Prediction
+from megatron_rlspec.speculation.rule import SpecRule
+from megatron_rlspec.sync.contract import HealthError
+from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
+
+PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
+CHAIN = SpecConfig(3)
+
+
+def start(config, hf_config, run_dir, resumed=None):
+    starting = StartingRollouts(config, hf_config, None, run_dir)
+    prompts = SimpleNamespace(rows=PROMPTS)
+    return Rollouts(starting, starting.wait(), Recorder(run_dir), prompts, resumed or {}, Drawn())
+
+
+class Run:
+    def __init__(self, tmp_path, **options):
+        self.hf_config, tensors = echo_checkpoint(0)
+        write_hf(tmp_path / "model", self.hf_config, tensors)
+        overrides = {
+            "model.path": str(tmp_path / "model"),
+            "model.dtype": "float32",
+            "model.max_length": "64",
+            "rollout.engine": "embedded",
+            "rollout.max_new_tokens": "32",
+            "rollout.max_running_requests": "32",
+            "rollout.max_total_tokens": "4096",
+            "spec.mode": "fixed",
+        }
+        if "health__canary_prompts" not in options:
+            overrides["health.canary_share"] = "1"
+        config = load(overrides=overrides | {name.replace("__", "."): value for name, value in options.items()})
+        self.run_dir = tmp_path / "run"
+        self.rollouts = start(config, self.hf_config, self.run_dir)
+        (self.engine,) = self.rollouts.engines.engines
+
+    def push(self, version, damage=lambda name, tensor: tensor):
+        tensors = echo_checkpoint(version)[1]
+        return self.rollouts.push(version, lambda scope: ((n, damage(n, t)) for n, t in tensors.items()))
+
+    def draw(self, name):
+        requests = [Request(f"{name}-{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        self.rollouts.engines.generate(requests, self.rollouts.sampling)
+
+    def events(self):
+        return [event for event in read_records(self.run_dir / "events.jsonl") if event["kind"] == "health"]
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    made = Run(tmp_path, **getattr(request, "param", {}))
+    yield made
+    made.rollouts.close()
+
+
+def half_swap(name, tensor):
+    return swap(tensor, 1) if name == MTP + "input_proj.weight" else tensor
+
+
+@pytest.mark.parametrize("run", [{}, {"spec__mode": "adaptive"}], ids=["fixed", "adaptive"], indirect=True)
+def test_a_healthy_run_is_not_disturbed(run):
+    for version in range(1, 6):
+        metrics = run.push(version)
+        assert metrics["health/canary_accept_length"] > 1.6 and metrics["health/canary_seconds"] > 0
+        if run.rollouts.config.spec.mode == "fixed":
+            assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+        else:
+            assert isinstance(run.engine.schedule, SpecRule) and run.engine.schedule.schedule is None
+        assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
+        run.draw(f"v{version}")
+        assert run.rollouts.adapt(None)["spec/rounds"] > 0
+    assert run.events() == []
+
+
+def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
+    run.push(1)
+    metrics = run.push(2, half_swap)
+    assert metrics["health/plain_engines"] == 1 and run.engine.schedule == SpecSchedule.fixed(OFF)
+    (event,) = run.events()
+    assert event["action"] == "plain" and "canary: accept length 1." in event["after_second_push"][0]
+    assert "no speculation until a later push: canary: accept length 1." in event["message"]
+    assert run.push(3)["health/plain_engines"] == 0 and run.engine.schedule == SpecSchedule.fixed(CHAIN)
+    assert len(run.events()) == 1
+
+
+@pytest.mark.parametrize("run", [{"health__on_failure": "stop"}], indirect=True)
+def test_on_failure_stop_ends_the_run_with_a_record(run):
+    run.push(1)
+    with pytest.raises(HealthError, match="on_failure is stop: embedded: canary: accept length 1"):
+        run.push(2, half_swap)
+    assert len(run.events()) == 1
+
+
+def test_a_drafter_that_breaks_during_a_rollout_is_off_until_the_next_push(run):
+    for version in (1, 2):
+        run.push(version)
+        run.draw(f"v{version}")
+        run.rollouts.adapt(None)
+    assert 2 < run.rollouts.learning.accept_lengths()[CHAIN] < 4 and run.events() == []
+    run.push(3)
+    for name in echo_checkpoint(3)[1]:
+        if name.startswith(MTP):
+            run.engine.model.tensors[name].view.zero_()
+    for again in range(8):
+        run.draw(f"w{again}")
+    run.rollouts.adapt(None)
+    (event,) = run.events()
+    assert event["found"] == ["drift"] and run.engine.schedule == SpecSchedule.fixed(OFF)
+    run.push(4)
+    assert run.engine.schedule == SpecSchedule.fixed(CHAIN)
+
+
+def gone(*_):
+    raise EngineError("gone")
+
+
+@pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
+@pytest.mark.parametrize("when", ["after its canary", "told what to start from"])
+def test_an_engine_that_ends_while_its_rule_is_set_is_left_out(run, when):
+    rollouts = run.rollouts
+    other = opening._embedded(run.rollouts.config)
+    rollouts.engines.add(other)
+    rollouts.health.join("other", other)
+    if when == "told what to start from":
+        run.push(1)
+        rollouts.health._spent = math.inf  # no canary is due
+        rollouts.learning.adapter.expect([0.5] * 5)
+    other.set_spec_rule = gone
+    assert run.push(2)["health/serving_engines"] == 2  # as far as its weights go
+    assert rollouts.engines.engines == (run.engine,)
+    events = [event["message"] for event in read_records(run.run_dir / "events.jsonl") if event["kind"] == "engine"]
+    assert events == ["other: left out, 1 remain: gone"]
+
+
+@pytest.mark.parametrize("run", [{"spec__mode": "adaptive"}], indirect=True)
+def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
+    rollouts = run.rollouts
+    run.push(1)
+    for reached in (100.0, 300.0):  # the first forecast is scored by the second rollout
+        run.draw(f"r{reached:.0f}")
+        rollouts.adapt(Prediction((1,), np.array([[reached]]), np.array([[reached / 4]])))
+    before = rollouts.learning.rule()
+    assert before["acceptance"] != rollouts.learning.adapter.acceptance.to_json()
+    state = json.loads(json.dumps(rollouts.state()))
+    after = start(rollouts.config, run.hf_config, tmp_path / "again", state)
+    assert after.learning.rule() == before and after.learning.state() == rollouts.learning.state()
+    after.close()
+
+
+@pytest.mark.parametrize("run", [{"health__canary_prompts": "0"}, {"spec__mode": "off"}], indirect=True)
+def test_without_a_canary_or_a_drafter_in_use_pushes_succeed(run):
+    assert "health/canary_accept_length" not in run.push(1) and run.events() == []

@@ -1,0 +1,114 @@
+"""A Llama with a drafter: MiMo's names, biases of 0 in the checkpoint, none in Megatron, the same function."""
+
+import pytest
+import torch
+from test_convert import run, same
+from test_pushed_families import checkpoint, config_of
+from transformers import AutoModelForCausalLM
+from weight_oracles import one_rank
+
+from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.commands.convert import main
+from megatron_rlspec.models.config import SCHEMAS, check_config
+from megatron_rlspec.models.families import FAMILIES, names_where
+from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
+from megatron_rlspec.models.names import name_table
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    config = config_of("LlamaForCausalLM", tie_word_embeddings=True, torch_dtype="float32")
+    config = {key: value for key, value in config.items() if "expert" not in key and "group" not in key}
+    for key in ("moe_intermediate_size", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor"):
+        del config[key]
+    config |= {"use_qk_norm": False, "eos_token_id": 2}
+    tensors = {n: t for n, t in checkpoint(config, folder / "names").items() if n != "lm_head.weight"}
+    write_hf(folder / "llama", config, tensors)
+    convert(plan(folder / "llama", folder / "with-drafter", add_mtp=True, to="hf"))
+    return folder
+
+
+def test_the_target_computes_what_the_llama_computes(llama):
+    tokens = torch.arange(40)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(llama / name)(tokens).logits for name in ("llama", "with-drafter")]
+    assert torch.equal(*logits)
+    config, tensors = read_hf(llama / "with-drafter")
+    assert (config["architectures"], config["model_type"]) == (["MiMoForCausalLM"], "qwen2")
+    biases = [name for name in tensors if name.endswith("_proj.bias")]
+    assert len(biases) == 3 * 4 and not any(tensors[name].count_nonzero() for name in biases)
+    assert not [name for name in name_table(config).rows if name.endswith("bias")]
+    check_config(config, "the model")
+
+
+def test_it_goes_through_megatron_bit_for_bit_and_its_logits_are_checked(llama, tmp_path):
+    code, report = one_rank(run, str(llama / "with-drafter"), str(tmp_path / "megatron"), "--quiet", "--check")
+    assert code == 0 and "policy" in report and "drafter" in report, report
+    convert(plan(tmp_path / "megatron", tmp_path / "back"))
+    assert same(dict(read_hf(llama / "with-drafter")[1]), tmp_path / "back")
+    code, report = one_rank(
+        run, str(llama / "llama"), str(tmp_path / "x"), "--quiet", "--add-mtp", "--to", "hf", "--check"
+    )
+    assert code == 0 and "drafter" in report, report
+
+
+def test_a_bias_that_is_not_0_is_refused(llama, tmp_path):
+    config, tensors = read_hf(llama / "with-drafter")
+    name = "model.layers.1.self_attn.k_proj.bias"
+    write_hf(tmp_path / "biased", config, {**tensors, name: tensors[name] + 1})
+    with pytest.raises(CheckpointError, match="biases of q, k and v that are not 0"):
+        convert(plan(tmp_path / "biased", tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+REFUSALS = {
+    "trained": ("Qwen3MoeForCausalLM", SCHEMAS),
+    "given a drafter": ("Qwen3ForCausalLM", names_where(lambda record: record.added_drafter)),
+    "checked": ("Glm4MoeForCausalLM", names_where(lambda record: record.transformers)),
+    "run by the embedded engine": ("Qwen3ForCausalLM", names_where(lambda record: record.embedded)),
+    "converted": ("GPT2LMHeadModel", FAMILIES),
+}
+
+
+@pytest.mark.parametrize("column", REFUSALS)
+def test_a_refusal_names_the_column_of_the_table(column, tmp_path, capsys):
+    from megatron_rlspec.rollout.embedded.model import Architecture
+
+    architecture, known = REFUSALS[column]
+    config = config_of(architecture) if column != "converted" else {"architectures": [architecture]}
+    expected = f"architecture {architecture} is not {column}; those are {', '.join(known)} (docs/families.md)"
+    if column == "run by the embedded engine":
+        act = lambda: Architecture.from_hf(config)  # noqa: E731
+    elif column == "trained":
+        act = lambda: check_config(config, "x")  # noqa: E731
+    elif column == "converted":
+        act = lambda: name_table(config)  # noqa: E731
+    else:
+        write_hf(tmp_path / "hf", config, checkpoint(config, tmp_path / "names"))
+        options = {"given a drafter": ["--add-mtp", "--to", "hf"], "checked": ["--check"]}[column]
+        assert main([str(tmp_path / "hf"), str(tmp_path / "x"), *options]) == 2
+        assert expected in capsys.readouterr().err
+        return
+    with pytest.raises(ValueError) as error:
+        act()
+    assert str(error.value).endswith(expected)
+
+
+def test_vllm_finds_every_tensor_of_its_mimo_drafter(llama):
+    """vLLM chooses MiMo's drafter by the architecture, and renames as its `mimo_mtp.py` says: by hand here."""
+    config, tensors = read_hf(llama / "with-drafter")
+    assert config["architectures"][0] == "MiMoForCausalLM" and config["num_nextn_predict_layers"] == 1
+    outside = {"token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"}
+    stacked = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+    stacked["up_proj"] = "gate_up_proj"
+    found = set()
+    for name in tensors:
+        if not name.startswith("model.mtp_layers.0."):
+            continue
+        parts = name.removeprefix("model.mtp_layers.0.").split(".")
+        inner = "" if parts[0] in outside else "mtp_block."
+        found.add(inner + ".".join(stacked.get(part, part) for part in parts))
+    block = ["self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"]
+    block += ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"]
+    block += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    assert found == {f"{name}.weight" for name in outside} | {f"mtp_block.{name}" for name in block}

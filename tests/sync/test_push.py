@@ -1,0 +1,333 @@
+"""After a push every engine holds all of it, or the report names the engine, which then serves nothing."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_engine import MemoryEngine
+from safetensors.torch import load
+from train_ranks import on_ranks
+
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.sync import push
+from megatron_rlspec.sync.bucket import Memory
+from megatron_rlspec.sync.fingerprint import compare, fingerprint
+from megatron_rlspec.sync.push import Pusher, PushError, buckets, exporting, in_buckets
+
+
+def weights(seed: int = 0, names: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = ["model.layers.{}.mlp.up_proj.weight", "model.mtp_layers.0.mlp.w{}.weight"]
+    return {kinds[i % 2].format(i): torch.randn(8, 16, generator=generator) for i in range(names)}
+
+
+def source_of(tensors):
+    def source(scope):
+        for name, tensor in tensors.items():
+            if scope == "all" or (scope == "drafter") == ("mtp" in name):
+                yield name, tensor
+
+    return source
+
+
+def holds(engine: MemoryEngine, tensors) -> bool:
+    return compare({n: fingerprint(t) for n, t in tensors.items()}, engine.fingerprints()).empty
+
+
+def test_all_engines_hold_the_new_version():
+    engines = {f"e{i}": MemoryEngine() for i in range(3)}
+    pusher = Pusher(engines)
+    for version in range(2):
+        report = pusher.push(version, source_of(weights(version)))
+        assert not report.failed and report.metrics()["push/failed_engines"] == 0
+        assert all(holds(e, weights(version)) and e.version == version for e in engines.values())
+    assert report.total_bytes == 12 * 8 * 16 * 4 and report.engines["e0"].sent_tensors == 12
+
+
+def test_a_drafter_that_is_not_trained_may_stay_in_an_engine():
+    engine = MemoryEngine()
+    engine.tensors = weights(3)
+    target = {name: tensor for name, tensor in weights().items() if "mtp" not in name}
+    frozen = {name for name in weights() if "mtp" in name}
+    assert "has besides" in Pusher({"e": engine}).push(0, source_of(target)).failed["e"]
+    pusher = Pusher({"e": engine}, frozen=frozen)
+    assert not pusher.push(1, source_of(target)).failed and pusher.verify()["e"].empty
+    engine.tensors["model.layers.0.mlp.up_proj.weight"] += 1
+    assert pusher.verify()["e"].differing == ("model.layers.0.mlp.up_proj.weight",)
+    assert not pusher.push(2, source_of(weights())).failed  # a drafter that is sent is compared
+    engine.tensors[min(frozen)] += 1
+    assert pusher.verify()["e"].differing == (min(frozen),)
+
+
+def test_an_engine_that_breaks_is_named_and_serves_nothing():
+    engines = {"good": MemoryEngine("good"), "bad": MemoryEngine("bad")}
+    pusher = Pusher(engines)
+    pusher.push(0, source_of(weights(0)))
+    engines["bad"].fail_at = 5
+    report = pusher.push(1, source_of(weights(1)))
+    assert report.failed == {"bad": "bad: connection lost after 5 tensors of version 1"}
+    assert holds(engines["good"], weights(1))
+    with pytest.raises(EngineError):
+        engines["bad"].generate([], None)
+    # The next push restores it. It sends all tensors, even with scope "drafter".
+    engines["bad"].fail_at = None
+    new = {n: t if "mtp" not in n else t + 1 for n, t in weights(1).items()}
+    report = pusher.push(2, source_of(new), scope="drafter")
+    assert report.scope == "all" and not report.failed
+    assert all(holds(engine, new) for engine in engines.values())
+
+
+def test_silent_damage_is_reported_by_name():
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine})
+    damaged = "model.layers.2.mlp.up_proj.weight"
+    engine.wire = lambda n, t: None if "w1." in n else (n, t * 2 if n == damaged else t)
+    report = pusher.push(0, source_of(weights()))
+    assert report.failed == {"e": f"lacks model.mtp_layers.0.mlp.w1.weight; holds otherwise {damaged}"}
+
+
+class BucketEngine(MemoryEngine):
+    """Takes packed buckets, as SGLang's client does, and reads each with the safetensors library."""
+
+    def __init__(self, name: str, memory: Memory) -> None:
+        super().__init__(name)
+        self.bucket_memory = memory
+
+    def update_weights(self, version, tensors, scope="all"):
+        super().update_weights(version, self.unpacked(tensors), scope)
+
+    def unpacked(self, tensors):
+        for bucket, _ in in_buckets(tensors, self.bucket_memory):
+            yield from load(bucket.file().numpy().tobytes()).items()
+
+
+def test_packed_buckets_serve_all_engines_and_a_flipped_bit_is_named(monkeypatch):
+    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    memory = Memory()
+    engines = {name: BucketEngine(name, memory) for name in ("good", "damaged", "bad")}
+    pusher = Pusher(engines)
+
+    def tensors(seed):
+        return {**weights(seed), "model.norm.weight": torch.randn(7).bfloat16(), "model.scale": torch.randn(3).double()}
+
+    def flipped(name, tensor):
+        if name == "model.norm.weight":
+            tensor.view(torch.int16)[4] ^= 1
+        return name, tensor
+
+    for broken in (False, True, False):  # memory of a failed push serves the next one
+        engines["damaged"].wire = flipped if broken else lambda name, tensor: (name, tensor)
+        engines["bad"].fail_at = 5 if broken else None
+        new = tensors(int(broken))
+        report = pusher.push(int(broken), source_of(new))
+        lost = "bad: connection lost after 5 tensors of version 1"
+        assert report.failed == ({"damaged": "holds otherwise model.norm.weight", "bad": lost} if broken else {})
+        assert holds(engines["good"], new)
+        poisoned = {**new, "model.norm.weight": torch.full((7,), float("nan"), dtype=torch.bfloat16)}
+        with pytest.raises(PushError, match="model.norm.weight holds NaN"):
+            pusher.push(9, source_of(poisoned))
+        assert not any(engine.serving for engine in engines.values())
+
+
+def test_an_engine_that_stops_reading_packed_buckets_is_named(monkeypatch):
+    monkeypatch.setattr(push, "bucket_bytes", lambda: 3 * 8 * 16 * 4)
+    engine = BucketEngine("e", Memory())
+    engine.unpacked = lambda tensors: next(in_buckets(tensors, engine.bucket_memory)) and []
+    assert Pusher({"e": engine}).push(0, source_of(weights())).failed["e"].startswith("stopped reading at model.")
+    engine.unpacked = list
+    with pytest.raises(TypeError, match="reads buckets, with `in_buckets`"):
+        Pusher({"e": engine}).push(0, source_of(weights()))
+
+
+def test_scope_drafter_sends_the_drafter_only():
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine})
+    pusher.push(0, source_of(weights()))
+    new = {n: t + 1 if "mtp" in n else t for n, t in weights().items()}
+    report = pusher.push(1, source_of(new), scope="drafter")
+    assert engine.sessions[-1] == (1, "drafter", 6) and not report.failed
+    assert holds(engine, new)
+    engine.tensors["model.layers.0.mlp.up_proj.weight"] += 1  # the rest is compared too
+    assert "layers.0" in pusher.push(2, source_of(new), scope="drafter").failed["e"]
+
+
+def test_delta_sends_changed_tensors_and_all_after_a_failure():
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine}, delta=True)
+    old = weights()
+    pusher.push(0, source_of(old))
+    new = {**old, "model.mtp_layers.0.mlp.w3.weight": torch.ones(8, 16)}
+    report = pusher.push(1, source_of(new))
+    assert engine.sessions[-1] == (1, "all", 1) and holds(engine, new) and report.engines["e"].sent_bytes == 512
+    engine.fail_at = 0
+    pusher.push(2, source_of(weights(5)))
+    engine.fail_at = None
+    pusher.push(3, source_of(weights(5)))
+    assert engine.sessions[-1] == (3, "all", 12) and holds(engine, weights(5))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_tensor_is_never_served(bad):
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine})
+    pusher.push(0, source_of(weights()))
+    poisoned = weights(1)
+    poisoned["model.layers.4.mlp.up_proj.weight"][3, 3] = bad
+    with pytest.raises(PushError, match="model.layers.4.mlp.up_proj.weight holds NaN or infinity"):
+        pusher.push(1, source_of(poisoned))
+    assert not engine.serving and engine.version == 0
+
+
+def test_exporter_mistakes():
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine})
+    with pytest.raises(PushError, match="gave lm_head.weight twice"):
+        pusher.push(0, lambda scope: [("lm_head.weight", torch.ones(1))] * 2)
+    with pytest.raises(PushError, match="gave no tensor"):
+        pusher.push(0, lambda scope: [])
+
+    def dies(scope):
+        yield from list(weights().items())[:3]
+        raise RuntimeError("rank 3 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 3 is gone"):
+        pusher.push(0, dies)
+    assert not engine.serving
+
+
+def test_an_engine_that_skips_the_end_is_not_trusted():
+    class Impatient(MemoryEngine):
+        def update_weights(self, version, tensors, scope="all"):
+            super().update_weights(version, (next(iter(tensors)) for _ in range(3)), scope)
+
+    report = Pusher({"e": Impatient()}).push(0, source_of(weights()))
+    assert "stopped reading" in report.failed["e"]
+
+
+def test_the_exporter_is_read_to_its_end_even_if_every_engine_fails():
+    read = []
+
+    def source(scope):
+        for name, tensor in weights(0, 40).items():
+            read.append(name)
+            yield name, tensor
+
+    engines = {"a": MemoryEngine(), "b": MemoryEngine()}
+    for engine in engines.values():
+        engine.fail_at = 1
+    report = Pusher(engines, feed_bytes=1).push(0, source)
+    assert len(report.failed) == 2 and len(read) == 40
+
+
+def test_the_exporter_runs_ahead_by_feed_bytes_at_most():
+    ahead = []
+    sent = 0
+    lock = threading.Lock()
+
+    class Slow(MemoryEngine):
+        def update_weights(self, version, tensors, scope="all"):
+            def slowly():
+                nonlocal sent
+                for pair in tensors:
+                    time.sleep(0.001)
+                    with lock:
+                        sent += 1
+                    yield pair
+
+            super().update_weights(version, slowly(), scope)
+
+    def source(scope):
+        for i, pair in enumerate(weights(0, 60).items()):
+            with lock:
+                ahead.append(i - sent)
+            yield pair
+
+    assert not Pusher({"e": Slow()}, feed_bytes=4 * 512).push(0, source).failed
+    assert max(ahead) <= 6  # four in the feed, one in the engine, one in the exporter
+
+
+def test_verify_finds_what_changed_since():
+    engine = MemoryEngine()
+    pusher = Pusher({"e": engine})
+    pusher.push(0, source_of(weights()))
+    assert pusher.verify()["e"].empty
+    engine.tensors["model.mtp_layers.0.mlp.w1.weight"].zero_()
+    assert pusher.verify()["e"].differing == ("model.mtp_layers.0.mlp.w1.weight",)
+    assert pusher.push(1, source_of(weights()), scope="drafter").scope == "all"
+
+
+def test_buckets_keep_attention_modules_together():
+    big = torch.zeros(100)
+    parts = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    names = [f"model.layers.{n}.{m}" for n in range(2) for m in [f"self_attn.{p}.weight" for p in parts] + ["a", "b"]]
+    cut = [[name for name, _ in bucket] for bucket in buckets(((name, big) for name in names), limit=400)]
+    assert [name for bucket in cut for name in bucket] == names
+    assert [len(bucket) for bucket in cut] == [4, 1, 1, 4, 1, 1]
+    assert [len(b) for b in buckets(((n, big) for n in names), limit=10**9)] == [12]
+
+
+def test_exporting_on_one_rank_is_the_exporter_itself():
+    with exporting(source_of(weights())) as source:
+        assert dict(source("drafter")).keys() == {n for n in weights() if "mtp" in n}
+
+
+def test_engines_killed_at_twenty_random_moments():
+    """Either an engine has the whole new version, or it refuses to answer and the next push restores it."""
+    chance = random.Random(0)
+    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
+    pusher = Pusher(engines, delta=True)
+    pusher.push(0, source_of(weights(0)))
+    for version in range(1, 21):
+        victim, other = chance.sample(sorted(engines), 2)
+        engines[victim].fail_at = chance.randrange(12)
+        report = pusher.push(version, source_of(weights(version)))
+        assert set(report.failed) == {victim} and not engines[victim].serving
+        assert holds(engines[other], weights(version)) and engines[other].version == version
+        engines[victim].fail_at = None
+        report = pusher.push(version, source_of(weights(version)), only=[victim])
+        assert not report.failed and holds(engines[victim], weights(version))
+
+
+def collective_export(scope):
+    """Every rank contributes; rank 0 yields the sum."""
+    for name, tensor in weights(dist.get_rank()).items():
+        if scope == "drafter" and "mtp" not in name:
+            continue
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 0:
+            yield name, tensor
+
+
+def pushes_twice(fail: bool):
+    dist.init_process_group("gloo")
+    engine = MemoryEngine()
+    outcome = "served"
+    pusher = Pusher({"e": engine})
+    try:
+        with exporting(collective_export) as source:
+            if source is not None:
+                assert not pusher.push(0, source).failed
+                assert pusher.push(1, source, scope="drafter").scope == "drafter"
+                if fail:
+                    raise RuntimeError("rank 0 has had enough")
+    except (RuntimeError, PushError) as error:
+        outcome = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    dist.destroy_process_group()
+    return outcome, engine.tensors
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_other_ranks_follow_as_often_as_rank_0_pushes(fail):
+    (outcome, held), (followed, nothing) = on_ranks(2, pushes_twice, fail)
+    first = weights(0)
+    second = weights(1)
+    assert nothing == {} and all(torch.equal(held[name], first[name] + second[name]) for name in first)
+    if fail:
+        assert outcome == "RuntimeError: rank 0 has had enough"
+        assert followed == "PushError: the push failed on rank 0"
+    else:
+        assert outcome == followed == "served"

@@ -1,0 +1,316 @@
+"""Faults against two real SGLang processes on the CPU, healthy pushes without alarm, and a pusher killed at random.
+
+The engines load a checkpoint that went through Megatron's format and back. To damage their memory, tests call SGLang's
+own loader without the pusher.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_faults import MTP, PROMPTS, SAMPLING, speculate, swap, trainer_logprobs
+from weight_oracles import echo_checkpoint
+
+from megatron_rlspec.checkpoint.convert import convert, plan
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.models.names import name_table
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.sync import push
+from megatron_rlspec.sync.detectors import HealthSettings, logprob_finding, stamp_finding
+from megatron_rlspec.sync.fingerprint import compare, fingerprint
+from megatron_rlspec.sync.health import Health
+from megatron_rlspec.sync.push import Pusher, PushError
+from megatron_rlspec.types import Request, SpecConfig
+
+pytestmark = pytest.mark.slow
+SERVE = ["--device", "cpu", "--dtype", "float32", "--candidate-steps", "0,1,2,3", "--max-total-tokens", "8192"]
+
+
+def start(room: Path, name: str) -> EngineProcess:
+    return launch(room / "served", room / f"{name}.log", arguments=SERVE, environment={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Path:
+    room = tmp_path_factory.mktemp("sglang")
+    config, tensors = echo_checkpoint(0)
+    write_hf(room / "hf", config, tensors)
+    convert(plan(room / "hf", room / "megatron"))
+    convert(plan(room / "megatron", room / "served"))
+    return room
+
+
+@pytest.fixture(scope="module")
+def urls(served) -> Iterator[list[str]]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RLSPEC_API_KEY", "right-key")  # of engines, and of clients that know an address only
+        processes = [start(served, name) for name in "ab"]
+        try:
+            yield [process.wait().url for process in processes]
+        finally:
+            for process in processes:
+                process.close()
+
+
+class Engine(SGLangEngine):
+    """The client with a place to damage what it sends. It reads single tensors, and packs them itself."""
+
+    bucket_memory = None
+
+    def __init__(self, url):
+        super().__init__(url, timeout=60)
+        self.wire = lambda name, tensor: tensor
+
+    def update_weights(self, version, tensors, scope="all"):
+        super().update_weights(version, ((name, self.wire(name, tensor)) for name, tensor in tensors), scope)
+
+
+class Room:
+    """Both engines, healthy at version 0, and a trainer that is about to push version 1."""
+
+    def __init__(self, urls):
+        self.config, self.old = echo_checkpoint(0)
+        self.new = echo_checkpoint(1)[1]
+        self.engines = dict(zip("ab", map(Engine, urls), strict=True))
+        is_drafter = set(name_table(self.config).drafter_names).__contains__
+        self.health = Health(
+            Pusher(self.engines),
+            is_drafter,
+            speculate,
+            PROMPTS,
+            settings=HealthSettings(canary_tokens=24, canary_share=1.0),
+        )
+        report = self.health.push(0, lambda scope: self.old.items())
+        assert not report.records and report.accept_lengths["a"] > 2.0
+        self.found: list[str] = []
+
+    def push(self, version=1, damage=lambda name, tensor: tensor):
+        source = [(name, damage(name, tensor)) for name, tensor in self.new.items()]
+        report = self.health.push(version, lambda scope: iter(source))
+        self.found += [line.split(":")[0] for record in report.records for line in record["found"]]
+        return report
+
+    def rollout(self, engine="b", version=1):
+        requests = [Request(f"r{time.monotonic_ns()}-{i:03d}.", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+        samples = self.engines[engine].generate(requests, SAMPLING)
+        recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
+        found = stamp_finding(samples, version, version), logprob_finding(samples, recomputed, bound=1e-3)
+        self.found += [finding.detector for finding in found if finding]
+
+    def look(self):
+        self.found += [finding.detector for finding in self.health.after_sleep().values()]
+
+    def behind_the_back(self, tensors, version=1, scope="all"):
+        SGLangEngine.update_weights(self.engines["b"], version, tensors, scope)
+
+
+def skips_the_drafter(room):
+    room.engines["b"].wire = lambda name, tensor: room.old[name] if name.startswith(MTP) else tensor
+    room.push()
+
+
+def one_tensor_stale(room):
+    room.engines["b"].wire = lambda name, tensor: room.old[name] if name == "model.norm.weight" else tensor
+    room.push()
+
+
+def half_swap(room):
+    room.push(damage=lambda name, tensor: swap(tensor, 1) if name == MTP + "input_proj.weight" else tensor)
+
+
+def another_drafter(room):
+    generator = torch.Generator().manual_seed(9)
+    room.push(damage=lambda n, t: t[torch.randperm(len(t), generator=generator)] if n.startswith(MTP) else t)
+
+
+def scaled(room):
+    room.push(damage=lambda name, tensor: tensor * 10 if name == MTP + "mlp.down_proj.weight" else tensor)
+
+
+def transposed(room):
+    room.push(damage=lambda name, tensor: tensor.T.contiguous() if name == MTP + "self_attn.o_proj.weight" else tensor)
+
+
+def shards_exchanged(room):
+    room.push(damage=lambda name, tensor: swap(tensor, 1) if name == "model.layers.0.mlp.down_proj.weight" else tensor)
+    room.rollout()
+
+
+def not_a_number(room):
+    with pytest.raises(PushError, match="model.norm.weight holds NaN"):
+        room.push(damage=lambda name, tensor: tensor * np.nan if name == "model.norm.weight" else tensor)
+    room.found.append("refused")
+    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
+        room.rollout()
+
+
+def old_version(room):
+    engine = room.engines["b"]
+    update = room.engines["b"].update_weights
+    engine.update_weights = lambda version, tensors, scope: deque(tensors, maxlen=0)
+    room.push()
+    engine.update_weights = update
+
+
+def head_of_another_step(room):
+    room.push(damage=lambda name, tensor: room.old[name] if name == "lm_head.weight" else tensor)
+    room.rollout()
+
+
+def drafter_zeroed(room):
+    room.push()
+    zeros = {n: torch.zeros_like(t) for n, t in room.new.items() if n.startswith(MTP)}
+    room.behind_the_back(zeros.items(), scope="drafter")
+    room.look()
+
+
+def nan_in_memory(room):
+    room.push()
+    tensor = room.new["model.norm.weight"].clone()
+    tensor[3] = float("nan")
+    room.behind_the_back({**room.new, "model.norm.weight": tensor}.items())
+    room.look()
+
+
+def restarted_with_old_weights(room):
+    room.push()
+    room.behind_the_back(room.old.items(), version=0)
+    room.rollout()
+
+
+def killed_half_way(room):
+    def dies(name, tensor):
+        if name == "model.norm.weight":
+            raise EngineError("b: the connection was lost")
+        return tensor
+
+    room.engines["b"].wire = dies
+    room.push()
+    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
+        room.rollout()
+
+
+FAULTS = {
+    "exporter: input projection's halves exchanged": (half_swap, "canary"),
+    "exporter: drafter's down_proj scaled by 10": (scaled, "canary"),
+    "exporter: drafter's o_proj transposed": (transposed, "canary"),
+    "exporter: a drafter of the same shapes from another model": (another_drafter, "canary"),
+    "exporter: target's down_proj shards exchanged": (shards_exchanged, "logprobs"),
+    "exporter: head of another step": (head_of_another_step, "logprobs"),
+    "exporter: NaN in one tensor": (not_a_number, "refused"),
+    "wire: one tensor stale": (one_tensor_stale, "fingerprint"),
+    "wire: the drafter is skipped": (skips_the_drafter, "fingerprint"),
+    "wire: killed half-way": (killed_half_way, "session"),
+    "engine: old version on one of two": (old_version, "fingerprint"),
+    "engine: restarted with old weights": (restarted_with_old_weights, "stamp"),
+    "engine: drafter zeroed": (drafter_zeroed, "fingerprint"),
+    "engine: NaN in one tensor": (nan_in_memory, "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(urls, name, fired):
+    inject, detector = FAULTS[name]
+    room = Room(urls)
+    inject(room)
+    fired[name] = list(dict.fromkeys(room.found))
+    assert detector == room.found[0]
+
+
+def test_twenty_healthy_pushes_raise_no_alarm(urls):
+    room = Room(urls)
+    for version in range(1, 21):
+        room.new = echo_checkpoint(version)[1]
+        report = room.push(version)
+        room.rollout("ab"[version % 2], version)
+        assert room.found == [] and report.serving == ("a", "b") and not report.plain
+        # The canary's rounds at least, and all of them under the schedule; acceptance stays what it was.
+        for name, engine in room.engines.items():
+            assert room.health.watch(name, engine.stats(), {SpecConfig(3): report.accept_lengths[name]}) is None
+
+
+def pusher_process(url, version, tensors, slowly):
+    def source(scope):
+        for name, tensor in tensors.items():
+            time.sleep(slowly)
+            yield name, tensor
+
+    push.bucket_bytes = lambda: 1  # every tensor travels alone, so that a mixture is really there between two of them
+    Pusher({"a": SGLangEngine(url, timeout=60)}).push(version, source)
+    os._exit(0)
+
+
+def test_a_pusher_killed_at_twenty_random_moments_leaves_nothing_mixed(urls):
+    """Afterwards an engine answers with one version. An engine that holds a mixture serves nothing until a push."""
+    room = Room(urls)
+    chance = random.Random(0)
+    marks = [{n: fingerprint(t) for n, t in echo_checkpoint(v)[1].items()} for v in (0, 1)]
+    context = multiprocessing.get_context("fork")
+    outcomes = {"old": 0, "new": 0, "silent": 0, "mixed": 0}
+    for trial in range(20):
+        process = context.Process(target=pusher_process, args=(urls[0], 1, room.new, 0.02))
+        process.start()
+        time.sleep(chance.uniform(0.0, 2.0))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        time.sleep(0.3)  # what it had sent arrives
+        fresh = SGLangEngine(urls[0], timeout=5.0)
+        answered = True
+        try:
+            sample = fresh.generate([Request(f"probe-{trial:02d}.", PROMPTS[0], seed=trial)], SAMPLING)[0]
+        except EngineError:
+            answered = False
+        held = fresh.fingerprints()
+        whole = [version for version in (0, 1) if compare(marks[version], held).empty]
+        if not answered:
+            outcomes["silent" if whole else "mixed"] += 1
+        else:
+            assert whole, f"trial {trial}: the engine serves a mixture"
+            assert {span[0] for span in sample.policy_versions} == set(whole)
+            outcomes["new" if whole == [1] else "old"] += 1
+        report = room.health.push(0, lambda scope: room.old.items())  # and it comes back
+        assert not report.records, report.records
+    assert outcomes["mixed"] > 0, f"no trial met an engine in between: {outcomes}"
+
+
+def test_an_engine_killed_during_a_push_leaves_the_rotation_and_comes_back(urls, served):
+    room = Room(urls)
+    victim = start(served, "victim")
+    room.engines["c"] = room.health.pusher.engines["c"] = Engine(victim.wait().url)
+
+    def dies(name, tensor):
+        if name == "model.norm.weight":
+            os.killpg(victim.process.pid, signal.SIGKILL)
+        return tensor
+
+    room.engines["c"].wire = dies
+    report = room.push()
+    assert report.serving == ("a", "b") and report.records[0]["engine"] == "c" and "session" in room.found
+    room.rollout("a")
+    again = start(served, "again")
+    try:
+        room.health.pusher.engines["c"] = Engine(again.wait().url)
+        assert room.push(2).serving == ("a", "b", "c")
+    finally:
+        victim.close()
+        again.close()
+
+
+def test_engine_logprobs_equal_those_of_the_trainers_model(urls):
+    """SGLang's log-probs equal Transformers', from a checkpoint that went through Megatron's format."""
+    room = Room(urls)
+    room.new = room.old
+    room.rollout("a", version=0)
+    assert room.found == []

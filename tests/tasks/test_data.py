@@ -1,0 +1,287 @@
+"""Rows of both formats, chat templates, lengths, the order of drawing, and every way a row can be wrong."""
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_rlspec.config import DataConfig, load
+from megatron_rlspec.tasks.data import (
+    DataError,
+    Demonstrations,
+    Order,
+    Prompts,
+    load_tokenizer,
+    read_demonstrations,
+    read_prompts,
+    read_rows,
+)
+
+MAKE_TASK = Path(__file__).parents[2] / "examples" / "quickstart" / "make_task.py"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.role[0] }}={{ m.content }},{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """Make a tokenizer with one token per character, for a-z, A-V, digits, `=`, `,` and `#`."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    runpy.run_path(str(MAKE_TASK))["write_tokenizer"](path)
+    return path
+
+
+@pytest.fixture
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def jsonl(path: Path, rows: list) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path, tokenizer):
+    rows = [
+        {"prompt": f"a{i}b2=", "label": str(i + 2), "metadata": {"items": 2, "nested": {"x": [i]}}} for i in range(5)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
+    jsonl(tmp_path / "rows.jsonl", [rows[0], "", *rows[1:]])
+    results = [read_prompts(tmp_path / name, DataConfig(), tokenizer, 100) for name in ("rows.jsonl", "rows.parquet")]
+    for prompts, dropped in results:
+        assert dropped == 0
+        assert [(p.id, p.text, p.label, p.metadata) for p in prompts] == [
+            (i, row["prompt"], row["label"], row["metadata"]) for i, row in enumerate(rows)
+        ]
+        for prompt in prompts:
+            assert prompt.tokens.dtype == np.int64
+            assert tokenizer.decode(prompt.tokens) == prompt.text
+
+
+def test_keys_and_numbers_as_labels(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"q": "a1=", "gold": 7, "extra": {"k": 1}}, {"q": "b2=", "gold": 2.5}])
+    options = DataConfig(prompt_key="q", label_key="gold", metadata_key="extra")
+    prompts, _ = read_prompts(path, options, tokenizer, 100)
+    assert [(p.label, p.metadata) for p in prompts] == [("7", {"k": 1}), ("2.5", {})]
+    prompts, _ = read_prompts(path, DataConfig(prompt_key="q", label_key=""), tokenizer, 100)
+    assert [p.label for p in prompts] == ["", ""]
+
+
+def test_chat_template_renders_messages_and_text(tmp_path, chat_tokenizer):
+    messages = [{"role": "system", "content": "x1"}, {"role": "user", "content": "a1"}]
+    rows = [{"prompt": messages, "label": "1"}, {"prompt": "b2", "label": "2"}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    prompts, _ = read_prompts(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert [p.text for p in prompts] == ["s=x1,u=a1,a=", "u=b2,a="]
+    table = pyarrow.Table.from_pylist(rows[:1])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    again, _ = read_prompts(tmp_path / "rows.parquet", DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert again[0].text == prompts[0].text
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "label": "1"} for n in (3, 9, 5, 6, 5)])
+    prompts, dropped = read_prompts(path, DataConfig(), tokenizer, 5)
+    assert [(p.id, len(p.tokens)) for p in prompts] == [(0, 3), (2, 5), (4, 5)]
+    assert dropped == 2
+    with pytest.raises(DataError, match="no prompts of at most 2 tokens; all 5 rows are longer"):
+        read_prompts(path, DataConfig(), tokenizer, 2)
+
+
+def test_demonstrations_train_the_response_and_its_end(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1=", "response": "a1=1,#1"}, {"prompt": "b2=", "response": ""}])
+    samples, dropped = read_demonstrations(path, DataConfig(), tokenizer, 100)
+    assert dropped == 0
+    first, second = samples
+    assert tokenizer.decode(first.tokens) == "a1=a1=1,#1<eos>"
+    assert first.loss_mask.tolist() == [0] * 3 + [1] * 8
+    assert first.prompt_len == 3 and first.text == "a1=1,#1" and not first.behaviour_logprobs.any()
+    assert second.loss_mask.tolist() == [0, 0, 0, 1] and second.tokens[-1] == tokenizer.eos_token_id
+    # 11 and 4 tokens: the end counts, too.
+    assert [len(read_demonstrations(path, DataConfig(), tokenizer, n)[0]) for n in (11, 10)] == [2, 1]
+
+
+def test_sources_take_their_limits_from_the_config(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "label": "1", "written": "b" * 8} for n in range(1, 21)])
+    overrides = {"model.max_length": "24", "rollout.max_new_tokens": "12", "sft.response_key": "written"}
+    config = load(None, overrides)
+    prompts = Prompts(path, tokenizer, config)
+    assert len(prompts) == 12 and prompts.dropped == 8
+    demonstrations = Demonstrations(path, tokenizer, config)
+    assert len(demonstrations) == 24 - 8 - 1 and demonstrations.dropped == 5
+    drawn = prompts.take(12)
+    assert sorted(len(p.tokens) for p in drawn) == list(range(1, 13))
+    assert [len(p.tokens) for p in drawn] != list(range(1, 13))
+    unshuffled = Prompts(path, tokenizer, load(None, {**overrides, "data.shuffle": "false"}))
+    assert [len(p.tokens) for p in unshuffled.take(14)] == [*range(1, 13), 1, 2]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_draws_every_row_once(shuffle):
+    order = Order(10, seed=3, shuffle=shuffle)
+    epochs = [order.take(10) for _ in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(10))
+    assert (epochs[0] != epochs[1]) == shuffle
+    assert Order(10, seed=3, shuffle=shuffle).take(30) == sum(epochs, [])
+    assert (Order(10, seed=4, shuffle=shuffle).take(30) == sum(epochs, [])) == (not shuffle)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "count"), [(7, 3), (7, 6), (7, 7), (8, 3), (3, 7), (2, 8), (1, 4)])
+def test_no_step_has_a_row_twice_unless_it_must(size, count, shuffle):
+    order = Order(size, seed=1, shuffle=shuffle)
+    steps = [order.take(count) for _ in range(4 * size)]
+    for step in steps:
+        often = [step.count(row) for row in range(size)]
+        assert max(often) - min(often) <= 1 and len(step) == count
+    drawn = sum(steps, [])
+    often = [drawn.count(row) for row in range(size)]
+    assert sum(often) == 4 * size * count and max(often) - min(often) <= 2  # nothing is lost: late rows come soon
+
+
+def test_a_refilled_step_takes_no_row_that_it_has():
+    order = Order(5, seed=3)
+    for _ in range(30):
+        step = order.take(3)
+        step += order.take(1, beside=step)
+        step += order.take(1, beside=step)
+        assert sorted(step) == list(range(5))
+
+
+def test_an_order_resumes_after_any_step():
+    order = Order(7, seed=1)
+    whole = [order.take(3) for _ in range(20)]
+    for cut in range(20):
+        first = Order(7, seed=1)
+        before = [first.take(3) for _ in range(cut)]
+        state = json.loads(json.dumps(first.state()))
+        second = Order(7, seed=1)
+        second.restore(state)
+        assert before + [second.take(3) for _ in range(20 - cut)] == whole
+    for late in (None, [7], [True], "1", [-1]):
+        with pytest.raises(DataError, match="late="):
+            Order(7, seed=1).restore(state | {"late": late})
+
+
+def test_an_order_refuses_another_runs_state():
+    state = Order(7, seed=1).state()
+    with pytest.raises(DataError, match="seed was 1, but is 2 now"):
+        Order(7, seed=2).restore(state)
+    with pytest.raises(DataError, match="size was 7, but is 8 now"):
+        Order(8, seed=1).restore(state)
+
+
+GOOD = {"prompt": "a1=", "label": "1"}
+BAD_ROWS = {
+    '{"prompt": "a1=", "label": ': "not valid JSON: Expecting value",
+    '["a1=", "1"]': "a list, expected an object",
+    '"a1="': "text, expected an object",
+    "3": "a number, expected an object",
+    "null": "null, expected an object",
+    '{"label": "1"}': "no prompt; the row has label",
+    '{"prompt": null, "label": "1"}': "prompt is null, expected a value",
+    "{}": "no prompt; the row has nothing",
+    '{"prompt": "a1="}': "no label; the row has prompt",
+    '{"prompt": "", "label": "1"}': "the prompt is empty",
+    '{"prompt": 5, "label": "1"}': "the prompt is a number, expected text; chat messages need",
+    '{"prompt": [{"role": "user", "content": "x"}], "label": "1"}': "the prompt is a list, expected text; chat",
+    '{"prompt": "a1=", "label": ["1"]}': "label is a list, expected text or a number",
+    '{"prompt": "a1=", "label": true}': "label is true or false, expected text or a number",
+    '{"prompt": "a1=", "label": {"answer": 1}}': "label is an object, expected text or a number",
+    '{"prompt": "a1=", "label": "1", "metadata": "x"}': "metadata is text, expected an object",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_ROWS.items())
+def test_a_bad_row_is_reported_with_file_and_line(tmp_path, tokenizer, line, message):
+    path = jsonl(tmp_path / "rows.jsonl", [GOOD, "", line, GOOD])
+    with pytest.raises(DataError) as told:
+        read_prompts(path, DataConfig(), tokenizer, 100)
+    assert str(told.value).startswith(f"{path}:3: ")
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+BAD_CHATS = {
+    "5": "the prompt is a number, expected text or a list of messages",
+    "[]": "the prompt is empty",
+    '["hello"]': "a message is text, expected an object with role and content",
+    '[{"role": "user"}]': "a message is an object, expected an object with role and content",
+    '[{"role": "tool", "content": "x"}]': "the chat template refuses the messages: no tools here",
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_CHATS.items())
+def test_bad_messages_are_reported_with_file_and_line(tmp_path, chat_tokenizer, prompt, message):
+    path = jsonl(tmp_path / "rows.jsonl", [f'{{"label": "1", "prompt": {prompt}}}'])
+    with pytest.raises(DataError) as told:
+        read_prompts(path, DataConfig(apply_chat_template=True), chat_tokenizer, 100)
+    assert str(told.value) == f"{path}:1: {message}"
+
+
+def test_a_tokenizer_without_template_is_named(tmp_path, tokenizer, directory):
+    path = jsonl(tmp_path / "rows.jsonl", [GOOD])
+    with pytest.raises(DataError, match=f"{directory}: data.apply_chat_template=true, but the tokenizer has no"):
+        read_prompts(path, DataConfig(apply_chat_template=True), tokenizer, 100)
+
+
+def test_a_bad_response_is_reported(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1=", "response": 5}])
+    with pytest.raises(DataError, match=f"{path}:1: response is a number, expected text"):
+        read_demonstrations(path, DataConfig(), tokenizer, 100)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        read_demonstrations(path, DataConfig(), tokenizer, 100)
+
+
+def test_bad_files_are_refused(tmp_path, tokenizer):
+    def told(path) -> str:
+        with pytest.raises(DataError) as error:
+            list(read_rows(path))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert told(tmp_path / "none.jsonl") == f"{tmp_path}/none.jsonl: No such file or directory"
+    assert told(tmp_path / "none.parquet").startswith(f"{tmp_path}/none.parquet: ")
+    assert told(tmp_path / "rows.json") == f"{tmp_path}/rows.json: expected a name that ends in .jsonl or .parquet"
+    (tmp_path / "folder.jsonl").mkdir()
+    assert told(tmp_path / "folder.jsonl") == f"{tmp_path}/folder.jsonl: expected a regular file, found a directory"
+    (tmp_path / "latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xe9"}\n')
+    assert told(tmp_path / "latin.jsonl").startswith(f"{tmp_path}/latin.jsonl:2: not valid JSON: not UTF-8 at byte 12")
+    whole = tmp_path / "whole.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD] * 100), whole)
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
+    assert told(tmp_path / "cut.parquet").startswith(f"{tmp_path}/cut.parquet: truncated or not Parquet (")
+    empty = jsonl(tmp_path / "empty.jsonl", [])
+    with pytest.raises(DataError, match="no prompts of at most 5 tokens; the file has no rows"):
+        read_prompts(empty, DataConfig(), tokenizer, 5)
+
+
+def test_a_bad_parquet_row_is_reported_with_its_number(tmp_path, tokenizer):
+    rows = [GOOD, GOOD, {"prompt": None, "label": "1"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=f"{tmp_path}/rows.parquet: row 3: prompt is null"):
+        read_prompts(tmp_path / "rows.parquet", DataConfig(), tokenizer, 100)
+
+
+def test_a_missing_tokenizer_is_reported(tmp_path):
+    with pytest.raises(DataError, match=f"{tmp_path}/none: no such directory"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(DataError, match=f"{tmp_path}: no tokenizer that Transformers can load") as told:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(told.value)
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(DataError, match="no tokenizer that Transformers can load"):
+        load_tokenizer(tmp_path)

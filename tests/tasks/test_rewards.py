@@ -1,0 +1,440 @@
+"""Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rlspec import cli
+from megatron_rlspec.commands.report import records as report_records
+from megatron_rlspec.config import ConfigError, RewardConfig
+from megatron_rlspec.records.metrics import Recorder
+from megatron_rlspec.run.rollouts import rollout_metrics
+from megatron_rlspec.tasks import reward_worker
+from megatron_rlspec.tasks.reward_worker import final_answer
+from megatron_rlspec.tasks.rewards import Scorer, Scoring, failed
+from megatron_rlspec.types import Prompt, Sample
+
+FUNCTIONS = """
+import os, sys, time
+def length(prompt, response, label, metadata):
+    print("rewards may print,", end="")
+    os.write(1, b"even past Python\\n")
+    return len(response) + len(prompt) * metadata.get("scale", 0)
+def awkward(prompt, response, label, metadata):
+    if response == "raise": raise RuntimeError("no such\\nluck")
+    if response == "hang": time.sleep(3600)
+    if response == "exit": sys.exit(3)
+    if response == "die": os._exit(4)
+    if response == "nan": return float("nan")
+    if response == "none": return None
+    return len(response) > 2
+def pid(prompt, response, label, metadata):
+    "Waits until as many processes are here as the sample says."
+    open(f"here-{os.getpid()}", "w").close()
+    while sum(name.startswith("here-") for name in os.listdir()) < metadata["processes"]: time.sleep(0.01)
+    return os.getpid()
+def lasts(prompt, response, label, metadata):
+    time.sleep(0.3)
+    open(f"ended-{label}", "w").close()
+    return 1
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+def sample(text: str, label: str = "", number: int = 0, **metadata) -> Sample:
+    tokens = np.arange(4)
+    prompt = Prompt(number, tokens[:2], label=label, text="prompt", metadata=metadata)
+    return Sample(f"r{number}", prompt, tokens, np.ones(4, np.float32), np.zeros(4, np.float32), text=text)
+
+
+def score(kind: str, samples: list[Sample], **options) -> tuple[list[float], list[str]]:
+    with Scorer(RewardConfig(kind=kind, **options)) as scorer:
+        failures = scorer.score(samples)
+    return [s.reward for s in samples], failures
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "reward"),
+    [
+        ("k3=3,l9=2,#2", "2", 1),
+        ("k3=3,l9=2,#2", "3", 0),
+        ("the sum is 72\n#### 72\n", "She sold 24 more.\n#### 72", 1),
+        ("the sum is 72", "#### 72", 0),
+        (" 7 ", "7", 1),
+        ("C#", "C#", 1),
+        ("#7", "C#7", 1),  # only the final answer counts
+        ("k3=3,", "3", 0),
+        ("", "", 1),
+    ],
+)
+def test_exact(text, label, reward):
+    assert score("exact", [sample(text, label)]) == ([reward], [])
+
+
+def test_final_answer_follows_the_last_hashes():
+    assert [final_answer(t) for t in ("a # b ## c ", "#### 72", "72", "a#")] == ["c", "72", "72", ""]
+
+
+def test_math():
+    cases = [
+        ("So it is $\\frac{2}{4}$.", "0.5", 1),
+        ("thus \\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
+        ("#### 1,234", "She has 1234.\n#### 1234", 1),
+        ("5 apples, so #### 6", "#### 5", 0),
+        ("I do not know", "3", 0),
+        ("the pair is $(1, 2)$", "(1, 2)", 1),
+        ("the pair is $(3, 2)$", "(1, 2)", 0),
+        ("", "3", 0),
+    ]
+    rewards, failures = score("math", [sample(text, label) for text, label, _ in cases], workers=2)
+    assert not failures
+    assert rewards == [reward for *_, reward in cases]
+    assert "is no mathematical expression" in score("math", [sample("1", "")], workers=1)[1][0]
+
+
+def test_function_gets_the_sample_and_may_print(functions):
+    samples = [sample("x" * n, number=n, scale=n % 2) for n in range(20)]
+    rewards, failures = score("my_rewards:length", samples, workers=3)
+    assert not failures
+    assert rewards == [n + 6 * (n % 2) for n in range(20)]
+
+
+def test_what_goes_wrong_is_marked_and_the_others_are_judged(functions):
+    texts = ["fine", "raise", "ok", "hang", "exit", "fine", "die", "nan", "none", "fine"]
+    samples = [sample(text, number=i) for i, text in enumerate(texts)]
+    rewards, failures = score("my_rewards:awkward", samples, workers=1, timeout_seconds=4)
+    assert rewards == [1, 0, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert [i for i, s in enumerate(samples) if failed(s)] == [1, 3, 4, 6, 7, 8]
+    assert failures == [
+        "r1: RuntimeError: no such luck",
+        "r3: no answer within 4 s",
+        "r4: the reward's process ended with exit code 3",
+        "r6: the reward's process ended with exit code 4",
+        "r7: ValueError: reward is nan, expected one finite number",
+        "r8: ValueError: reward is None, expected one finite number",
+    ]
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Broken(float):
+    def item(self):
+        raise Unreadable
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.5",
+        b"1",
+        "1_0",
+        "\u0663",
+        10**400,
+        1j,
+        [1.0],
+        np.array("1"),
+        np.zeros(2),
+        1e300,
+        Unreadable(),
+        Broken(),
+        math.inf,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_one_finite_number_is_a_reward(value):
+    with pytest.raises(ValueError, match="expected one finite number|is no number") as error:
+        reward_worker.number(value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_numbers_of_other_libraries_are_rewards():
+    values = [True, 2, 0.5, np.float32(0.5), np.int64(3), np.bool_(True), np.array([0.25])]
+    assert [reward_worker.number(value) for value in values] == [1, 2, 0.5, 0.5, 3, 1, 0.25]
+
+
+def test_an_error_without_a_text_has_one_line():
+    assert reward_worker.one_line(Unreadable()) == "Unreadable: (Unreadable, whose str() raised RuntimeError)"
+
+
+def test_escape_codes_of_a_reward_reach_no_terminal(tmp_path, capsys):
+    text = "\x1b]0;title\x07\x1b[2J"
+    Recorder(tmp_path).event(
+        "reward", f"step 0: 1 of 4 rewards failed; {reward_worker.one_line(ValueError(text))}{text}"
+    )
+    cli.run(lambda: (_ for _ in ()).throw(ConfigError(text)))
+    printed = capsys.readouterr().err + (tmp_path / "events.jsonl").read_text()
+    assert "\x1b" not in printed and "\\u001b" not in printed and "\x07" not in printed
+    assert printed.count("x1b]0;title") == 5  # stderr has two and the refusal one, events.jsonl two
+
+
+def test_failed_rewards_enter_no_mean_and_are_marked_in_the_record(tmp_path):
+    samples = [sample("x" * n, number=n) for n in range(8)]
+    for one in samples:
+        one.reward = -1.0
+    for one in samples[::2]:
+        one.reward, one.metadata["reward_error"] = 0.0, "ValueError: odd"
+    found = rollout_metrics(samples)
+    assert (found["reward"], found["reward_std"], found["failed_rewards"]) == (-1, 0, 4)
+    assert [found[f"reward_quarter_{q}"] for q in (1, 2, 3, 4)] == [-1] * 4
+    assert not {"reward", "reward_std", "reward_quarter_1"} & set(rollout_metrics(samples[::2]))
+    Recorder(tmp_path).samples(0, samples[:2], str)
+    rows = report_records.read(tmp_path / "samples.jsonl", report_records.SampleRow)
+    assert [(row.reward, row.reward_error) for row in rows] == [(None, "ValueError: odd"), (-1.0, "")]
+
+
+def test_a_second_score_forgets_the_first_failure(functions):
+    with Scorer(RewardConfig(kind="my_rewards:awkward", workers=1)) as scorer:
+        one = sample("raise")
+        assert scorer.score([one]) and failed(one)
+        one.text = "fine"
+        assert not scorer.score([one]) and not failed(one) and one.reward == 1
+
+
+def test_rewards_run_at_the_same_time(functions):
+    rewards, failures = score("my_rewards:pid", [sample("", number=i, processes=4) for i in range(8)], workers=4)
+    assert not failures and len(set(rewards)) == 4
+
+
+def test_rewards_begin_when_their_sample_ends(functions, tmp_path):
+    """A reward takes 0.3 s at least. Four samples end while others are drawn; only the last reward is waited for."""
+    samples = [sample("", label=str(i), number=i) for i in range(5)]
+    with Scorer(RewardConfig(kind="my_rewards:lasts", workers=1)) as scorer:
+        scoring = Scoring(scorer)
+        for one in samples[:4]:
+            scoring.add(one)
+        wait_until(lambda: len(list(tmp_path.glob("ended-*"))) == 4)
+        assert not scoring.finish(samples)
+        late = Scoring(scorer)
+        assert not late.finish(samples)
+    assert all(one.reward == 1 for one in samples)
+    assert scoring.hidden > 0.9 and scoring.hidden + scoring.waited > 1.5 and late.hidden == 0 and late.waited > 1.5
+
+
+def test_no_process_is_left_behind(functions):
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    score("my_rewards:awkward", [sample(t) for t in ("hang", "fine", "die")], workers=2, timeout_seconds=0.3)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+
+
+class Service(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["response"] == "slow":
+            self.server.judged.wait(60)
+        self.send_response(500 if body["response"] == "broken" else 200)
+        self.end_headers()
+        answer = {"reward": len(body["label"])} if body["metadata"] else len(body["prompt"])
+        self.wfile.write(b"nonsense" if body["response"] == "nonsense" else json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_http():
+    server = HTTPServer(("127.0.0.1", 0), Service)
+    server.judged = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/reward"
+    samples = [sample("a"), sample("b", label="four", number=1, any=1), sample("broken", number=2)]
+    samples += [sample("nonsense", number=3), sample("slow", number=4)]
+    rewards, failures = score(url, samples, workers=1, timeout_seconds=4)
+    server.judged.set()
+    server.shutdown()
+    server.server_close()
+    assert rewards == [6, 4, 0, 0, 0]
+    assert [line[:2] for line in failures] == ["r2", "r3", "r4"]
+    assert "500 Server Error" in failures[0]
+
+
+def test_a_reward_server_that_is_down_fails_the_samples():
+    rewards, failures = score("http://127.0.0.1:9/", [sample("a")], workers=1)
+    assert rewards == [0] and "ConnectionError" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("my_rewards:missing", "reward.kind=my_rewards:missing: AttributeError: module 'my_rewards' has no"),
+        ("no_such_module:f", "reward.kind=no_such_module:f: ModuleNotFoundError: No module named"),
+        ("my_rewards:not_callable", "TypeError: my_rewards:not_callable is not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_refused_in_one_line(functions, kind, message):
+    with pytest.raises(ConfigError) as told:
+        Scorer(RewardConfig(kind=kind, workers=1))
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_worker_starts_without_heavy_imports():
+    code = "import sys, megatron_rlspec.tasks.reward_worker; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# ---- what a reward's own processes and writes must not do -----------------------------------------------------------
+
+PROCESSES = """
+import os, subprocess, sys, time
+def forks(prompt, response, label, metadata):
+    "Both processes return, the child first and with another value."
+    if os.fork() == 0:
+        return 111
+    time.sleep(0.05)
+    return float(response)
+def forks_past_python(prompt, response, label, metadata):
+    import ctypes
+    if ctypes.CDLL(None).fork() == 0:
+        return 111
+    return float(response)
+def forked_child_exits(prompt, response, label, metadata):
+    if os.fork() == 0:
+        sys.exit(7)
+    return float(response)
+def writes_everywhere(prompt, response, label, metadata):
+    for fd in range(3, 64):
+        for text in (b'{"reward": 111}', b'{"id": "started", "reward": 111}\\n', b"junk", b"[1]"):
+            try: os.write(fd, text)
+            except OSError: pass
+    return float(response)
+def child_writes(prompt, response, label, metadata):
+    code = "import os\\nfor fd in range(3, 64):\\n try: os.write(fd, b'{\\"reward\\": 111}')\\n except OSError: pass"
+    subprocess.run([sys.executable, "-c", code], close_fds=False, pass_fds=())
+    return float(response)
+def reads_tasks(prompt, response, label, metadata):
+    try: input()
+    except EOFError: pass
+    return float(response)
+def closes_all(prompt, response, label, metadata):
+    if response == "close": os.closerange(3, 256)
+    return 1
+def interrupts(prompt, response, label, metadata):
+    raise KeyboardInterrupt("mine")
+def hangs_with_children(prompt, response, label, metadata):
+    if response == "fine": return 1
+    sleep = [sys.executable, "-c", "import time; time.sleep(3600)", metadata["mark"]]
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sleep[0], sleep)
+        os._exit(0)
+    if response == "die": os.kill(os.getpid(), 9)
+    if response == "exit": os._exit(3)
+    time.sleep(3600)
+def one_argument(sample, **more): return 1
+def positional(prompt, response, label, metadata, /): return 1
+def too_many(prompt, response, label, metadata, tokenizer): return 1
+async def later(prompt, response, label, metadata): return 1
+def keywords(**sample): return len(sample)
+class Judge:
+    def __call__(self, response, **rest): return len(response)
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    (tmp_path / "busy_rewards.py").write_text(PROCESSES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["forks", "forks_past_python", "forked_child_exits", "writes_everywhere", "child_writes", "reads_tasks"],
+)
+def test_no_reward_becomes_that_of_another_sample(processes, function):
+    samples = [sample(f"{n / 4}", number=n) for n in range(12)]
+    rewards, failures = score(f"busy_rewards:{function}", samples, workers=1, timeout_seconds=60)
+    assert not failures
+    assert rewards == [n / 4 for n in range(12)]
+
+
+def test_a_reward_that_closes_all_files_fails_and_the_next_is_judged(processes):
+    samples = [sample(text, number=i) for i, text in enumerate(["fine", "close", "fine"])]
+    rewards, failures = score("busy_rewards:closes_all", samples, workers=1)
+    assert rewards == [1, 0, 1] and failures == ["r1: the reward's process ended with exit code 1"]
+
+
+def test_an_interrupt_raised_by_a_reward_is_an_answer(processes, capfd):
+    assert score("busy_rewards:interrupts", [sample("")], workers=1)[1] == ["r0: KeyboardInterrupt: mine"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def marked(mark: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("ending", ["hang", "die", "exit"])
+def test_a_reward_is_ended_with_everything_that_it_started(processes, ending):
+    mark = f"mark-{ending}-{time.monotonic_ns()}"
+    samples = [sample(text, number=i, mark=mark) for i, text in enumerate([ending, "fine"])]
+    with Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=1, timeout_seconds=4)) as scorer:
+        failures = scorer.score(samples)
+        assert marked(mark) == []
+    assert len(failures) == 1 and samples[1].reward == 1
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(processes):
+    mark = f"mark-trainer-{time.monotonic_ns()}"
+    code = f"""
+from megatron_rlspec.config import RewardConfig
+from megatron_rlspec.tasks.rewards import Scorer
+import sys; sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
+from test_rewards import sample
+Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=2)).score([sample("hang", mark={mark!r})])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: len(marked(mark)) == 3)
+    children = psutil.Process(trainer.pid).children(recursive=True)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not marked(mark) and not any(p.is_running() for p in children))
+
+
+def wait_until(done, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            "one_argument",
+            "one_argument(sample, **more): missing a required argument: 'sample'; expected one_argument(p",
+        ),
+        ("positional", "positional(prompt, response, label, metadata, /): "),
+        ("too_many", "missing a required argument: 'tokenizer'; expected too_many(prompt: str, response: str, label:"),
+        ("later", "is async; expected a plain function later(prompt: str"),
+    ],
+)
+def test_a_wrong_signature_is_refused_before_the_first_sample(processes, function, expected):
+    with pytest.raises(ConfigError) as told:
+        Scorer(RewardConfig(kind=f"busy_rewards:{function}", workers=1))
+    assert expected in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("function", "reward"), [("keywords", 4), ("judge", 3)])
+def test_other_ways_to_take_the_four_arguments(processes, function, reward):
+    assert score(f"busy_rewards:{function}", [sample("abc")], workers=1) == ([reward], [])
