@@ -115,8 +115,18 @@ class Pusher:
         self.version = -1
         self._proven: dict[str, dict[str, int]] = {}
 
-    def push(self, version: int, source: Source, scope: Scope = "all", only: Sequence[str] | None = None) -> PushReport:
+    def push(
+        self,
+        version: int,
+        source: Source,
+        scope: Scope = "all",
+        only: Sequence[str] | None = None,
+        known: Mapping[str, int] | None = None,
+    ) -> PushReport:
         """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
+
+        known  fingerprints from an earlier push, whose tensors are pushed again from a copy. These are neither computed
+               nor looked at again: the comparison shows the copy's errors, too
 
         A narrower scope than "all" becomes "all" if no comparison has shown that every engine holds the rest, as after
         a start or a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
@@ -135,7 +145,7 @@ class Pusher:
         with ThreadPoolExecutor(max(1, len(names))) as threads:
             updates = {n: threads.submit(_update, self.engines[n], version, scope, feeds[n]) for n in names}
             try:
-                new, total, spent = _stream(source(scope), list(feeds.values()), limit)
+                new, total, spent = _stream(source(scope), list(feeds.values()), limit, known or {})
             finally:
                 for feed in feeds.values():
                     feed.close(PushError("the exporter stopped early"))  # no effect on a feed that has ended
@@ -353,7 +363,9 @@ def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[tuple[Bucke
             bucket.done()
 
 
-def _stream(tensors: Iterable[Named], feeds: Sequence[Feed], limit: int) -> tuple[dict[str, int], int, float]:
+def _stream(
+    tensors: Iterable[Named], feeds: Sequence[Feed], limit: int, known: Mapping[str, int]
+) -> tuple[dict[str, int], int, float]:
     """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
 
     Returns fingerprints by name, bytes, and seconds of fingerprinting.
@@ -364,21 +376,25 @@ def _stream(tensors: Iterable[Named], feeds: Sequence[Feed], limit: int) -> tupl
     refused = ""
     for lot in buckets(tensors, limit):
         began = time.perf_counter()
-        found = fingerprints([tensor for _, tensor in lot])
-        finite = _finite([tensor for _, tensor in lot])
-        for (name, tensor), mark, sound in zip(lot, found, finite, strict=True):
+        unknown = [(name, tensor) for name, tensor in lot if name not in known]
+        found = {name: known[name] for name, _ in lot if name in known}
+        computed = fingerprints([tensor for _, tensor in unknown])
+        finite = _finite([tensor for _, tensor in unknown])
+        for (name, _), mark, sound in zip(unknown, computed, finite, strict=True):
+            found[name] = mark
+            if not sound:
+                refused = refused or f"{name} holds NaN or infinity"
+        for name, tensor in lot:
             if name in marks:
                 refused = refused or f"the exporter gave {name} twice"
-            elif not sound:
-                refused = refused or f"{name} holds NaN or infinity"
-            marks[name] = mark
+            marks[name] = found[name]
             total += size(tensor)
         spent += time.perf_counter() - began
         if refused:
             for feed in feeds:
                 feed.close(PushError(refused))
         else:
-            _distribute(lot, found, feeds)
+            _distribute(lot, [marks[name] for name, _ in lot], feeds)
     if not marks and not refused:
         refused = "the exporter gave no tensor"
     for feed in feeds:

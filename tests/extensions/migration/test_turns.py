@@ -181,6 +181,13 @@ def test_every_push_is_copied_into_the_same_memory():
     assert pushed(("w", torch.ones(4, dtype=torch.bfloat16))).shape == (4,)
 
 
+def test_a_damaged_copy_is_found_and_the_first_fleet_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.turns._copy["d"][1] += 1
+    assert not run.draw()
+    assert run.wide.version == 1 and run.wide.dead and not (run.a.asleep or run.b.asleep)
+
+
 def test_a_fleet_that_is_not_whole_or_has_no_room_does_not_give_way(tmp_path: Path) -> None:
     run = Run(tmp_path)
     asked = []
