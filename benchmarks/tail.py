@@ -37,13 +37,13 @@ from bigram_model import VOCAB, checkpoint
 from synthetic import conditions
 
 from megatron_rlspec.extensions.migration.balancer import Balancer
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, Transport
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client import engine as client
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.learnt_cost import LearntCost
@@ -54,7 +54,7 @@ K = SpecConfig(2)
 AIMS = {"skewed": 1.25, "badly/static": 1.15, "badly/in_flight": 1.03, "well/static": 0.98}
 CAP = 3000  # tokens of the longest response
 LONGEST = {48: 1200, 1: 6000}  # tokens of responses that outlast `skewed`, by how many there are; all fit the cache
-Engines = dict[str, SGLangEngine]
+Engines = dict[str, MigratableSGLangEngine]
 _serial = itertools.count()
 _wanted: dict[str, int] = {}  # request -> the length of its response
 
@@ -282,7 +282,8 @@ def engines(folder: Path) -> Iterator[Pair]:
             for name in "ab"
         ]
         found = {
-            name: SGLangEngine.of(process.wait(), timeout=600) for name, process in zip("ab", started, strict=True)
+            name: MigratableSGLangEngine.of(process.wait(), timeout=600)
+            for name, process in zip("ab", started, strict=True)
         }
         schedulers = []
         for process in started:

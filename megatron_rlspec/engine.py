@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from megatron_rlspec.types import (
     Drafts,
-    Load,
     Partial,
     Request,
     RoundStats,
@@ -37,10 +35,6 @@ class EngineError(RuntimeError):
     """
 
     begun: Mapping[str, Partial] = MappingProxyType({})
-
-
-class RouteError(EngineError):
-    """Both engines work, but the columns of a KV cache do not get from one to the other."""
 
 
 class EngineDescription(TypedDict):
@@ -148,86 +142,3 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """End the engine if this process started it; otherwise drop the connection. Repeatable."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a target is told of a sample before it comes.
-
-    tokens  those known of it, at least its prompt
-    upto    columns of the KV cache that it will have at most when it comes
-    """
-
-    id: str
-    tokens: np.ndarray
-    upto: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A target's answer to a `Note`: columns below `first` are there already; `refused` says why it takes none."""
-
-    id: str
-    first: int = 0
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The engine that wrote columns: its `Movable.node`, where and with which key its server answers, and its ranks."""
-
-    node: str
-    url: str
-    key: str = field(repr=False)
-    ranks: int = 1
-
-
-@dataclass(frozen=True)
-class Cargo:
-    """Columns of a sample's KV cache on their way. `refused` says why there are none.
-
-    cut  the way between the engines is the reason
-    """
-
-    id: str
-    path: str = ""
-    last: int = 0
-    bytes: int = 0
-    refused: str = ""
-    origin: Origin | None = None
-    cut: bool = False
-
-
-class Movable(RolloutEngine, Protocol):
-    """An engine whose running samples can leave, and that takes samples with their KV cache.
-
-    A move is `offer` at the target, `export` at the source, `accept`, `detach` at the source, `accept`, and `generate`
-    of the rest at the target. Every step may fail or be refused, and then the target computes the columns itself.
-    """
-
-    @property
-    def node(self) -> str:
-        """Return a name of the memory in which engines leave files. Engines with one name read each other's files."""
-
-    def progress(self) -> Load:
-        """Return what the engine decodes now, and its free room."""
-
-    def offer(self, version: int, notes: Sequence[Note]) -> list[Grant]:
-        """Reserve room for samples of this version's weights, until they arrive or `withdraw`."""
-
-    def export(self, grants: Sequence[Grant]) -> list[Cargo]:
-        """Write the columns that are final, from `Grant.first` on, while the samples go on."""
-
-    def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
-        """End samples after their next round, as `abort` does, and write their columns from `Grant.first` on.
-
-        columns  False: write none, for samples that are recomputed
-
-        Their `generate` returns what they have. A sample that ends in that round is returned as ended.
-        """
-
-    def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
-        """Take the columns in, all or none of each sample. Raises RouteError if they do not reach this engine."""
-
-    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
-        """Give up what is kept for these samples, or for all, that have not arrived."""

@@ -12,10 +12,11 @@ import numpy as np
 from gpu import serving
 from gpu.figures import Figures
 from gpu.plan import Plan
-from megatron_rlspec.engine import EngineError, Note
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner, discard
+from megatron_rlspec.extensions.migration.protocol import TransferRequest
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Held, Move, Request, Sampling
 
@@ -29,7 +30,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
             name: stack.enter_context(launch(model, figures.log(name), arguments=arguments))
             for name in ("source", "target")
         }
-        engines = {name: SGLangEngine.of(process.wait(), timeout=240) for name, process in processes.items()}
+        engines = {name: MigratableSGLangEngine.of(process.wait(), timeout=240) for name, process in processes.items()}
         for name in engines:  # what a first call compiles is in no figure
             serving.rollout(plan, engines[name], serving.asked(plan, 1, plan.moved, seed=1), 2)
         with figures.attempt("prefill"):
@@ -41,13 +42,15 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
                 _move(plan, figures, engines, way, response)
 
 
-def _say_prefill(plan: Plan, figures: Figures, engine: SGLangEngine) -> None:
+def _say_prefill(plan: Plan, figures: Figures, engine: MigratableSGLangEngine) -> None:
     seconds = [serving.rollout(plan, engine, serving.asked(plan, 1, plan.moved, seed=s), 1)[0] for s in (20, 30, 40)]
     note = "of the whole context, first token and HTTP included; what a move without its KV cache costs the target"
     figures.say("prefill", 1000 * sorted(seconds)[1], "ms", f"{plan.moved:,} tokens; {note}")
 
 
-def _stages(plan: Plan, figures: Figures, source: SGLangEngine, target: SGLangEngine, response: int) -> None:
+def _stages(
+    plan: Plan, figures: Figures, source: MigratableSGLangEngine, target: MigratableSGLangEngine, response: int
+) -> None:
     """Copy the final columns of a sample that goes on, with room for all that it may become."""
     [request] = serving.asked(plan, 1, plan.moved, seed=50)
     errors: list[EngineError] = []
@@ -55,7 +58,7 @@ def _stages(plan: Plan, figures: Figures, source: SGLangEngine, target: SGLangEn
     thread.start()
     try:
         held = _running(source, request.id)
-        note = Note(request.id, np.asarray(request.prompt.tokens, np.int64), plan.moved + response + 64)
+        note = TransferRequest(request.id, np.asarray(request.prompt.tokens, np.int64), plan.moved + response + 64)
         grants = target.offer(source.progress().version, [note])
         began = time.perf_counter()
         sent = source.export(grants)
@@ -78,14 +81,14 @@ def _stages(plan: Plan, figures: Figures, source: SGLangEngine, target: SGLangEn
         raise errors[0]
 
 
-def _generate(engine: SGLangEngine, request: Request, response: int, errors: list[EngineError]) -> None:
+def _generate(engine: MigratableSGLangEngine, request: Request, response: int, errors: list[EngineError]) -> None:
     try:
         engine.generate([request], Sampling(max_new_tokens=response, ignore_eos=True))
     except EngineError as error:
         errors.append(error)
 
 
-def _running(engine: SGLangEngine, name: str) -> Held:
+def _running(engine: MigratableSGLangEngine, name: str) -> Held:
     """Return the sample once the engine decodes it. Raises EngineError after a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -99,7 +102,7 @@ def _running(engine: SGLangEngine, name: str) -> Held:
 class _OneMove:
     """Moves the first sample that decodes from `source` to `target`, once, while a `generate` runs."""
 
-    def __init__(self, owner: Owner, engines: dict[str, SGLangEngine], way: str, name: str) -> None:
+    def __init__(self, owner: Owner, engines: dict[str, MigratableSGLangEngine], way: str, name: str) -> None:
         self._mover = Mover(owner, engines)
         self._engines = engines
         self._way = way
@@ -124,7 +127,7 @@ class _OneMove:
             self.error = str(error)
 
 
-def _move(plan: Plan, figures: Figures, engines: dict[str, SGLangEngine], way: str, response: int) -> None:
+def _move(plan: Plan, figures: Figures, engines: dict[str, MigratableSGLangEngine], way: str, response: int) -> None:
     """Move a sample as a rollout would, in the order that the balancer uses."""
     [request] = serving.asked(plan, 1, plan.moved, seed=len(way))  # another prompt, which no cache holds
     moving: list[_OneMove] = []

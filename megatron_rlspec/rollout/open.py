@@ -15,6 +15,7 @@ from megatron_rlspec import files
 from megatron_rlspec.checkpoint.drafter_files import read_model, weights_of, words
 from megatron_rlspec.config import Config, ConfigError, PushConfig
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded import link
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.embedded.member import Member
@@ -61,11 +62,12 @@ class StartingEngines:
         self._logs = run_dir / "logs"
         self._processes: dict[str, EngineProcess] = {}
         self._closed = False
+        self._client = SGLangEngine if config.tail.rebalance == "off" else MigratableSGLangEngine
         self._attached: dict[str, RolloutEngine] = {}
         self.lanes: list[str] = []  # names of the engines of tail.lane
         self.sizes: dict[str, int] = {}  # tensor-parallel sizes by name, of engines that are launched, or have a lane
         self._fleet: Fleet | None = None
-        self._turning: tuple[dict[str, SGLangEngine], dict[str, SGLangEngine]] | None = None
+        self._turning: tuple[dict[str, MigratableSGLangEngine], dict[str, MigratableSGLangEngine]] | None = None
         tensor = config.placement.tensor
         if config.rollout.engine == "sglang" and not config.rollout.urls:
             self.sizes = {f"{_NAME}{index}": tensor for index in range(config.rollout.engines)}
@@ -101,7 +103,7 @@ class StartingEngines:
 
     def _attach(self, url: str) -> RolloutEngine:
         """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
-        engine = SGLangEngine(url, timeout=self._timeout, transport=self._transport)
+        engine = self._client(url, timeout=self._timeout, transport=self._transport)
         try:
             described = engine.describe()
         except EngineError as error:
@@ -178,9 +180,9 @@ class StartingEngines:
         first = {
             name: engine
             for name, engine in engines.items()
-            if isinstance(engine, SGLangEngine) and name not in self.lanes
+            if isinstance(engine, MigratableSGLangEngine) and name not in self.lanes
         }
-        second: dict[str, SGLangEngine] = {}
+        second: dict[str, MigratableSGLangEngine] = {}
         try:
             for engine in first.values():
                 engine.sleep()
@@ -189,7 +191,11 @@ class StartingEngines:
                     self._launch(name)
             for name, process in self._processes.items():
                 if name.startswith(_SECOND):
-                    second[name] = self._connected(process.wait(self._config.placement.startup_seconds))
+                    second[name] = MigratableSGLangEngine.of(
+                        process.wait(self._config.placement.startup_seconds),
+                        timeout=self._timeout,
+                        transport=self._transport,
+                    )
             for engine in second.values():
                 engine.sleep()
             for engine in first.values():
@@ -210,7 +216,7 @@ class StartingEngines:
         return Turns(planner, *self._turning, steps, pool, health.pusher, health.speculate)
 
     def _connected(self, process: EngineProcess) -> SGLangEngine:
-        return SGLangEngine.of(process, timeout=self._timeout, transport=self._transport)
+        return self._client.of(process, timeout=self._timeout, transport=self._transport)
 
     def close(self) -> None:
         """End the engines that this object launched."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import save, save_file
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
@@ -46,7 +47,7 @@ LONG = Sampling(max_new_tokens=300, ignore_eos=True)
 class Server:
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
-        self.engine = SGLangEngine.of(process, timeout=120)
+        self.engine = MigratableSGLangEngine.of(process, timeout=120)
         self.headers = {"Authorization": f"Bearer {process.api_key}"}
 
     def post(self, path: str, **options: object) -> requests.Response:
@@ -176,7 +177,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("way", ["http", "files", "group"])
 def test_every_transport_sends_an_update_of_its_own(server: Server, tmp_path: Path, way: str) -> None:
     transports = {"http": Http, "files": lambda: Files(tmp_path), "group": GroupBroadcast}
-    engine = SGLangEngine.of(server.process, timeout=60, transport=transports[way]())
+    engine = MigratableSGLangEngine.of(server.process, timeout=60, transport=transports[way]())
     before = server.text()
     engine.update_weights(30, tripled().items())
     assert engine.progress().version == 30 and server.text() != before

@@ -27,7 +27,15 @@ import requests as http
 import tiny_mimo
 import torch
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Note, Origin, RouteError
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
+from megatron_rlspec.extensions.migration.protocol import (
+    KVTransfer,
+    Reservation,
+    RouteError,
+    TransferRequest,
+    TransferSource,
+)
 from megatron_rlspec.extensions.migration.sglang import kv_file
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime.engines import PushHealth, after_push
@@ -63,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
+def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, MigratableSGLangEngine]]:
     logs = tmp_path_factory.mktemp("logs")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RLSPEC_API_KEY", "right-key")  # of all three, and of clients that know an address only
@@ -72,7 +80,7 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             for name, arguments in LAUNCHES.items()
         }
         try:
-            yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+            yield {name: MigratableSGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
         finally:
             for process in processes.values():
                 process.close()
@@ -801,7 +809,7 @@ assert "megatron_rlspec.rollout.sglang.scheduler.verifier" not in sys.modules
 
 
 def started(
-    engine: SGLangEngine,
+    engine: MigratableSGLangEngine,
     asked: list[Request],
     sampling: Sampling,
     least: int,
@@ -824,7 +832,7 @@ def started(
     return end
 
 
-def first_version(*engines: SGLangEngine) -> None:
+def first_version(*engines: MigratableSGLangEngine) -> None:
     """Give engines the same weights and version, whatever other tests have pushed."""
     target = {name: tensor for name, tensor in WEIGHTS.items() if ".mtp_layers." not in name}
     for engine in engines:
@@ -835,7 +843,7 @@ def rest(asked: list[Request], begun: list[Sample]) -> list[Request]:
     return [replace(request, partial=Partial.of(sample)) for request, sample in zip(asked, begun, strict=True)]
 
 
-def flush(engine: SGLangEngine) -> None:
+def flush(engine: MigratableSGLangEngine) -> None:
     """Empty the prefix tree, once the engine is idle."""
     deadline = time.monotonic() + 600
     headers = {"Authorization": "Bearer right-key"}
@@ -844,10 +852,10 @@ def flush(engine: SGLangEngine) -> None:
         time.sleep(0.1)
 
 
-def balanced(*engines: SGLangEngine) -> bool:
+def balanced(*engines: MigratableSGLangEngine) -> bool:
     """Return whether every slot of idle engines is free, or in the tree."""
     for engine in engines:
-        while (slots := engine._post("control/kv_audit"))["requests"]:
+        while (slots := engine.post("control/kv_audit"))["requests"]:
             time.sleep(0.05)
         if slots["free"] + slots["evictable"] != slots["total"] or slots["protected"] or slots["reserved"]:
             return False
@@ -901,7 +909,7 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 @pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [slow(0.0), 1.0])
 def test_running_samples_move_with_their_kv_cache(
-    engines: dict[str, SGLangEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
+    engines: dict[str, MigratableSGLangEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two stages between engines that speculate; the text is that of one that does not. The source samples unkeyed.
 
@@ -916,10 +924,12 @@ def test_running_samples_move_with_their_kv_cache(
     asked = fresh(4, f"move{temperature:.0f}", 9000)
     sampling = Sampling(temperature=temperature, max_new_tokens=200, ignore_eos=True)
     ended = started(source, asked, sampling, 20)
-    grants = target.offer(source.progress().version, [Note(r.id, np.asarray(r.prompt.tokens), 220) for r in asked])
+    grants = target.offer(
+        source.progress().version, [TransferRequest(r.id, np.asarray(r.prompt.tokens), 220) for r in asked]
+    )
     first = source.export(grants)
     assert not [piece for piece in target.accept(first) if piece.refused]
-    delta = source.detach([Grant(piece.id, piece.last) for piece in first])
+    delta = source.detach([Reservation(piece.id, piece.last) for piece in first])
     begun = ended()
     second = target.accept(delta)
     assert [piece.last for piece in second] == [len(sample.tokens) - 2 for sample in begun]
@@ -935,7 +945,7 @@ def test_running_samples_move_with_their_kv_cache(
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [k(3), SpecSchedule.fixed(OFF)], ids=["k3", "off"])
 def test_rounds_after_a_move_accept_as_after_recomputation(
-    engines: dict[str, SGLangEngine], before: SpecSchedule
+    engines: dict[str, MigratableSGLangEngine], before: SpecSchedule
 ) -> None:
     """Samples leave an engine and come back after a flush, also if their drafter has not read their tokens.
 
@@ -956,7 +966,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
                     wrong(f"{path}.0", change)
                 assert piece.origin is not None
                 origin = piece.origin if before == k(3) else replace(piece.origin, node="another machine")
-                (answer,) = engine.accept([Cargo(piece.id, path, origin=origin)])
+                (answer,) = engine.accept([KVTransfer(piece.id, path, origin=origin)])
                 assert not answer.refused, answer
         found = engine.generate(rest(asked, begun), sampling)
         engine.withdraw([piece.id for piece in delta])
@@ -968,7 +978,7 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
             engine.set_schedule(before)
             cut = fresh(12, "rounds", 9100)
             ended = started(engine, cut, sampling, 20)
-            delta = engine.detach([Grant(r.id) for r in cut])
+            delta = engine.detach([Reservation(r.id) for r in cut])
             begun = ended()
             engine.set_schedule(k(3))
             again = continued("recompute")
@@ -989,38 +999,38 @@ def test_rounds_after_a_move_accept_as_after_recomputation(
     assert not files_of(engine)
 
 
-def files_of(engine: SGLangEngine) -> list[Path]:
+def files_of(engine: MigratableSGLangEngine) -> list[Path]:
     return list(Path("/dev/shm", engine.describe()["columns"]).iterdir())
 
 
-def test_refused_moves_leave_no_trace(engines: dict[str, SGLangEngine]) -> None:
+def test_refused_moves_leave_no_trace(engines: dict[str, MigratableSGLangEngine]) -> None:
     source, target = engines["unkeyed"], engines["adaptive"]
     first_version(source, target)
     asked = fresh(2, "refused", 9200)
-    notes = [Note(r.id, np.asarray(r.prompt.tokens), 100) for r in asked]
+    notes = [TransferRequest(r.id, np.asarray(r.prompt.tokens), 100) for r in asked]
     with pytest.raises(EngineError, match="the sample has weights of version 7, this engine of version 0"):
         target.offer(7, notes)
-    (grant, large) = target.offer(0, [notes[0], Note(asked[1].id, notes[1].tokens, 1 << 30)])
+    (grant, large) = target.offer(0, [notes[0], TransferRequest(asked[1].id, notes[1].tokens, 1 << 30)])
     assert not grant.refused and large.refused.startswith("no room for ")
-    assert [piece.refused for piece in source.export([Grant("unknown")])] == ["unknown does not decode here"]
+    assert [piece.refused for piece in source.export([Reservation("unknown")])] == ["unknown does not decode here"]
     ended = started(source, asked, Sampling(max_new_tokens=200, ignore_eos=True), 30)
-    (answer,) = engines["plain"].accept(source.export([Grant(asked[0].id)]))
+    (answer,) = engines["plain"].accept(source.export([Reservation(asked[0].id)]))
     assert "columns of another kind" in answer.refused  # it has no drafter
-    pieces = source.export([Grant(r.id, 0) for r in asked])
+    pieces = source.export([Reservation(r.id, 0) for r in asked])
     torn = bytearray(Path(f"{pieces[0].path}.0").read_bytes())
     torn[-1] ^= 1
     Path(f"{pieces[0].path}.0").write_bytes(torn)
-    answers = target.accept([*pieces, Cargo("x", f"{Path(pieces[0].path).parent}/{'0' * 32}")])
+    answers = target.accept([*pieces, KVTransfer("x", f"{Path(pieces[0].path).parent}/{'0' * 32}")])
     assert ["checksum" in answers[0].refused, answers[1].refused, "No such file" in answers[2].refused] == [
         True,
         "",
         True,
     ]
-    (late,) = source.export([Grant(asked[0].id, 40)])
+    (late,) = source.export([Reservation(asked[0].id, 40)])
     (answer,) = target.accept([late])
     assert answer.refused.startswith("columns below 40 are needed, and ")
     assert not files_of(source)
-    source.export([Grant(asked[1].id)])  # no target reads it
+    source.export([Reservation(asked[1].id)])  # no target reads it
     assert len(files_of(source)) == 1
     target.withdraw()
     source.withdraw([asked[1].id])
@@ -1055,13 +1065,13 @@ class Sender(BaseHTTPRequestHandler):
         pass
 
 
-def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, SGLangEngine]) -> None:
+def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, MigratableSGLangEngine]) -> None:
     """One line each, and no file stays. A file that comes whole must be of the sample, and of this version."""
     source, target = engines["unkeyed"], engines["adaptive"]
     first_version(source, target)
     asked = fresh(2, "route", 9400)
     ended = started(source, asked, Sampling(max_new_tokens=200, ignore_eos=True), 30)
-    grants = target.offer(0, [Note(r.id, np.asarray(r.prompt.tokens), 300) for r in asked])
+    grants = target.offer(0, [TransferRequest(r.id, np.asarray(r.prompt.tokens), 300) for r in asked])
     (piece,) = source.export(grants[:1])
     Sender.content = Path(f"{piece.path}.0").read_bytes()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Sender)
@@ -1070,7 +1080,7 @@ def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, SGLangEng
 
     def refused(url: str, key: str = "right-key") -> str:
         with pytest.raises(RouteError) as error:
-            target.accept([replace(piece, origin=Origin("another machine", url, key))])
+            target.accept([replace(piece, origin=TransferSource("another machine", url, key))])
         assert "\n" not in str(error.value) and not files_of(target)
         return str(error.value)
 
@@ -1082,19 +1092,19 @@ def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, SGLangEng
         "moved": "answered with status 302",
     }.items():
         assert words in refused(f"{senders}/{name}"), name
-    (changed,) = target.accept([replace(piece, origin=Origin("another machine", f"{senders}/changed", ""))])
+    (changed,) = target.accept([replace(piece, origin=TransferSource("another machine", f"{senders}/changed", ""))])
     assert "the checksum of " in changed.refused and not files_of(target)
     server.shutdown()
     server.server_close()
     assert "cannot connect" in refused(senders)
     assert "with this key" in refused(source.url, "wrong-key")
     assert len(files_of(source)) == 1
-    moved = replace(piece, origin=Origin("another machine", source.url, "right-key"))
+    moved = replace(piece, origin=TransferSource("another machine", source.url, "right-key"))
     (foreign,) = target.accept([replace(moved, id=asked[1].id)])
     assert f"columns of {asked[0].id}, not of {asked[1].id}" in foreign.refused
     assert "are sent once" in refused(source.url) and not files_of(source)
     with pytest.raises(RouteError, match="do not share one /dev/shm"):
-        target.accept([replace(piece, origin=Origin("", source.url, "right-key"))])
+        target.accept([replace(piece, origin=TransferSource("", source.url, "right-key"))])
     source.abort()
     ended()
     target.withdraw()
@@ -1102,7 +1112,7 @@ def test_columns_that_do_not_come_whole_are_refused(engines: dict[str, SGLangEng
 
 
 @pytest.mark.lossless
-def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
+def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, MigratableSGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token; then the sample has ended."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
     sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
@@ -1116,7 +1126,7 @@ def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLan
         while thread.is_alive():
             here = [held.id for held in engine.progress().running if held.id not in left]
             if here:
-                engine.detach([Grant(here[0])])
+                engine.detach([Reservation(here[0])])
                 left.add(here[0])
         if {sample.status for sample in samples} == {"finished", "aborted"}:
             break
@@ -1174,21 +1184,21 @@ def test_an_engine_that_slept_serves_nothing_until_all_weights_are_pushed(engine
         engine.wake()
     engine.sleep()
     with pytest.raises(EngineError, match="asleep already"):
-        engine._post("sleep")
+        engine.post("sleep")
     for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "all", "version": "1"}})):
         with pytest.raises(EngineError, match="the engine sleeps: its memory is released; call wake first"):
-            engine._post(path, **arguments)
+            engine.post(path, **arguments)
     with pytest.raises(EngineError, match="it slept, and no weights were pushed since"):
         engine.generate(asked, SAMPLINGS["T=1"])
     engine.wake()
     undefined = "the engine slept, so its weights are undefined"
     for path, arguments in (("resume", {}), ("weights/begin", {"params": {"scope": "drafter", "version": "1"}})):
         with pytest.raises(EngineError, match=undefined):
-            engine._post(path, **arguments)
-    session = engine._post("weights/begin", params={"scope": "all", "version": "1"})
-    engine._post("weights/abandon", params=session)
+            engine.post(path, **arguments)
+    session = engine.post("weights/begin", params={"scope": "all", "version": "1"})
+    engine.post("weights/abandon", params=session)
     with pytest.raises(EngineError, match=undefined):
-        engine._post("resume")
+        engine.post("resume")
     engine.update_weights(1, WEIGHTS.items())
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
     assert texts(engine.generate(asked, SAMPLINGS["T=1"])) == before

@@ -207,6 +207,6 @@ def test_the_plugin_alone_in_sglangs_own_server(plain_server, group):
     SGLangEngine(plain_server.url, timeout=300, transport=GroupBroadcast()).update_weights(1, agreeing.items())
     marks = {name: fingerprint(tensor) for name, tensor in agreeing.items()}
     assert plain_server.fingerprints() == marks
-    assert plain_server._post("control/delivered") == {"target": marks, "drafter": marks}
+    assert plain_server.post("control/delivered") == {"target": marks, "drafter": marks}
     after = generate(plain_server, "after", temperature=0.0)
     assert sum(sum(s.accepted[:2]) for s in after) == 0, "every draft is accepted"

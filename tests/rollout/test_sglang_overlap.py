@@ -17,6 +17,7 @@ import test_sglang_engine as same
 import tiny_mimo
 from test_sglang_engine import CONFIG, ONE_THREAD, SERVE, WEIGHTS, k, texts
 
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.cpu import emulation
@@ -25,7 +26,7 @@ from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecCo
 pytestmark = pytest.mark.slow
 KEY = "right-key"
 EMULATED = {"like a GPU": ",".join(emulation.PARTS), "overlap only": "overlap"}
-Engines = dict[str, SGLangEngine]
+Engines = dict[str, MigratableSGLangEngine]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def engines(
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
     log = tmp_path_factory.mktemp("logs") / "overlap.log"
     with launch(checkpoint, log, arguments=arguments, environment=environment, api_key=KEY) as process:
-        yield {"adaptive": SGLangEngine.of(process.wait(), timeout=120), "plain": plain}
+        yield {"adaptive": MigratableSGLangEngine.of(process.wait(), timeout=120), "plain": plain}
 
 
 def test_the_engine_overlaps(engines: Engines) -> None:

@@ -204,7 +204,7 @@ class Engine(SGLangEngine):
         clock.sleep(REQUEST)
         self._update = "0"
 
-    def _post(self, path, **options):
+    def post(self, path, **options):
         clock.sleep(REQUEST)
         if path == "weights/receive":
             what = options["json"]

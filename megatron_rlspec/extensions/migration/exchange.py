@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rlspec.engine import Cargo, EngineError, Movable
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner, discard
 from megatron_rlspec.extensions.migration.plans.rebalance import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, MigratableEngine
 from megatron_rlspec.types import Held, Move, Request
 
 Act = Literal["wake", "push", "move", "leave", "sleep", "arrive"]
@@ -88,10 +89,10 @@ class Exchange:
     def __init__(
         self,
         owner: Owner,
-        old: Mapping[str, Movable],
-        new: Mapping[str, Movable],
+        old: Mapping[str, MigratableEngine],
+        new: Mapping[str, MigratableEngine],
         push: Callable[[Collection[str]], None],
-        serve: Callable[[Collection[Movable]], None],
+        serve: Callable[[Collection[MigratableEngine]], None],
         version: int,
         how: How = "kv",
     ) -> None:
@@ -103,7 +104,7 @@ class Exchange:
         self._version = version
         self._how = how
         self._mover = Mover(owner, {**old, **new})
-        self._left: list[tuple[Move, float, list[Request], list[Cargo]]] = []
+        self._left: list[tuple[Move, float, list[Request], list[KVTransfer]]] = []
         self._slept = False
         self.moved: list[Moved] = []
 
@@ -140,7 +141,7 @@ class Exchange:
             self._each(self._old, "wake")
             self._give_weights(self._old)
 
-    def _give_weights(self, engines: Mapping[str, Movable]) -> None:
+    def _give_weights(self, engines: Mapping[str, MigratableEngine]) -> None:
         """Push. Raises EngineError if an engine has another version then: its samples would be another policy's."""
         self._push(list(engines))
         for name, engine in engines.items():
@@ -152,7 +153,7 @@ class Exchange:
         self._slept = True
         self._each(self._old, "sleep")
 
-    def _each(self, engines: Mapping[str, Movable], act: Literal["wake", "sleep"]) -> None:
+    def _each(self, engines: Mapping[str, MigratableEngine], act: Literal["wake", "sleep"]) -> None:
         for engine in engines.values():
             getattr(engine, act)()
 

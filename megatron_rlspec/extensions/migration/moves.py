@@ -20,7 +20,14 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RolloutEngine, RouteError
+from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.extensions.migration.protocol import (
+    KVTransfer,
+    MigratableEngine,
+    Reservation,
+    RouteError,
+    TransferRequest,
+)
 from megatron_rlspec.types import Held, Move, Request, Sample
 
 HEADROOM = 64  # tokens that a sample may draw between the offer and its arrival
@@ -50,10 +57,10 @@ class Owner(Protocol):
     samples: dict[str, Sample]
     stays: list[Stay]
 
-    def drawn_by(self, engine: Movable) -> Mapping[str, Request]:
+    def drawn_by(self, engine: MigratableEngine) -> Mapping[str, Request]:
         """Return the unfinished requests of an engine."""
 
-    def lend(self, engine: Movable, ids: Iterable[str], returned: Returned) -> list[str]:
+    def lend(self, engine: MigratableEngine, ids: Iterable[str], returned: Returned) -> list[str]:
         """Give samples away: when the engine returns one aborted, it goes to `returned` and is not finished.
 
         `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
@@ -63,7 +70,7 @@ class Owner(Protocol):
     def take_back(self, ids: Iterable[str]) -> None:
         """End `lend` for samples that the engine still draws."""
 
-    def resume(self, requests: Sequence[Request], engine: Movable) -> None:
+    def resume(self, requests: Sequence[Request], engine: MigratableEngine) -> None:
         """Continue samples on an engine, or on another one if it is lost."""
 
 
@@ -104,7 +111,7 @@ class Moved:
 class Mover:
     """Carries out moves between named engines."""
 
-    def __init__(self, owner: Owner, engines: Mapping[str, Movable]) -> None:
+    def __init__(self, owner: Owner, engines: Mapping[str, MigratableEngine]) -> None:
         self._owner = owner
         self._engines = engines
 
@@ -115,7 +122,7 @@ class Mover:
         here = self._owner.drawn_by(source)
         requests = {name: here[name] for name in move.ids if name in here}
         report = Moved(move.source, move.target, (), move.how, why, began=began)
-        files: list[Cargo] = []
+        files: list[KVTransfer] = []
         try:
             firsts = dict.fromkeys(requests, 0)
             if move.how == "kv":
@@ -140,9 +147,11 @@ class Mover:
         self._give_up(target, [name for name in firsts if name not in known], move.how)
         return replace(report, ms=1e3 * (now - began), away_ms=1e3 * (now - left))
 
-    def _first_stage(self, source: Movable, target: Movable, requests: Sequence[Request], version: int) -> list[Cargo]:
+    def _first_stage(
+        self, source: MigratableEngine, target: MigratableEngine, requests: Sequence[Request], version: int
+    ) -> list[KVTransfer]:
         """Reserve room, and bring over what is final. Refused pieces have not moved; nothing has changed for them."""
-        sent: list[Cargo] = []
+        sent: list[KVTransfer] = []
         try:
             held = {sample.id: sample for sample in source.progress().running}
             notes = [_note(request, held[request.id]) for request in requests if request.id in held]
@@ -154,22 +163,24 @@ class Mover:
         except EngineError as error:
             self._give_up(target, [request.id for request in requests], "kv")
             cut = isinstance(error, RouteError)
-            failed = [Cargo(request.id, refused=str(error), cut=cut) for request in requests]
+            failed = [KVTransfer(request.id, refused=str(error), cut=cut) for request in requests]
             return failed + [replace(piece, refused=str(error)) for piece in sent]
-        answers: list[Grant | Cargo] = [*grants, *sent, *taken]
+        answers: list[Reservation | KVTransfer] = [*grants, *sent, *taken]
         refusals = {answer.id: answer.refused for answer in answers if answer.refused}
         self._give_up(target, list(refusals), "kv")
         return [replace(piece, refused=refusals.get(piece.id, "")) for piece in sent] + [
-            Cargo(grant.id, refused=grant.refused) for grant in grants if grant.refused
+            KVTransfer(grant.id, refused=grant.refused) for grant in grants if grant.refused
         ]
 
-    def fetch(self, source: Movable, firsts: Mapping[str, int], how: str) -> tuple[list[Request], list[Cargo]]:
+    def fetch(
+        self, source: MigratableEngine, firsts: Mapping[str, int], how: str
+    ) -> tuple[list[Request], list[KVTransfer]]:
         """Have samples leave the source; return those that did, as requests to continue, and their last columns."""
         returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
         left = set(self._owner.lend(source, firsts, lambda name, request: returned.put((name, request))))
-        delta: list[Cargo] = []
+        delta: list[KVTransfer] = []
         try:
-            grants = [Grant(name, first) for name, first in firsts.items() if name in left]
+            grants = [Reservation(name, first) for name, first in firsts.items() if name in left]
             delta = source.detach(grants, columns=how == "kv") if grants else []
             stay = {piece.id for piece in delta if piece.refused}
             self._owner.take_back(stay)
@@ -184,7 +195,7 @@ class Mover:
                 arrived.append(request)
         return arrived, [piece for piece in delta if piece.path and not piece.refused]
 
-    def deliver(self, target: Movable, delta: Sequence[Cargo]) -> list[Cargo]:
+    def deliver(self, target: MigratableEngine, delta: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Give columns to the target; return the pieces that it took."""
         try:
             answers = target.accept(delta) if delta else []
@@ -193,20 +204,20 @@ class Mover:
             return []
         return [answer for answer in answers if not answer.refused]
 
-    def _give_up(self, target: Movable, ids: Sequence[str], how: str) -> None:
+    def _give_up(self, target: MigratableEngine, ids: Sequence[str], how: str) -> None:
         if ids and how == "kv":
             with suppress(EngineError):
                 target.withdraw(ids)
 
 
-def _note(request: Request, held: Held) -> Note:
+def _note(request: Request, held: Held) -> TransferRequest:
     tokens = np.asarray(request.prompt.tokens, dtype=np.int64)
     if request.partial is not None:
         tokens = np.concatenate([tokens, request.partial.response])
-    return Note(request.id, tokens, held.context + HEADROOM)
+    return TransferRequest(request.id, tokens, held.context + HEADROOM)
 
 
-def discard(files: Iterable[Cargo]) -> None:
+def discard(files: Iterable[KVTransfer]) -> None:
     """Remove files that no target has read, if they are on this machine."""
     for piece in files:
         for name in glob.glob(f"{glob.escape(piece.path)}.*") if piece.path else ():

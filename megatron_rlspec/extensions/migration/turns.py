@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Call, Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved, Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
@@ -25,13 +26,12 @@ from megatron_rlspec.extensions.migration.plans.rebalance import WIRE, Rebalance
 from megatron_rlspec.extensions.migration.plans.tp_planner import Change, Choice, SwitchCosts, TPPlanner, choose
 from megatron_rlspec.rollout.placement import PROCESS_BYTES, SPARE, Layout
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.sync.bucket import Named
 from megatron_rlspec.sync.push import Pusher, Source
 from megatron_rlspec.types import Load, RoundStats, Scope
 
-Fleet = dict[str, SGLangEngine]
+Fleet = dict[str, MigratableSGLangEngine]
 Rounds = list[tuple[str, list[RoundStats]]]
 
 
@@ -223,7 +223,7 @@ class Turns:
 
     def replace(self, name: str, engine: RolloutEngine) -> None:
         """Take a restarted engine for one of the first fleet."""
-        if name in self.first and isinstance(engine, SGLangEngine):
+        if name in self.first and isinstance(engine, MigratableSGLangEngine):
             self.first[name] = engine
 
     def _return(self) -> None:
@@ -252,7 +252,7 @@ class Turns:
         for engine in self.second.values():
             self._pool.drop(engine, error)
 
-    def _try(self, engines: Fleet, act: Callable[[str, SGLangEngine], object]) -> None:
+    def _try(self, engines: Fleet, act: Callable[[str, MigratableSGLangEngine], object]) -> None:
         """Act on every engine, and leave those out that fail. Raises EngineError if none is left."""
         for name, engine in engines.items():
             try:

@@ -11,13 +11,13 @@ import numpy as np
 from megatron_rlspec.config import Config
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.extensions.migration.balancer import Balancer
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.extensions.migration.moves import Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.turns import Rounds, Turns
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.sync.push import Source
 from megatron_rlspec.types import RoundStats
 
@@ -95,7 +95,7 @@ class Tail:
             self.turns.begin(self.planner)
         serving = self._pool.engines
         engines = {name: engine for name, engine in self._engines.items() if engine in serving}
-        movable = {name: engine for name, engine in engines.items() if isinstance(engine, SGLangEngine)}
+        movable = {name: engine for name, engine in engines.items() if isinstance(engine, MigratableSGLangEngine)}
         balancer = Balancer(owner, movable, self.planner, self.lengths, self._cap, self._every, self.turns)
         try:
             with balancer:

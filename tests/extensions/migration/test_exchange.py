@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_moves import SAMPLING, Engine, length, named, requests, token
 
-from megatron_rlspec.engine import Cargo, EngineError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Owner
+from megatron_rlspec.extensions.migration.protocol import KVTransfer
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.types import Load
 
@@ -59,7 +60,7 @@ class Sleeper(Engine):
     calls: list[str]
     folder: Path
 
-    def _piece(self, name: str, path: str = "/none") -> Cargo:
+    def _piece(self, name: str, path: str = "/none") -> KVTransfer:
         piece = super()._piece(name, f"{self.folder}/{uuid.uuid4().hex}" if path else "")
         if piece.path and not piece.refused:
             Path(f"{piece.path}.0").touch()

@@ -19,11 +19,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant, Movable, Note, RouteError
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.moves import Moved, Mover, Owner
 from megatron_rlspec.extensions.migration.plans.lengths import Lengths
 from megatron_rlspec.extensions.migration.plans.rebalance import How, Rebalancer
+from megatron_rlspec.extensions.migration.protocol import (
+    KVTransfer,
+    MigratableEngine,
+    Reservation,
+    RouteError,
+    TransferRequest,
+)
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.learnt_cost import LearntCost
 from megatron_rlspec.speculation.roofline import Roofline
@@ -136,23 +143,23 @@ class Engine:
 
         return Load(self.name, tuple(self._step("progress", look)), 0, 1000, 0)
 
-    def offer(self, version: int, notes: Sequence[Note]) -> list[Grant]:
+    def offer(self, version: int, notes: Sequence[TransferRequest]) -> list[Reservation]:
         def reserve() -> list:
-            grants = [Grant(note.id, 0, self._maybe()) for note in notes]
+            grants = [Reservation(note.id, 0, self._maybe()) for note in notes]
             self.reserved |= {grant.id for grant in grants if not grant.refused}
             return grants
 
         return self._step("offer", reserve)
 
-    def export(self, grants: Sequence[Grant]) -> list[Cargo]:
+    def export(self, grants: Sequence[Reservation]) -> list[KVTransfer]:
         return self._step("export", lambda: [self._piece(g.id) for g in grants])
 
-    def _piece(self, name: str, path: str = "/none") -> Cargo:
+    def _piece(self, name: str, path: str = "/none") -> KVTransfer:
         if name not in self.running:
-            return Cargo(name, refused="does not decode here")
-        return Cargo(name, path, last=len(self.running[name][1]), refused=self._maybe())
+            return KVTransfer(name, refused="does not decode here")
+        return KVTransfer(name, path, last=len(self.running[name][1]), refused=self._maybe())
 
-    def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
+    def detach(self, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
         def go() -> list:
             pieces = [self._piece(g.id, "/none" if columns else "") for g in grants]
             self.leaving |= {piece.id for piece in pieces if not piece.refused}
@@ -160,8 +167,8 @@ class Engine:
 
         return self._step("detach", go)
 
-    def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
-        return self._step("accept", lambda: [Cargo(piece.id, bytes=1, refused=self._maybe()) for piece in cargo])
+    def accept(self, cargo: Sequence[KVTransfer]) -> list[KVTransfer]:
+        return self._step("accept", lambda: [KVTransfer(piece.id, bytes=1, refused=self._maybe()) for piece in cargo])
 
     def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
         self.reserved -= self.reserved if request_ids is None else set(request_ids)
@@ -204,14 +211,14 @@ def requests(n: int, first: int) -> list[Request]:
     return [Request(f"r-{i:03d}.", Prompt(i // 2, np.array([1, 2, 3])), first + i) for i in range(n)]
 
 
-def named(engines: Sequence[Engine]) -> dict[str, Movable]:
+def named(engines: Sequence[Engine]) -> dict[str, MigratableEngine]:
     return {engine.name: engine for engine in engines}
 
 
 class Places:
     """Where samples are: in one `generate` of one engine at a time, and in none once they have ended."""
 
-    def __init__(self, engines: Iterable[Movable]) -> None:
+    def __init__(self, engines: Iterable[MigratableEngine]) -> None:
         self.lock = threading.Lock()
         self.at: dict[str, list[str]] = {}  # the engine of each sample, in an object of its own for each `generate`
         self.ended: set[str] = set()
@@ -258,7 +265,7 @@ class Places:
 class Moving:
     """Moves random samples between random engines while a `generate` runs."""
 
-    def __init__(self, owner: Owner, engines: Mapping[str, Movable], chance: random.Random) -> None:
+    def __init__(self, owner: Owner, engines: Mapping[str, MigratableEngine], chance: random.Random) -> None:
         self.mover = Mover(owner, engines)
         self.engines = engines
         self.owner = owner
@@ -393,7 +400,7 @@ def balanced(engines: Sequence[Engine], lengths: Lengths, modes: Sequence[How] =
     with ExitStack() as patched:  # the engines wait for looks, so looks need not wait for rounds
         for module in ("balancer", "moves"):
             virtual_time = SimpleNamespace(perf_counter=virtual)
-            patched.enter_context(mock.patch(f"megatron_rlspec.rollout.{module}.time", virtual_time))
+            patched.enter_context(mock.patch(f"megatron_rlspec.extensions.migration.{module}.time", virtual_time))
         patched.enter_context(mock.patch("megatron_rlspec.extensions.migration.balancer.PERIOD", 0.01))
         samples = pool.generate(asked, SAMPLING)
     for request, sample in zip(asked, samples, strict=True):
@@ -406,7 +413,7 @@ def test_what_a_broken_move_may_have_written_is_given_up() -> None:
     engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
     withdrawn: list[tuple[str, Sequence[str] | None]] = []
 
-    def detach(*_: object, **__: object) -> list[Cargo]:
+    def detach(*_: object, **__: object) -> list[KVTransfer]:
         for engine in engines:
             engine.limit = math.inf  # what was asked to leave runs to its end
         raise EngineError("no answer")
@@ -424,7 +431,7 @@ def test_where_no_columns_arrive_samples_are_recomputed_or_stay(modes: tuple[How
     engines = [Engine(f"e{i}", random.Random(0)) for i in range(2)]
     tried: list[str] = []
 
-    def accept(cargo: Sequence[Cargo], name: str) -> list[Cargo]:
+    def accept(cargo: Sequence[KVTransfer], name: str) -> list[KVTransfer]:
         tried.append(name)
         raise RouteError("unreachable")
 
@@ -441,7 +448,7 @@ def test_a_source_that_refuses_every_piece_is_quoted_and_the_target_is_not_asked
     source, target = (Engine(name, random.Random(0)) for name in ("source", "target"))
     asked = requests(2, 0)
     source.running = {r.id: (r, [1]) for r in asked}
-    source.export = lambda grants: [Cargo(g.id, refused="does not decode here") for g in grants]  # type: ignore[method-assign]
+    source.export = lambda grants: [KVTransfer(g.id, refused="does not decode here") for g in grants]  # type: ignore[method-assign]
     target.accept = mock.Mock()  # type: ignore[method-assign]
     found = Mover(mock.Mock(), {})._first_stage(source, target, asked, 1)
     assert [piece.refused for piece in found] == ["does not decode here"] * 2

@@ -43,11 +43,12 @@ from test_sglang_engine import (
     wrong,
 )
 
-from megatron_rlspec.engine import Cargo, EngineError, Grant
+from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration.client import MigratableSGLangEngine
 from megatron_rlspec.extensions.migration.exchange import Exchange, Footprint, order
 from megatron_rlspec.extensions.migration.moves import Moved, Owner
+from megatron_rlspec.extensions.migration.protocol import KVTransfer, Reservation
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.sync.push import Pusher
 from megatron_rlspec.types import OFF, Move, Prompt, Request, Sample, Sampling, SpecSchedule
@@ -66,7 +67,7 @@ SAMPLINGS = (
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangEngine]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, MigratableSGLangEngine]]:
     checkpoint = tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
     logs = tmp_path_factory.mktemp("logs")
     arguments = [*SERVE, *LAUNCHES["adaptive"]]
@@ -77,7 +78,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLangE
             for name in ("a", "b", "lost")
         }
         try:
-            yield {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
+            yield {name: MigratableSGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
         finally:
             for process in processes.values():
                 process.close()
@@ -106,15 +107,15 @@ class Fuzz(Moving):
             self.moved.append(self.mover.move(move, self.version + wrong))
             return
         engine = self.engines[move.source]
-        assert isinstance(engine, SGLangEngine)
+        assert isinstance(engine, MigratableSGLangEngine)
         names = self.chance.choice([[move.source], [move.target], [move.source, move.target]])
         time.sleep(0.1)  # no `generate` may begin during a push: let those of earlier moves begin first
 
-        def detach(*args: Any, **kwargs: Any) -> list[Cargo]:
+        def detach(*args: Any, **kwargs: Any) -> list[KVTransfer]:
             for name in names:
                 self.engines[name].update_weights(self.version + 1, WEIGHTS.items())
             self.pushed += 1
-            return SGLangEngine.detach(engine, *args, **kwargs)
+            return MigratableSGLangEngine.detach(engine, *args, **kwargs)
 
         engine.detach = detach  # type: ignore[method-assign]
         self.moved.append(self.mover.move(move, self.version))
@@ -122,7 +123,11 @@ class Fuzz(Moving):
 
 
 def fuzzed(
-    engines: dict[str, SGLangEngine], asked: list[Request], sampling: Sampling, chance: random.Random, version: int
+    engines: dict[str, MigratableSGLangEngine],
+    asked: list[Request],
+    sampling: Sampling,
+    chance: random.Random,
+    version: int,
 ) -> tuple[list[Sample], Fuzz]:
     found: list[Fuzz] = []
 
@@ -135,7 +140,7 @@ def fuzzed(
 
 
 def drawn(
-    engines: Mapping[str, SGLangEngine],
+    engines: Mapping[str, MigratableSGLangEngine],
     asked: list[Request],
     sampling: Sampling,
     balance: Callable[[Owner], AbstractContextManager],
@@ -163,7 +168,7 @@ def requests(chance: random.Random, tag: str) -> list[Request]:
 
 
 @pytest.mark.lossless
-def test_random_moves_and_pushes_change_no_text(pair: dict[str, SGLangEngine]) -> None:
+def test_random_moves_and_pushes_change_no_text(pair: dict[str, MigratableSGLangEngine]) -> None:
     engines = {name: pair[name] for name in ("a", "b")}
     moved: list[Moved] = []
     pushed = version = number = 0
@@ -203,7 +208,9 @@ def test_random_moves_and_pushes_change_no_text(pair: dict[str, SGLangEngine]) -
 class Disturbed(Moving):
     """Moves samples from `source` to `target` until one step of a move has been answered; then `act` disturbs it."""
 
-    def __init__(self, owner: Owner, pair: tuple[SGLangEngine, SGLangEngine], side: str, step: str, act: Any) -> None:
+    def __init__(
+        self, owner: Owner, pair: tuple[MigratableSGLangEngine, MigratableSGLangEngine], side: str, step: str, act: Any
+    ) -> None:
         super().__init__(owner, {"source": pair[0], "target": pair[1]}, random.Random(0))
         self.version = 0
         self.disturbed = False
@@ -233,7 +240,12 @@ class Disturbed(Moving):
 
 
 def disturbed(
-    engines: dict[str, SGLangEngine], route: tuple[str, str], side: str, step: str, act: Any, asked: list[Request]
+    engines: dict[str, MigratableSGLangEngine],
+    route: tuple[str, str],
+    side: str,
+    step: str,
+    act: Any,
+    asked: list[Request],
 ) -> tuple[list[Sample], Disturbed]:
     found: list[Disturbed] = []
     way = (engines[route[0]], engines[route[1]])
@@ -250,7 +262,9 @@ def disturbed(
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("side, step", STEPS)
-def test_samples_that_are_aborted_at_any_step_end_once(pair: dict[str, SGLangEngine], side: str, step: str) -> None:
+def test_samples_that_are_aborted_at_any_step_end_once(
+    pair: dict[str, MigratableSGLangEngine], side: str, step: str
+) -> None:
     engines = {name: pair[name] for name in ("a", "b")}
     asked = requests(random.Random(5), f"end-{side}-{step}")
     for engine in pair.values():
@@ -275,12 +289,12 @@ def test_samples_that_are_aborted_at_any_step_end_once(pair: dict[str, SGLangEng
 @pytest.mark.lossless
 @pytest.mark.parametrize("side, step", STEPS)
 def test_an_engine_that_is_killed_at_any_step_loses_no_sample(
-    pair: dict[str, SGLangEngine], side: str, step: str, tmp_path: Path
+    pair: dict[str, MigratableSGLangEngine], side: str, step: str, tmp_path: Path
 ) -> None:
     checkpoint = tiny_mimo.write(tmp_path / "mimo", CONFIG, WEIGHTS)
     arguments = [*SERVE, *LAUNCHES["adaptive"]]
     with launch(checkpoint, tmp_path / "log", arguments=arguments, environment=ONE_THREAD) as process:
-        dying = SGLangEngine.of(process.wait(), timeout=120)
+        dying = MigratableSGLangEngine.of(process.wait(), timeout=120)
         engines = {"dying": dying, "a": pair["a"], "b": pair["b"]}
         version = max(int(engine.progress().version) for engine in engines.values()) + 1
         for engine in engines.values():
@@ -300,7 +314,7 @@ def test_an_engine_that_is_killed_at_any_step_loses_no_sample(
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MigratableSGLangEngine]:
     """An engine of two tensor-parallel ranks."""
     checkpoint = tiny_mimo.write(tmp_path_factory.mktemp("wide") / "mimo", CONFIG, WEIGHTS)
     arguments = [*SERVE, *LAUNCHES["adaptive"], "--tp", "2"]
@@ -310,7 +324,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     with pytest.MonkeyPatch.context() as variables:
         variables.setenv("RLSPEC_API_KEY", "right-key")
         with launch(checkpoint, log, arguments=arguments, environment=environment) as process:
-            yield SGLangEngine.of(process.wait(), timeout=200)
+            yield MigratableSGLangEngine.of(process.wait(), timeout=200)
 
 
 def swap_heads(path: str, model: str) -> None:
@@ -329,7 +343,7 @@ def swap_heads(path: str, model: str) -> None:
 @pytest.mark.lossless
 @pytest.mark.parametrize("sizes", ["1 to 2", "2 to 1"])
 def test_samples_move_between_tensor_parallel_sizes(
-    pair: dict[str, SGLangEngine], wide: SGLangEngine, sizes: str
+    pair: dict[str, MigratableSGLangEngine], wide: MigratableSGLangEngine, sizes: str
 ) -> None:
     """Texts and rounds on the target are those after recomputation there, from files of this machine and over HTTP.
 
@@ -348,7 +362,7 @@ def test_samples_move_between_tensor_parallel_sizes(
                 path = f"{Path(piece.path).parent}/{uuid.uuid4().hex}"
                 for name in Path(piece.path).parent.glob(f"{Path(piece.path).name}.[01]"):
                     shutil.copy(name, f"{path}{name.suffix}")
-                cargo = Cargo(piece.id, path)
+                cargo = KVTransfer(piece.id, path)
             if model:
                 swap_heads(cargo.path, model)
             (answer,) = target.accept([cargo])
@@ -367,7 +381,7 @@ def test_samples_move_between_tensor_parallel_sizes(
         undisturbed = source.generate(cut, sampling)
         flush(source)
         ended = started(source, cut, sampling, 20)
-        delta = source.detach([Grant(r.id) for r in cut])
+        delta = source.detach([Reservation(r.id) for r in cut])
         begun = ended()
         again = continued("recompute")
         moved = continued("moved")
@@ -391,7 +405,7 @@ def test_samples_move_between_tensor_parallel_sizes(
 
 @pytest.mark.lossless
 def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
-    pair: dict[str, SGLangEngine], wide: SGLangEngine
+    pair: dict[str, MigratableSGLangEngine], wide: MigratableSGLangEngine
 ) -> None:
     """Random moves between an engine of one rank and one of two, in both stages, change no text."""
     engines = {"a": pair["b"], "wide": wide}
@@ -412,7 +426,7 @@ def test_a_mover_changes_the_tensor_parallel_size_of_running_samples(
     assert balanced(*engines.values()) and not files_of(wide)
 
 
-Fleet = dict[str, SGLangEngine]
+Fleet = dict[str, MigratableSGLangEngine]
 
 
 def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: int) -> tuple[list[Sample], list[Moved]]:
@@ -451,7 +465,7 @@ def turned(old: Fleet, new: Fleet, asked: list[Request], budget: int, version: i
     assert pool.engines == tuple(every)
     for engine in old.values():
         with pytest.raises(EngineError, match="the engine sleeps"):
-            engine._post("resume")
+            engine.post("resume")
         engine.wake()
         engine.update_weights(version, drafting.items())
     return samples, moved
@@ -462,12 +476,16 @@ SHARP = Sampling(temperature=0.3, max_new_tokens=150, ignore_eos=True)
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("budget", [4, 2], ids=["both awake", "one awake"])
-def test_fleets_of_two_sizes_take_turns(pair: dict[str, SGLangEngine], wide: SGLangEngine, budget: int) -> None:
+def test_fleets_of_two_sizes_take_turns(
+    pair: dict[str, MigratableSGLangEngine], wide: MigratableSGLangEngine, budget: int
+) -> None:
     """Two engines of one rank give way to one of two ranks in the middle of a rollout, and the other way round."""
     check_turns(pair["a"], pair["b"], wide, budget)
 
 
-def check_turns(a: SGLangEngine, b: SGLangEngine, wide: SGLangEngine, budget: int) -> None:
+def check_turns(
+    a: MigratableSGLangEngine, b: MigratableSGLangEngine, wide: MigratableSGLangEngine, budget: int
+) -> None:
     fleets: list[Fleet] = [{"a": a, "b": b}, {"wide": wide}]
     every = (a, b, wide)
     asked = fresh(6, f"turns{budget}", 9800 + budget)
@@ -487,7 +505,7 @@ def check_turns(a: SGLangEngine, b: SGLangEngine, wide: SGLangEngine, budget: in
 
 
 @pytest.mark.lossless
-def test_a_rank_without_its_file_stops_all(wide: SGLangEngine) -> None:
+def test_a_rank_without_its_file_stops_all(wide: MigratableSGLangEngine) -> None:
     """Samples leave an engine of two ranks and come back after a flush."""
     engine = wide
     sampling = Sampling(temperature=1.0, max_new_tokens=60, ignore_eos=True)
@@ -496,7 +514,7 @@ def test_a_rank_without_its_file_stops_all(wide: SGLangEngine) -> None:
     undisturbed = engine.generate(asked, sampling)
     flush(engine)
     ended = started(engine, asked, sampling, 15)
-    delta = engine.detach([Grant(request.id) for request in asked])
+    delta = engine.detach([Reservation(request.id) for request in asked])
     begun = ended()
     flush(engine)
     assert all(Path(f"{piece.path}.{rank}").exists() for piece in delta for rank in (0, 1))
@@ -505,13 +523,13 @@ def test_a_rank_without_its_file_stops_all(wide: SGLangEngine) -> None:
     assert answers[0].refused and not answers[1].refused
     assert answers[1].bytes == COLUMN * answers[1].last == COLUMN * (len(begun[1].tokens) - 2)
     assert texts(engine.generate(rest(asked, begun), sampling)) == texts(undisturbed)
-    assert engine.export([Grant("unknown")])[0].refused  # the ranks wait for each other here, too
+    assert engine.export([Reservation("unknown")])[0].refused  # the ranks wait for each other here, too
     engine.withdraw()
     assert not files_of(engine) and balanced(engine)
 
 
 @pytest.mark.lossless
-def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, SGLangEngine]) -> None:
+def test_an_engine_that_is_lost_between_moves_loses_no_sample(pair: dict[str, MigratableSGLangEngine]) -> None:
     """Runs last: it ends an engine."""
     chance = random.Random(0)
     sampling = Sampling(max_new_tokens=300, ignore_eos=True)

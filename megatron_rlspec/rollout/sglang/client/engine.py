@@ -6,11 +6,10 @@ import difflib
 import json
 import logging
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,7 +17,7 @@ import requests
 import torch
 from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
 
-from megatron_rlspec.engine import Cargo, EngineDescription, EngineError, Grant, Note, Origin, RouteError
+from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import KEY, known_key
@@ -27,8 +26,6 @@ from megatron_rlspec.sync.bucket import Bucket, Memory
 from megatron_rlspec.sync.fingerprint import as_delivered
 from megatron_rlspec.sync.push import in_buckets
 from megatron_rlspec.types import (
-    Held,
-    Load,
     Partial,
     Request,
     RoundStats,
@@ -43,7 +40,6 @@ from megatron_rlspec.types import (
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 _CONNECT_SECONDS = 10.0
 _OTHERS_UPDATE = 150.0  # seconds; longer than a lost client can hold an update open
-_SHARED_MEMORY = "/dev/shm"
 _REQUESTS, _TOKENS = 4096, 4_000_000  # of one body; a token takes up to nine bytes, and the server's limit is 64 MiB
 _BUSY_SECONDS = 60.0  # that a server may answer that it receives too much
 logger = logging.getLogger(__name__)
@@ -77,10 +73,7 @@ class SGLangEngine:
         transport: Transport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._columns = ""  # the name of its folder for KV caches
-        self._node: str | None = None
-        self._ranks = 1
-        self._api_key = api_key = known_key(api_key)
+        self.api_key = api_key = known_key(api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._process = process
         self._timeout = timeout
@@ -92,7 +85,7 @@ class SGLangEngine:
         self._owner: Generator[dict[str, Any], None, None] | None = None  # its answer, open as long
 
     @classmethod
-    def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> SGLangEngine:
+    def of(cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None) -> Self:
         return cls(process.url, api_key=process.api_key, process=process, timeout=timeout, transport=transport)
 
     def __repr__(self) -> str:
@@ -138,7 +131,7 @@ class SGLangEngine:
                         continue
                     sample = samples[request.id] = _sample(request, line)
                 except (KeyError, TypeError, ValueError):
-                    raise self._not_an_engine("generate", line) from None
+                    raise self.not_an_engine("generate", line) from None
                 if on_sample:
                     on_sample(sample)
             if len(samples) != len(requests):
@@ -179,7 +172,7 @@ class SGLangEngine:
             raise
         self._broken = ""
         if not self._paused:
-            self._post("resume")
+            self.post("resume")
 
     def _push(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope) -> None:
         """Send an update. It begins with the first bucket, so samples go on while that is made."""
@@ -220,14 +213,14 @@ class SGLangEngine:
             time.sleep(1.0)
         token = found.get("session")
         if not isinstance(token, str) or not token:
-            raise self._not_an_engine("weights/begin", found)
+            raise self.not_an_engine("weights/begin", found)
         self._update = token
 
     def _in_update(self, path: str, params: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
         """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""
         if path.startswith("weights/"):
             params = {**(params or {}), "session": self._update}
-        return self._post(path, params=params, **arguments)
+        return self.post(path, params=params, **arguments)
 
     def _check(self, bucket: Bucket, shapes: Mapping[str, list[int]]) -> None:
         """Check names and shapes before a byte is sent; the server checks them again."""
@@ -242,147 +235,59 @@ class SGLangEngine:
                 raise EngineError(f"{self.url}: {name} is {shape}, but the engine's is {expected}")
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._post("control/set_schedule", json={"schedule": schedule.to_json()})
+        self.post("control/set_schedule", json={"schedule": schedule.to_json()})
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Choose configurations by `SpecRule.from_json(rule)`. Without `candidates` the engine uses its own."""
-        self._post("control/set_spec_rule", json={"spec_rule": dict(rule)})
+        self.post("control/set_spec_rule", json={"spec_rule": dict(rule)})
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         """Choose drafts from `words`, as many as the engine was started with (`rlspec serve --draft-vocabulary`)."""
-        self._post("control/set_draft_vocabulary", json={"words": words.tolist()})
+        self.post("control/set_draft_vocabulary", json={"words": words.tolist()})
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return `SpecRule.report` of the engine's rule since the last call; empty without speculation."""
-        return self._field("control/spec_rule_report", "report", dict)
+        return self.field("control/spec_rule_report", "report", dict)
 
     def hold(self, reason: str) -> None:
         """Disable speculation until `release`. Rules set before that are stored. `describe()["held"]` is the reason."""
-        self._post("control/hold", json={"reason": reason})
+        self.post("control/hold", json={"reason": reason})
 
     def release(self) -> None:
-        self._post("control/release")
+        self.post("control/release")
 
     def pause(self) -> None:
         self._paused = True
-        self._post("pause")
+        self.post("pause")
 
     def resume(self) -> None:
         self._paused = False
         if not self._broken:
-            self._post("resume")
+            self.post("resume")
 
     def sleep(self) -> None:
         """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""
         self._broken = self._broken or "it slept, and no weights were pushed since"
-        self._post("sleep")
+        self.post("sleep")
 
     def wake(self) -> None:
-        self._post("wake")
+        self.post("wake")
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        self._post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
+        self.post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
     def not_begun(self) -> list[str]:
-        return self._field("control/not_begun", "ids", list)
-
-    @property
-    def node(self) -> str:
-        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
-        if self._node is None:
-            self._node = self._field("control/describe", "shared_memory", str)
-        return self._node
-
-    def progress(self) -> Load:
-        """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
-        found = self._post("control/progress")
-        try:
-            running = tuple(Held(*row) for row in found["running"])
-            version, tp = int(found["version"]), int(found["tp"])
-            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp, self.node)
-        except (KeyError, TypeError, ValueError):
-            raise self._not_an_engine("control/progress", found) from None
-
-    def offer(self, version: int, notes: Sequence[Note]) -> list[Grant]:
-        """Reserve room for samples until they arrive, `withdraw`, or a push. Raises RefusedError for other versions."""
-        rows = [{"id": note.id, "tokens": note.tokens.tolist(), "upto": note.upto} for note in notes]
-        answers = self._answers("control/kv_offer", {"version": str(version), "notes": rows})
-        return [Grant(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers]
-
-    def export(self, grants: Sequence[Grant]) -> list[Cargo]:
-        """Write the final columns of running samples into files."""
-        return self._send_off("control/kv_export", grants)
-
-    def detach(self, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
-        """End samples after their next round; the files of their columns are there when `generate` returns them."""
-        return self._send_off("control/kv_detach", grants, columns)
-
-    def _send_off(self, path: str, grants: Sequence[Grant], columns: bool = True) -> list[Cargo]:
-        if columns and not self._columns:
-            described = self._post("control/describe")
-            try:
-                self._columns, self._ranks = str(described["columns"]), int(described["tensor_parallel"])
-            except (KeyError, TypeError, ValueError):
-                raise self._not_an_engine("control/describe", described) from None
-        names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
-        files = {name: f"{_SHARED_MEMORY}/{self._columns}/{file}" if file else "" for name, file in names.items()}
-        rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
-        origin = Origin(self.node, self.url, self._api_key, self._ranks) if columns else None
-        return [
-            Cargo(row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin)
-            for row in self._answers(path, {"notes": rows})
-        ]
-
-    def accept(self, cargo: Sequence[Cargo]) -> list[Cargo]:
-        """Read the files, and keep their columns until their samples arrive, or `withdraw`.
-
-        What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
-        """
-        places = {piece.id: piece.path.split("/")[-2:] for piece in cargo}
-        for origin in {piece.origin for piece in cargo if piece.origin is not None}:
-            if not origin.node or origin.node != self.node:
-                places |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
-        rows = [dict(zip(("id", "folder", "name"), (piece.id, *places[piece.id]), strict=True)) for piece in cargo]
-        return [
-            Cargo(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
-            for row in self._answers("control/kv_accept", {"notes": rows})
-        ]
-
-    def _fetched(self, origin: Origin, cargo: Sequence[Cargo]) -> dict[str, list[str]]:
-        """Return the folder ("", this engine's) and the file of each sample, by its id. Raises RouteError."""
-        if not (origin.node and self.node):
-            engine = self.url if origin.node else origin.url
-            raise RouteError(f"{engine}: its ranks do not share one /dev/shm, so KV caches cannot leave or reach it")
-        names = [piece.path.rpartition("/")[2] for piece in cargo]
-        try:
-            asked = {"url": origin.url, "key": origin.key, "names": names, "ranks": origin.ranks}
-            found = self._post("columns/fetch", json=asked)
-        except RefusedError as error:
-            raise RouteError(str(error)) from None
-        here = found.get("names")
-        if not isinstance(here, list) or len(here) != len(cargo):
-            raise self._not_an_engine("columns/fetch", found)
-        return {piece.id: ["", name] for piece, name in zip(cargo, here, strict=True)}
-
-    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
-        self._post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
-
-    def _answers(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        found = self._post(path, json=body)
-        asked = [note["id"] for note in body["notes"]]
-        if [row.get("id") for row in found.get("answers", [])] != asked:
-            raise self._not_an_engine(path, found)
-        return found["answers"]
+        return self.field("control/not_begun", "ids", list)
 
     def stats(self) -> list[RoundStats]:
-        rounds = self._field("control/stats", "rounds", list)
+        rounds = self.field("control/stats", "rounds", list)
         return [
             RoundStats(**{**r, "config": SpecConfig(**r["config"]), "accepted": tuple(r["accepted"])}) for r in rounds
         ]
 
     def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
-        rounds = self._field("control/recent_rounds", "rounds", list)
+        rounds = self.field("control/recent_rounds", "rounds", list)
         return [(SpecConfig(**config), *rest) for config, *rest in rounds]
 
     def fingerprints(self) -> dict[str, int]:
@@ -394,21 +299,21 @@ class SGLangEngine:
 
     def held_fingerprints(self) -> dict[str, int]:
         """Return `weights.fingerprint` of every tensor held. Raises RefusedError if their names are not known."""
-        return self._field("control/fingerprints", "fingerprints", dict)
+        return self.field("control/fingerprints", "fingerprints", dict)
 
     def delivered(self) -> dict[str, dict[str, int]]:
         """Return fingerprints of what pushes last gave to the loaders of `target` and `drafter`.
 
         Raises RefusedError if the engine does not record them.
         """
-        return self._post("control/delivered")
+        return self.post("control/delivered")
 
     def _holds(self) -> dict[str, Any]:
         """Return `shapes` by name, the `drafter`'s names, and why there are no shapes (`unnamed`); asked once."""
         if self._held is None:
-            answer = {"drafter": [], "unnamed": "", **self._post("control/shapes")}
+            answer = {"drafter": [], "unnamed": "", **self.post("control/shapes")}
             if not isinstance(answer.get("shapes"), dict):
-                raise self._not_an_engine("control/shapes", answer)
+                raise self.not_an_engine("control/shapes", answer)
             if answer["unnamed"]:
                 logger.warning("%s: pushes are checked by what its loaders were given: %s", self.url, answer["unnamed"])
             self._held = answer
@@ -420,9 +325,9 @@ class SGLangEngine:
         The answer also has `sglang`, its version, `controller`, the class that switches configurations, and
         `nccl_cumem_enable`, the engine's value of NCCL_CUMEM_ENABLE.
         """
-        answer = self._post("control/describe")
+        answer = self.post("control/describe")
         if "verifier" not in answer:
-            raise self._not_an_engine("control/describe", answer)
+            raise self.not_an_engine("control/describe", answer)
         return cast(EngineDescription, answer)
 
     @property
@@ -433,7 +338,7 @@ class SGLangEngine:
         if self._process is not None:
             self._process.close()
 
-    def _post(self, path: str, **arguments: Any) -> dict[str, Any]:
+    def post(self, path: str, **arguments: Any) -> dict[str, Any]:
         with self._send(path, **arguments) as answer:
             try:
                 body = answer.content
@@ -441,18 +346,18 @@ class SGLangEngine:
             except requests.RequestException as error:
                 raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
             except (ValueError, RecursionError):
-                raise self._not_an_engine(path, body) from None
+                raise self.not_an_engine(path, body) from None
         if not isinstance(found, dict):
-            raise self._not_an_engine(path, found)
+            raise self.not_an_engine(path, found)
         return found
 
-    def _field(self, path: str, name: str, kind: type) -> Any:
-        answer = self._post(path)
+    def field(self, path: str, name: str, kind: type) -> Any:
+        answer = self.post(path)
         if not isinstance(answer.get(name), kind):
-            raise self._not_an_engine(path, answer)
+            raise self.not_an_engine(path, answer)
         return answer[name]
 
-    def _not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
+    def not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
         return NotAnEngineError(f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}")
@@ -470,9 +375,9 @@ class SGLangEngine:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            raise self._not_an_engine(path, text) from None
+            raise self.not_an_engine(path, text) from None
         if not isinstance(line, dict):
-            raise self._not_an_engine(path, line)
+            raise self.not_an_engine(path, line)
         return line
 
     def _send(self, path: str, **arguments: Any) -> requests.Response:

@@ -1,0 +1,117 @@
+"""The client's side of a migration between SGLang engines: KV caches in files, and which server fetches them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rlspec.extensions.migration.protocol import (
+    KVTransfer,
+    Reservation,
+    RouteError,
+    TransferRequest,
+    TransferSource,
+)
+from megatron_rlspec.rollout.sglang.client.engine import RefusedError, SGLangEngine
+from megatron_rlspec.types import Held, Load
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+class MigratableSGLangEngine(SGLangEngine):
+    """An engine of `rlspec serve --extensions migration`."""
+
+    _node: str | None = None  # asked once
+    _folder = ""  # the name of its folder for KV caches
+    _ranks = 1
+
+    @property
+    def node(self) -> str:
+        """Name the /dev/shm of the engine's ranks; "" if they do not share one. Raises EngineError."""
+        if self._node is None:
+            self._node = self.field("control/describe", "shared_memory", str)
+        return self._node
+
+    def progress(self) -> Load:
+        """Return what the engine decodes now. A resumed sample's `prompt` includes what it was resumed with."""
+        found = self.post("control/progress")
+        try:
+            running = tuple(Held(*row) for row in found["running"])
+            version, tp = int(found["version"]), int(found["tp"])
+            return Load(self.url, running, found["waiting"], found["free_tokens"], version, tp, self.node)
+        except (KeyError, TypeError, ValueError):
+            raise self.not_an_engine("control/progress", found) from None
+
+    def offer(self, version: int, notes: Sequence[TransferRequest]) -> list[Reservation]:
+        """Reserve room for samples until they arrive, `withdraw`, or a push. Raises RefusedError for other versions."""
+        rows = [{"id": note.id, "tokens": note.tokens.tolist(), "upto": note.upto} for note in notes]
+        answers = self._answers("control/kv_offer", {"version": str(version), "notes": rows})
+        return [Reservation(row["id"], row.get("first", 0), row.get("refused", "")) for row in answers]
+
+    def export(self, grants: Sequence[Reservation]) -> list[KVTransfer]:
+        """Write the final columns of running samples into files."""
+        return self._send_off("control/kv_export", grants)
+
+    def detach(self, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
+        """End samples after their next round; the files of their columns are there when `generate` returns them."""
+        return self._send_off("control/kv_detach", grants, columns)
+
+    def _send_off(self, path: str, grants: Sequence[Reservation], columns: bool = True) -> list[KVTransfer]:
+        if columns and not self._folder:
+            described = self.post("control/describe")
+            try:
+                self._folder, self._ranks = str(described["columns"]), int(described["tensor_parallel"])
+            except (KeyError, TypeError, ValueError):
+                raise self.not_an_engine("control/describe", described) from None
+        names = {grant.id: uuid.uuid4().hex if columns else "" for grant in grants}
+        files = {name: f"{_SHARED_MEMORY}/{self._folder}/{file}" if file else "" for name, file in names.items()}
+        rows = [{"id": grant.id, "first": grant.first, "name": names[grant.id]} for grant in grants]
+        origin = TransferSource(self.node, self.url, self.api_key, self._ranks) if columns else None
+        return [
+            KVTransfer(
+                row["id"], files[row["id"]], row.get("last", 0), row.get("bytes", 0), row.get("refused", ""), origin
+            )
+            for row in self._answers(path, {"notes": rows})
+        ]
+
+    def accept(self, cargo: Sequence[KVTransfer]) -> list[KVTransfer]:
+        """Read the files, and keep their columns until their samples arrive, or `withdraw`.
+
+        What was written to another /dev/shm is fetched first. Raises RouteError if one of the files does not come.
+        """
+        places = {piece.id: piece.path.split("/")[-2:] for piece in cargo}
+        for origin in {piece.origin for piece in cargo if piece.origin is not None}:
+            if not origin.node or origin.node != self.node:
+                places |= self._fetched(origin, [piece for piece in cargo if piece.origin == origin])
+        rows = [dict(zip(("id", "folder", "name"), (piece.id, *places[piece.id]), strict=True)) for piece in cargo]
+        return [
+            KVTransfer(row["id"], last=row.get("last", 0), bytes=row.get("bytes", 0), refused=row.get("refused", ""))
+            for row in self._answers("control/kv_accept", {"notes": rows})
+        ]
+
+    def _fetched(self, origin: TransferSource, cargo: Sequence[KVTransfer]) -> dict[str, list[str]]:
+        """Return the folder ("", this engine's) and the file of each sample, by its id. Raises RouteError."""
+        if not (origin.node and self.node):
+            engine = self.url if origin.node else origin.url
+            raise RouteError(f"{engine}: its ranks do not share one /dev/shm, so KV caches cannot leave or reach it")
+        names = [piece.path.rpartition("/")[2] for piece in cargo]
+        try:
+            asked = {"url": origin.url, "key": origin.key, "names": names, "ranks": origin.ranks}
+            found = self.post("columns/fetch", json=asked)
+        except RefusedError as error:
+            raise RouteError(str(error)) from None
+        here = found.get("names")
+        if not isinstance(here, list) or len(here) != len(cargo):
+            raise self.not_an_engine("columns/fetch", found)
+        return {piece.id: ["", name] for piece, name in zip(cargo, here, strict=True)}
+
+    def withdraw(self, request_ids: Sequence[str] | None = None) -> None:
+        self.post("control/kv_withdraw", json={} if request_ids is None else {"ids": list(request_ids)})
+
+    def _answers(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        found = self.post(path, json=body)
+        asked = [note["id"] for note in body["notes"]]
+        if [row.get("id") for row in found.get("answers", [])] != asked:
+            raise self.not_an_engine(path, found)
+        return found["answers"]
